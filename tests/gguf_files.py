@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from isotype.inference.gguf_file import FAMILIES, _add_header
-from isotype.inference.gguf_tokenizer import tokenizer_keys
+from isotype.inference.gguf_file import _WORDS, FAMILIES, header_keys, tokenizer_keys
 from isotype.ops.packed.ggml import BLOCKS
 
 TEXTS = ["How much is 12 plus 7?", "It's  12,\n\n  and héllo ✓", "<|im_start|>user\nHi<|im_end|>\n"]
@@ -18,7 +17,6 @@ def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedToken
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from isotype.data.chat import NAMED
-    from isotype.inference.gguf_tokenizer import _WORDS
 
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(pattern or _WORDS % ""), "isolated")
@@ -59,12 +57,11 @@ def write(model, folder: Path, file: Path, kind: str, *, others: dict[str, str] 
     architecture = getattr(gguf.MODEL_ARCH, FAMILIES[config.model_type].architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[architecture])
-    _add_header(writer, config)
     if config.model_type == "qwen3_moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    for method, value in tokenizer_keys(folder, config.vocab_size, ""):
+    for method, value in [*header_keys(config), *tokenizer_keys(folder, config.vocab_size, "")]:
         getattr(writer, method)(value)
 
     def put(name: str, value: torch.Tensor, *, packed: bool) -> None:

@@ -19,12 +19,12 @@ from tests.models import SIZES, lora, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from isotype.errors import UsageError
+from isotype.inference.adapter_file import export_vllm
 from isotype.inference.export import export_language
-from isotype.inference.gguf_file import FAMILIES, WHOLE, export_adapter, export_model
+from isotype.inference.gguf_file import FAMILIES, WHOLE, export_adapter, export_model, tokenizer_keys
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.inference.ollama import turns_of
-from isotype.inference.vllm import export_vllm
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,6 @@ def pieces(text: str, scores: dict[str, float]) -> list[str]:
 
 def test_scores_of_pieces_merge_in_the_order_of_the_merges(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, normalizers, trainers
-
-    from isotype.inference.gguf_tokenizer import tokenizer_keys
 
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
-from isotype.model.embedding_noise import put_embedding_noise
+from isotype.model.build import put_embedding_noise
 from isotype.tasks.choose import train
 from tests.models import tiny
 from tests.results import same_tensors

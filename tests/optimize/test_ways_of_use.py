@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from isotype.errors import UsageError
 from isotype.ops import cpp
-from isotype.ops.attention import cpu as attention
+from isotype.ops.attention import op as attention
 from isotype.ops.gated import op as gated
 from isotype.ops.rms_norm import op as norm
 from isotype.ops.rope import op as rope

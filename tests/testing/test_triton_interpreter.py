@@ -10,8 +10,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.libdevice import tanh
 
-from isotype.testing.interpreter import interpreted
-from isotype.testing.interpreter_repairs import narrow, widen
+from isotype.testing.interpreter import interpreted, narrow, widen
 
 
 def test_fp64_is_rounded_to_bf16_once():

@@ -50,8 +50,9 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
     if world.size == 1:
         return
     file = folder / ".seen_by_all"
-    token = world.first_does(lambda: _written(file, secrets.token_hex(8)))
-    sees = _appears(file, token)
+    if world.first:
+        file.write_text(secrets.token_hex(8))
+    sees = _appears(file, world.first_does(file.read_text))
     everyone = world.gather([sees, socket.gethostname()])
     if world.first:
         file.unlink(missing_ok=True)
@@ -99,19 +100,12 @@ def _shown(its: str, first: str) -> str:
     return f": {one} and {other}"
 
 
-def _written(file: Path, text: str) -> str:
-    file.write_text(text)
-    return text
-
-
 def _appears(file: Path, text: str) -> bool:
     until = time.monotonic() + SEEN_WITHIN
     while True:
-        try:
+        with suppress(OSError):
             if file.read_text() == text:
                 return True
-        except OSError:
-            pass
         if time.monotonic() > until:
             return False
         time.sleep(0.1)

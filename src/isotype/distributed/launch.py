@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from ..environment.hardware import cores
@@ -52,7 +52,8 @@ def launch(command: Sequence[str], processes: int) -> int:
             process.wait()
         for file in said:
             file.close()
-    return _status(started)
+    first = int(started[0].returncode)
+    return first if first > 0 else int(any(process.returncode for process in started))
 
 
 def watch_lifeline() -> None:
@@ -98,13 +99,6 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
     return failed if failed is not None else next((rank for rank, process in enumerate(started) if process.returncode), None)
 
 
-def _status(started: Sequence[subprocess.Popen[bytes]]) -> int:
-    first = started[0].returncode
-    if first > 0:
-        return int(first)
-    return 1 if any(process.returncode for process in started) else 0
-
-
 def _tell(started: Sequence[subprocess.Popen[bytes]], said: Sequence[IO[bytes]], failed: int | None) -> None:
     """What the first process could not tell: that it was killed itself, or why another one ended after it was done."""
     if failed is None or started[0].returncode > 0:
@@ -118,25 +112,22 @@ def _tell(started: Sequence[subprocess.Popen[bytes]], said: Sequence[IO[bytes]],
     print("  fix       isotype train --resume FOLDER goes on from there", file=sys.stderr)
 
 
-class _signals_handed_on:
+@contextmanager
+def _signals_handed_on(started: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP go to every process, once each time they arrive."""
 
-    def __init__(self, started: Sequence[subprocess.Popen[bytes]]) -> None:
-        self._started = started
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
-                self._before[number] = signal.signal(number, self._hand_on)
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _hand_on(self, number: int, frame: object) -> None:
-        for process in self._started:
+    def hand_on(number: int, frame: object) -> None:
+        for process in started:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+                before[number] = signal.signal(number, hand_on)
+    try:
+        yield
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)

@@ -14,6 +14,7 @@ from ..config.schema import TrainSection
 from ..errors import UsageError
 
 LAUNCHED_BY = "ISOTYPE_LAUNCHED_BY"
+_TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +33,15 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         _refuse_tasks_without_launcher(environ)
         return Rank()
-    for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if one in environ and other not in environ:
-            raise UsageError(f"{one}={environ[one]} is set and {other} is not", fix=f"unset {one}, or start with torchrun, which sets both")
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if not 0 <= rank < size:
-        raise UsageError(f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix="start with torchrun")
+        raise UsageError(f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix=_TORCHRUN)
     if size == 1:
         return Rank()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
-            raise UsageError(f"WORLD_SIZE={size} processes, and {name} does not say where they meet", fix="start with torchrun")
-    local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0
-    local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1
+            raise UsageError(f"WORLD_SIZE={size} processes, and {name} does not say where they meet", fix=_TORCHRUN)
+    local_rank, local_size = _number(environ, "LOCAL_RANK", "0"), _number(environ, "LOCAL_WORLD_SIZE", "1")
     launcher = environ.get(LAUNCHED_BY) or ("accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun")
     return Rank(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher)
 
@@ -59,11 +56,13 @@ def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    given = environ.get(name, default)
     try:
-        return int(environ[name])
+        return int(given)
     except ValueError:
-        raise UsageError(f"{name}={environ[name]!r} is not a number", fix="start with torchrun, which sets it") from None
+        said = f"{name}={given!r} is not a number" if given else f"{name} is not set, and others of a launcher's variables are"
+        raise UsageError(said, fix=_TORCHRUN) from None
 
 
 @dataclass(frozen=True)

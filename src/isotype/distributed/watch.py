@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from .. import errors
 from ..errors import IsotypeError, RunError
+from ..wording import first_line
 
 BEAT = 0.5  # seconds between signs of life
 SILENT = 8.0  # seconds without a sign of life after which a process counts as dead; a busy machine delays them
@@ -130,8 +131,8 @@ def _ended(sign: Sign, host: str) -> str | None:
 def error_as_json(error: BaseException) -> dict[str, Any]:
     if isinstance(error, IsotypeError):
         return {"kind": type(error).__name__, "message": error.message, "code": error.code, "fix": error.fix}
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return {"kind": type(error).__name__, "message": f"{type(error).__name__}: {first}" if first else type(error).__name__}
+    kind, said = type(error).__name__, first_line(error)
+    return {"kind": kind, "message": kind if said == kind else f"{kind}: {said}"}
 
 
 def error_from_json(report: dict[str, Any], *, of: str | None = None) -> BaseException:

@@ -21,10 +21,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import IsotypeError, RunError, UsageError
+from ..wording import first_line
 from .launch import LISTENS_AT, watch_lifeline
 from .rank import Rank, find_rank
 from .watch import Lost, Watch, error_as_json, error_from_json, find_lost, read_failure
@@ -127,8 +129,6 @@ class JoinedWorld(World):
 
     def _small_group(self) -> Any:
         """A group for tensors on the CPU, where the sums of a step are exchanged without the GPU."""
-        import torch.distributed as dist
-
         if "gloo" in str(dist.get_backend_config()):
             return None
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
@@ -141,8 +141,6 @@ class JoinedWorld(World):
         self._watch.sign.step, self._watch.sign.doing = step, doing
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        import torch.distributed as dist
-
         with self._meeting(), _disable_current_modes():  # its fp64 is no arithmetic of the model
             summed = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(summed, group=self._small)
@@ -152,8 +150,6 @@ class JoinedWorld(World):
         return self.sum([float(flag)])[0] > 0
 
     def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
-        import torch.distributed as dist
-
         with self._meeting(), _disable_current_modes():
             work = dist.all_reduce(tensor, async_op=True)
 
@@ -164,8 +160,6 @@ class JoinedWorld(World):
         return wait
 
     def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
-        import torch.distributed as dist
-
         # as bytes: gloo does not know every dtype
         if whole is None:
             if len(part):
@@ -182,15 +176,8 @@ class JoinedWorld(World):
                 with self._meeting():
                     dist.recv(its.view(-1).view(torch.uint8), rank, group=self._small)
 
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        self._watch.sign.met += 1
-        try:
-            yield
-        except RuntimeError as error:
-            if not _is_of_an_exchange(error):
-                raise
-            raise self._what_happened(error) from error
+    def exchanging(self) -> AbstractContextManager[None]:
+        return self._meeting(among_others=True)
 
     def gather(self, value: Any) -> list[Any]:
         turn = self._next_turn()
@@ -232,8 +219,6 @@ class JoinedWorld(World):
 
     def close(self) -> None:
         """All processes leave together: a closed connection would end an exchange in which another process still is."""
-        import torch.distributed as dist
-
         with suppress(Exception):  # another one may be gone, and with the first one the store
             self._store.set(f"left/{self.rank}", "")
             if self._lost is None and not self._failed:
@@ -258,12 +243,15 @@ class JoinedWorld(World):
         return f"turn/{self._turn}"
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
-        """Around a collective: its error is replaced by what happened to the others."""
+    def _meeting(self, *, among_others: bool = False) -> Iterator[None]:
+        """Around a collective, or one among other work: its error is replaced by what happened to the other processes."""
         self._watch.sign.met += 1
         try:
             yield
         except RuntimeError as error:
+            # gloo's errors have no class of their own, and begin with the file of its source
+            if among_others and not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+                raise
             raise self._what_happened(error) from error
 
     def _wait(self, key: str, *, of: int, patiently: bool = False) -> bytes:
@@ -316,26 +304,18 @@ class JoinedWorld(World):
             return made
         gone = {one.sign.rank for one in lost if one.dead}
         self._speaks = self.rank == min(rank for rank in range(self.size) if rank not in gone)
-        if not lost:
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            return self._remember(RunError(f"the connection between processes broke: {first}", code="MP001", fix=_RESUME))
         step = self._watch.sign.step  # processes are never more than one meeting apart, and a dead one's last sign may be older
-        if gone:
-            named = "; ".join(f"{one.sign} {one.how}" for one in lost)
-            return self._remember(RunError(f"step {step}: {named}", code="MP001", fix=_RESUME))
-        named = "; ".join(f"{one.sign} does not come (it is at step {one.sign.step}: {one.sign.doing})" for one in lost)
-        return self._remember(RunError(f"step {step}: {named}; waited {self._timeout:g} s (parallel.timeout)", code="MP002", fix=_RESUME))
+        where = "" if gone else " (it is at step {0.step}: {0.doing})"
+        named = f"step {step}: " + "; ".join(f"{one.sign} {one.how}{where.format(one.sign)}" for one in lost)
+        if not lost:
+            named = f"the connection between processes broke: {first_line(error)}"
+        elif not gone:
+            named += f"; waited {self._timeout:g} s (parallel.timeout)"
+        return self._remember(RunError(named, code="MP002" if lost and not gone else "MP001", fix=_RESUME))
 
     def _remember(self, error: AnyError) -> AnyError:
         self._lost = error
         return error
-
-
-def _is_of_an_exchange(error: RuntimeError) -> bool:
-    """Whether a process group raised this. Gloo's errors have no class of their own, and begin with the file of its source."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 _RESUME = "see what ended it, then isotype train --resume FOLDER goes on, on any number of processes that share a step's rows"
@@ -352,8 +332,6 @@ def join(device: str, *, timeout: float) -> World:
     mine = find_rank()
     if mine.size == 1:
         return ALONE
-    import torch.distributed as dist
-
     if not dist.is_available():
         raise UsageError(f"{mine.size} processes were started, and this torch has no torch.distributed", fix="install another build")
     on_gpu = _take_gpu(device, mine)
@@ -370,30 +348,25 @@ def join(device: str, *, timeout: float) -> World:
     return JoinedWorld(mine, ours, timeout=timeout, backend=backend)
 
 
-_SLOW = "see why they did not start; a higher parallel.timeout if they are only slow"
+_SLOW = "see why they did not start or reach one another; a higher parallel.timeout if they are only slow"
 
 
 def _not_all_came(mine: Rank, store: Any, timeout: float, error: Exception) -> RunError:
     """The processes could not connect: names the missing ones, if known. `store`: None where it was not created."""
+    within = f"within {timeout:g} s (parallel.timeout)"
     if store is None and mine.rank == 0:  # it is made once all processes have come
-        came = "the other process did not come" if mine.size == 2 else f"not all of {mine.size - 1} other processes came"
-        return RunError(f"{came} within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
+        return RunError(f"not all of {mine.size} processes came {within}", code="MP002", fix=_SLOW)
     try:
-        missing = [rank for rank in range(mine.size) if not store.check([f"here/{rank}"])]
+        missing = ", ".join(f"rank {rank}" for rank in range(mine.size) if not store.check([f"here/{rank}"]))
     except Exception:
-        return RunError(f"rank 0, where all processes meet, does not answer at {os.environ.get('MASTER_ADDR')}:"
-                        f"{os.environ.get('MASTER_PORT')}", code="MP002", fix=_SLOW)  # fmt: skip
-    if missing:
-        named = ", ".join(f"rank {rank}" for rank in missing)
-        return RunError(f"{named} did not come within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
-    first = next(iter(str(error).splitlines()), type(error).__name__)
-    return RunError(f"the {mine.size} processes could not connect: {first}", code="MP002", fix="a network between all machines, free ports")
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return RunError(f"rank 0, where all processes meet, does not answer at {where}", code="MP002", fix=_SLOW)
+    said = f"{missing} did not come {within}" if missing else f"the {mine.size} processes could not connect: {first_line(error)}"
+    return RunError(said, code="MP002", fix=_SLOW)
 
 
 def _store(mine: Rank, wait: timedelta) -> Any:
     """The store of the processes. `isotype train --processes` passes the first one a listening socket, so that its port stays free."""
-    import torch.distributed as dist
-
     handle = os.environ.get(LISTENS_AT)
     if handle is None:
         return next(iter(dist.rendezvous("env://", mine.rank, mine.size, timeout=wait)))[0]

@@ -18,13 +18,11 @@ from ..errors import UsageError
 from ..model.gguf import read_architecture
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import run_and_result, without_run
-from .adapter_file import SETTINGS, read_settings
-from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_model
-from .gguf_tokenizer import tokenizer_keys
+from .adapter_file import SETTINGS, export_vllm, read_settings
+from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_model, tokenizer_keys
 from .loaded import load_run, result_of
 from .merge import merge
 from .ollama import CONVERTED, modelfile, write_for_converter
-from .vllm import export_vllm
 
 Written = tuple[dict[str, Any], list[str]]
 

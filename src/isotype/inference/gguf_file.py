@@ -6,26 +6,24 @@ order. Its norms of Gemma have the 1 added that transformers adds in the layer.
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..errors import UsageError
 from ..model.gguf import read_architecture
 from .adapter_file import read_pairs, read_settings
-from .gguf_tokenizer import tokenizer_keys
-
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
+from .ollama import begins_text
 
 TYPES = ("F16", "BF16", "Q8_0")
 _OVER = 65504.0  # the largest fp16
@@ -108,11 +106,7 @@ def export_adapter(adapter: Path, out: Path) -> int:
         b = _ordered(pair.b_for(alpha / pair.rank), pair.module, text, family)
         matrices += [_Written(f"{theirs}.weight.lora_a", pair.a), _Written(f"{theirs}.weight.lora_b", b)]
 
-    def head(writer: GGUFWriter) -> None:
-        writer.add_type("adapter")
-        writer.add_string("adapter.type", "lora")
-        writer.add_float32("adapter.lora.alpha", alpha)
-
+    head = [("add_type", "adapter"), ("add_string", "adapter.type", "lora"), ("add_float32", "adapter.lora.alpha", alpha)]
     _write(out, gguf.MODEL_ARCH_NAMES[architecture], head, matrices)
     return len(pairs)
 
@@ -144,12 +138,8 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
         order = partial(_ordered, module=name.rpartition(".")[0], config=config, family=family, norm=norm)
         tensors.append(_Written(theirs, stored, own, order))
 
-    def head(writer: GGUFWriter) -> None:
-        _add_header(writer, config)
-        writer.add_file_type({"F16": 1, "Q8_0": 7, "BF16": 32}[kind])
-        for method, value in tokenizer_keys(folder, config.vocab_size, llama_cpp(folder, kind)):
-            getattr(writer, method)(value)
-
+    own_type = ("add_file_type", {"F16": 1, "Q8_0": 7, "BF16": 32}[kind])
+    head = [*header_keys(config), own_type, *tokenizer_keys(folder, config.vocab_size, llama_cpp(folder, kind))]
     _write(out, gguf.MODEL_ARCH_NAMES[architecture], head, tensors)
     return len(tensors)
 
@@ -160,49 +150,43 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
     scaled = [part["rope_type"] for part in parts if part.get("rope_type", "default") != "default"]
-    window = getattr(config, "sliding_window", None) and config.model_type in ("llama", "mistral", "qwen2", "qwen3")
-    if family is None or not family.whole:
-        raise UsageError(f"{config.model_type}: whole models are written of {', '.join(WHOLE)}", fix=command)
-    if scaled and not (scaled == ["llama3"] and family.architecture == "LLAMA"):
-        raise UsageError(f"{config.model_type} with rope_type {scaled[0]}: not written here", fix=command)
     local, every = {"gemma2": (None, 2), "gemma3_text": (1e4, 6)}.get(config.model_type, (None, 0))
     types = getattr(config, "layer_types", None) or []
-    if every and (
+    unlike = every and (
         any((kind == "full_attention") != (i % every == every - 1) for i, kind in enumerate(types))
         or getattr(config, "query_pre_attn_scalar", None) != config.head_dim
         or (local and rope["sliding_attention"]["rope_theta"] != local)
-    ):
-        raise UsageError(f"{config.model_type} with another order of layers, scale or rotary base than released models", fix=command)
-    if window:
-        raise UsageError(f"{config.model_type} with a sliding window: llama.cpp attends to everything in this family", fix=command)
+    )
+    why = ""
+    if family is None or not family.whole:
+        why = f": whole models are written of {', '.join(WHOLE)}"
+    elif scaled and not (scaled == ["llama3"] and family.architecture == "LLAMA"):
+        why = f" with rope_type {scaled[0]}: not written here"
+    elif unlike:
+        why = " with another order of layers, scale or rotary base than released models"
+    elif getattr(config, "sliding_window", None) and config.model_type in ("llama", "mistral", "qwen2", "qwen3"):
+        why = " with a sliding window: llama.cpp attends to everything in this family"
+    if why:
+        raise UsageError(f"{config.model_type}{why}", fix=command)
 
 
-def _add_header(writer: GGUFWriter, config: PreTrainedConfig) -> None:
+def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
+    """Sizes and settings of a model: methods of gguf's writer, each with its argument."""
     c: Any = config
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(int(head * (c.rope_parameters.get("partial_rotary_factor") or 1)))
-    # Gemma 3 has a base for each kind of layer; llama.cpp has the local one, 10,000, as a constant
-    writer.add_rope_freq_base(c.rope_parameters.get("full_attention", c.rope_parameters)["rope_theta"])
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_vocab_size(c.vocab_size)
-    if c.model_type == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(c.original_max_position_embeddings)
-    if c.model_type in ("gemma2", "gemma3_text", "phi3"):
-        writer.add_sliding_window(c.sliding_window or 0)
-    for add, cap in (
-        (writer.add_attn_logit_softcapping, getattr(c, "attn_logit_softcapping", None)),
-        (writer.add_final_logit_softcapping, getattr(c, "final_logit_softcapping", None)),
-    ):
-        if cap is not None:
-            add(cap)
+    keys = {
+        "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size, "block_count": c.num_hidden_layers,
+        "feed_forward_length": c.intermediate_size, "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads,
+        "key_length": head, "value_length": head, "rope_dimension_count": int(head * (c.rope_parameters.get("partial_rotary_factor") or 1)),
+        # Gemma 3 has a base for each kind of layer; llama.cpp has the local one, 10,000, as a constant
+        "rope_freq_base": c.rope_parameters.get("full_attention", c.rope_parameters)["rope_theta"],
+        "layer_norm_rms_eps": c.rms_norm_eps, "vocab_size": c.vocab_size,
+        "rope_scaling_orig_ctx_len": c.original_max_position_embeddings if c.model_type == "phi3" else None,
+        "sliding_window": c.sliding_window or 0 if c.model_type in ("gemma2", "gemma3_text", "phi3") else None,
+        "attn_logit_softcapping": getattr(c, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(c, "final_logit_softcapping", None),
+    }  # fmt: skip
+    return [(f"add_{name}", value) for name, value in keys.items() if value is not None]
 
 
 def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
@@ -253,7 +237,7 @@ class _Written:
         """The bytes as ggml has them. Raises UsageError."""
         import gguf
 
-        value = self.order((self.stored if isinstance(self.stored, Tensor) else self.stored[:]).float())
+        value = self.order(self.stored[:].float())
         if self.kind == "F16" and float(value.abs().max()) > _OVER:
             raise UsageError(f"{out}: {self.name} has values beyond fp16's {_OVER:.0f}", fix="--type BF16 keeps them")
         return gguf.quants.quantize(value.contiguous().numpy(), gguf.GGMLQuantizationType[self.kind])
@@ -269,15 +253,16 @@ def _stored(folder: Path) -> Iterator[tuple[str, Any]]:
             yield name, tensors.get_slice(name)
 
 
-def _write(out: Path, architecture: str, head: Callable[[GGUFWriter], None], tensors: Sequence[_Written]) -> None:
-    """The file as a whole, or not at all."""
+def _write(out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_Written]) -> None:
+    """The file as a whole, or not at all. head: methods of gguf's writer with their arguments"""
     import gguf
 
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".gguf-") as aside:
             file = Path(aside) / out.name
             writer = gguf.GGUFWriter(str(file), architecture)
-            head(writer)
+            for method, *arguments in head:
+                getattr(writer, method)(*arguments)
             for one in tensors:
                 raw = gguf.GGMLQuantizationType[one.kind]
                 block, size = gguf.GGML_QUANT_SIZES[raw]
@@ -291,3 +276,92 @@ def _write(out: Path, architecture: str, head: Callable[[GGUFWriter], None], ten
             file.replace(out)
     except OSError as error:
         raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+# --- the tokenizer. llama.cpp splits text before it merges by code of its own, chosen by a name (`tokenizer.ggml.pre`): the name is taken
+# where the tokenizer splits by the very pattern that llama.cpp has under it. A tokenizer with another pattern is refused
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# the patterns of a tokenizer's Split steps -> llama.cpp's name; none is GPT-2's own, inside the step ByteLevel
+_SPLITS = {(_WORDS % "{1,3}",): "llama-bpe", (_WORDS % "",): "qwen2", (_TEKKEN,): "tekken", (): "gpt-2"}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+
+def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tuple[str, Any]]:
+    """Tokens, merges or scores, special tokens and chat template of a tokenizer: methods of gguf's writer, each with its argument.
+
+    vocabulary  rows of the model's embedding; ids without a token get one that nothing is split into
+    command     of llama.cpp, which knows more tokenizers
+    Raises      UsageError for a tokenizer that llama.cpp would read as another one
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    content = json.loads(tokenizer.backend_tokenizer.to_str()) if getattr(tokenizer, "is_fast", False) else {}
+    model = content.get("model") or {}
+    if model.get("type") != "BPE":
+        raise UsageError(f"{folder}: a tokenizer of kind {model.get('type') or type(tokenizer).__name__}: not written here", fix=command)
+    added = {token["id"]: token for token in content.get("added_tokens", [])}
+    tokens = {index: token for token, index in model["vocab"].items()} | {index: token["content"] for index, token in added.items()}
+    if max(tokens) >= vocabulary:
+        raise UsageError(f"{folder}: the tokenizer has {max(tokens) + 1} tokens, the model {vocabulary} rows")
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    pieces = bool(model.get("byte_fallback"))
+    listed = [tokens.get(index, f"[PAD{index}]") for index in range(vocabulary)]
+    keys: list[tuple[str, Any]] = [
+        ("add_tokenizer_model", "llama" if pieces else "gpt2"),
+        ("add_tokenizer_pre", "default" if pieces else _split_name(folder, content, command)),
+        ("add_token_list", listed),
+        ("add_token_types", [_type(i, tokens.get(i), added, pieces, model.get("unk_token")) for i in range(vocabulary)]),
+        ("add_add_bos_token", begins_text(tokenizer)),
+        ("add_add_eos_token", False),
+    ]
+    if pieces:
+        # llama.cpp merges the pair whose product has the highest score: the products in the order in which the merges come
+        ranks: dict[str, int] = {}
+        for rank, (left, right) in enumerate(merges):
+            ranks.setdefault(left + right, rank)
+        keys.append(("add_token_scores", [-float(ranks.get(token, len(merges))) for token in listed]))
+        keys.append(("add_add_space_prefix", _begins_with_space(content)))
+    else:
+        keys.append(("add_token_merges", [" ".join(merge) for merge in merges]))
+    if isinstance(tokenizer.chat_template, str):
+        keys.append(("add_chat_template", tokenizer.chat_template))
+    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    return [*keys, *((f"add_{name}_token_id", index) for name, index in special.items() if index is not None)]
+
+
+def _type(index: int, token: str | None, added: dict[int, Any], pieces: bool, unknown: str | None) -> int:
+    if token is None:
+        return _UNUSED
+    if pieces and len(token) == 6 and token.startswith("<0x"):
+        return _BYTE
+    if token == unknown:
+        return _UNKNOWN
+    if index in added:
+        return _CONTROL if added[index]["special"] else _USER_DEFINED
+    return _NORMAL
+
+
+def _steps(part: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, of which a Sequence has several."""
+    return [] if part is None else list(part[inside]) if part["type"] == "Sequence" else [part]
+
+
+def _split_name(folder: Path | str, content: dict[str, Any], command: str) -> str:
+    steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
+    patterns = tuple(step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split")
+    last = steps[-1] if steps else {"type": None}
+    plain = {step["type"] for step in steps} <= {"Split", "ByteLevel"} and last["type"] == "ByteLevel" and not last.get("add_prefix_space")
+    name = _SPLITS.get(patterns) if plain and bool(last.get("use_regex", True)) == (not patterns) else None
+    if name is None:
+        raise UsageError(f"{folder}: llama.cpp splits no text as this tokenizer does ({patterns or last['type']})", fix=command)
+    return name
+
+
+def _begins_with_space(content: dict[str, Any]) -> bool:
+    steps = [*_steps(content.get("normalizer"), "normalizers"), *_steps(content.get("pre_tokenizer"), "pretokenizers")]
+    return any(step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never") for step in steps)

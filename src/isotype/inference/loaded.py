@@ -64,7 +64,7 @@ def load_run(folder: Path) -> LoadedRun:
     """
     kind = without_run(folder)
     if kind is not None:
-        return load_adapter(folder) if kind == "adapter" else load_model(folder)
+        return _load_folder(folder, kind)
     folder, on_the_way = run_and_result(folder)
     run = RunFolder(require_run(folder))
     if kind_of_run(folder) == DIFFUSION:
@@ -77,9 +77,8 @@ def load_run(folder: Path) -> LoadedRun:
     result = result_of(folder, on_the_way)
     if config.model.name is not None and (result is None or (result / "adapter_config.json").is_file()):
         base_of(config.model.name, "model.name", folder / RESOLVED)
-    hardware = detect(config.model.device)
-    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
-    precision = resolve_precision(config, loaded.sources, hardware).precision
+    device = _device(config)
+    precision = resolve_precision(config, loaded.sources, detect(config.model.device)).precision
     source = _source(config, run)
     if result is not None:
         tokenizer = load_tokenizer(ModelSection(name=str(result), trust_remote_code=source.trust_remote_code))
@@ -138,24 +137,35 @@ def refuse_scores(folder: Path) -> NoReturn:
     )
 
 
-def load_adapter(folder: Path) -> LoadedRun:
-    """Loads an adapter on the base that its file names, under the precision file next to it, else in the dtype of the base's file."""
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    name = settings.get("base_model_name_or_path")
-    if settings.get("task_type") == "SEQ_CLS":
-        refuse_scores(folder)
-    if not name:
-        raise UsageError(f"{folder / 'adapter_config.json'}: base_model_name_or_path is missing: which model is this an adapter of?")
-    name = base_of(name, "base_model_name_or_path", folder / "adapter_config.json")
-    config = RunConfig(model=ModelSection(name=name, revision=settings.get("revision")))
-    source = Source(name, settings.get("revision"))
-    hardware = detect(config.model.device)
-    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+def _load_folder(folder: Path, kind: str) -> LoadedRun:
+    """A model's folder as it is (a merged one, a base, the result of full fine-tuning), or an adapter's on the base that its file names;
+    under the precision file next to it, else in the dtype of the base's file."""
+    name, revision = str(folder), None
+    if kind == "adapter":
+        file = folder / "adapter_config.json"
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if settings.get("task_type") == "SEQ_CLS":
+            refuse_scores(folder)
+        if not settings.get("base_model_name_or_path"):
+            raise UsageError(f"{file}: base_model_name_or_path is missing: which model is this an adapter of?")
+        name, revision = base_of(settings["base_model_name_or_path"], "base_model_name_or_path", file), settings.get("revision")
+    config = RunConfig(model=ModelSection(name=name, revision=revision))
+    source, device = Source(name, revision), _device(config)
     precision = _precision_beside(folder) or _precision_of(source)
     own = (folder / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(ModelSection(name=str(folder) if own else name))
-    model = load_result(folder, source, precision, config=config.model, device=device)
-    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, "adapter")
+    model: nn.Module
+    if kind == "adapter":
+        model = load_result(folder, source, precision, config=config.model, device=device)
+    else:
+        model = load_base(source, precision, attention=config.model.attention, device=device, trainable=False)
+        optimize(model, precision)
+        apply_precision(model, precision, device_type=device.type)
+    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, kind)
+
+
+def _device(config: RunConfig) -> torch.device:
+    return torch.device("cpu" if detect(config.model.device).kind == "cpu" else "cuda")
 
 
 def base_of(name: str, setting: str, file: Path) -> str:
@@ -164,21 +174,6 @@ def base_of(name: str, setting: str, file: Path) -> str:
         fix = f"write the folder where the base is now as {setting} in that file"
         raise UsageError(f"{file}: {setting}: {name} is no longer there", fix=fix)
     return name
-
-
-def load_model(folder: Path) -> LoadedRun:
-    """A model's folder as it is: a merged one, a base, the result of full fine-tuning."""
-    config = RunConfig(model=ModelSection(name=str(folder)))
-    source = Source(str(folder))
-    hardware = detect(config.model.device)
-    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
-    precision = _precision_beside(folder) or _precision_of(source)
-    tokenizer = load_tokenizer(config.model)
-    model = load_base(source, precision, attention=config.model.attention, device=device, trainable=False)
-    if config.model.optimize:
-        optimize(model, precision)
-    apply_precision(model, precision, device_type=device.type)
-    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, "model")
 
 
 def _precision_beside(folder: Path) -> Precision | None:

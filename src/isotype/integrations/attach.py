@@ -8,16 +8,14 @@ fails, it undoes the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from ..errors import UsageError
 from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, precision_of, remove_precision
 from .attachment import Attachment, is_running, models_of, overridden, trained_in, unprepare
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
-from .distillation import Distillation
 from .record import Record
 from .steps import Guards
 from .weights import Autocast, PureWeights, Weights
@@ -49,13 +47,12 @@ def attach(
     _check_precision(trainer)
     skips = check_preflight(skip or {}, preflight=preflight, record=record)
     resolved = resolve_for(trainer, precision)
-    attached = Attachment(trainer, resolved, claims(trainer, resolved.precision), optimizers=(trainer.optimizer, trainer.lr_scheduler))
+    claimed = list(claims(trainer, resolved.precision))
+    attached = Attachment(trainer, resolved, claimed, optimizers=(trainer.optimizer, trainer.lr_scheduler))
     try:
         guards = _put_on(attached, reversible=reversible)
         if record:
-            recorder = Record(attached, guards, preflight=preflight, skip=skips)
-            attached.undo.append(recorder.remove)
-            recorder.install()
+            attached.put(Record(attached, guards, preflight=preflight, skip=skips))
     except BaseException:
         _take_off(attached)
         raise
@@ -104,7 +101,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     for name, model in models.items():
         weights.cast(model, precision, trained=trained_in(trainer, name), read_only=name != "model", keep=reversible)
         # before the precision, which wraps the forward that the ops look at
-        attached.undo.append(lambda model=model: _unoptimize(model))
+        attached.undo += [partial(restore, model), partial(remove_precision, model)]
         attached.manifests[name] = optimize(model, precision, device_type=device)
         apply_precision(model, precision, device_type=device, cast=False)
     if weights.kept_bytes:
@@ -115,14 +112,8 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     if precision.trainable != "fp32":
         pure = PureWeights(trainer, precision)
         attached.accumulator = pure.accumulator
-        attached.undo.append(pure.remove)
-        pure.install()
-    guards = Guards(trainer, precision.compute, attached.gradient)
-    attached.undo.append(guards.remove)
-    guards.install()
-    distillation = Distillation(trainer)
-    attached.undo.append(distillation.remove)
-    distillation.install()
+        attached.put(pure)
+    guards = attached.put(Guards(attached))
     _one_graph_for_every_rank(attached)
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         attached.notes.append(f"fsdp has no effect on a {device.upper()}: accelerate replicates the model there (DDP) and says nothing")
@@ -130,11 +121,6 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         if own := overridden(trainer, method):
             attached.notes.append(f"{own} runs as it is; logits that it reads as a whole are computed, counted and named with their line")
     return guards
-
-
-def _unoptimize(model: nn.Module) -> None:
-    remove_precision(model)
-    restore(model)
 
 
 def _one_graph_for_every_rank(attached: Attachment) -> None:
@@ -149,5 +135,6 @@ def _one_graph_for_every_rank(attached: Attachment) -> None:
 def _take_off(attached: Attachment) -> list[str]:
     said: list[str] = []
     while attached.undo:
-        said += attached.undo.pop()() or []
+        made = attached.undo.pop()()
+        said += made if isinstance(made, list) else []
     return said

@@ -6,9 +6,9 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from transformers import Trainer
@@ -20,6 +20,14 @@ from ..precision.resolve import Resolved
 
 # models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
 READ_ONLY = ("ref_model", "teacher_model")
+
+
+class _Part(Protocol):
+    def install(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+Part = TypeVar("Part", bound=_Part)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,12 @@ class Attachment:
     def precision(self) -> Precision:
         return self.resolved.precision
 
+    def put(self, part: Part) -> Part:
+        """Installs a part, which is removed where the trainer is detached, or a later part fails."""
+        self.undo.append(part.remove)
+        part.install()
+        return part
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """A parameter's summed gradient, wherever it is."""
         return parameter.grad if self.accumulator is None else self.accumulator.gradient(parameter)
@@ -88,7 +102,7 @@ class Attachment:
             "trainer": f"{type(self.trainer).__module__}.{type(self.trainer).__name__}",
             "precision": self.resolved.text,
             "declared": self.resolved.as_json(),
-            "claims": [{"owner": c.owner, "value": c.value, "now": c.now} for c in self.claims],
+            "claims": [asdict(claim) for claim in self.claims],
             "models": {name: manifest.to_dict() for name, manifest in self.manifests.items()},
             "notes": list(self.notes),
         }

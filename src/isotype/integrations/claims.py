@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
 from torch import nn
+from transformers import Trainer
 
 from ..dtypes import name as dtype_name
 from ..environment.hardware import detect
@@ -144,50 +145,46 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
         check_pure(trainer, precision, preset)
 
 
-def claims(trainer: Any, precision: Precision) -> list[Claim]:
+def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     """Every owner with its value and what becomes of it; read before anything is changed."""
     model, args = trainer.model, trainer.args
     here = f"{precision.compute}, on the inner model"
     given = asked_by_arguments(trainer)
-    found = [Claim("training arguments", f"{given}=True" if given else "bf16=False, fp16=False", f"compute {here}")]
+    yield Claim("training arguments", f"{given}=True" if given else "bf16=False, fp16=False", f"compute {here}")
     if variable := os.environ.get("ACCELERATE_MIXED_PRECISION"):
-        found.append(Claim("environment", f"ACCELERATE_MIXED_PRECISION={variable}", "agrees" if given else "overridden"))
+        yield Claim("environment", f"ACCELERATE_MIXED_PRECISION={variable}", "agrees" if given else "overridden")
     now = "had no autocast"
     if trainer.accelerator.native_amp:
         scaled = precision.loss_scaling != "none"
         now = "keeps its wrapper: the gradient scaler needs it" if scaled else "wraps no forward"
-    found.append(Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now))
+    yield Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now)
     named = list(model.named_parameters())
     trained = [(n, p) for n, p in named if p.requires_grad]
     if len(trained) < len(named):
-        found.append(Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}"))
+        yield Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}")
     adapters = [p for n, p in trained if is_adapter(n)]
     rest = [p for n, p in trained if not is_adapter(n)]
     if rest:
         rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
-        found.append(
-            Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest))
-        )
+        yield Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest))
     if adapters:
         by = "TRL's cast" if _cast_by_trl(trainer, adapters) else "PEFT"
-        found.append(Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters)))
+        yield Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters))
         if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
-            found.append(Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead"))
+            yield Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead")
     if precision.trainable != "fp32":
-        found.append(
-            Claim("training arguments", f"optim={getattr(args.optim, 'value', args.optim)}", "Isotype's AdamW, which rounds stochastically")
-        )
+        optim = getattr(args.optim, "value", args.optim)
+        yield Claim("training arguments", f"optim={optim}", "Isotype's AdamW, which rounds stochastically")
     for name, other in models_of(trainer).items():
         if name != "model":
-            found.append(Claim(f"checkpoint, {name}", dtypes_of(other.parameters()), _read_only_becomes(trainer, name, precision)))
+            yield Claim(f"checkpoint, {name}", dtypes_of(other.parameters()), _read_only_becomes(trainer, name, precision))
     if getattr(args, "cast_lm_head_to_fp32", False):
-        found.append(Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32"))
+        yield Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32")
     if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
-        found.append(Claim("TRL's reference", "precompute_ref_log_probs=True", "computed before attach(), in the trainer's own precision"))
+        yield Claim("TRL's reference", "precompute_ref_log_probs=True", "computed before attach(), in the trainer's own precision")
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, flag, False):
-            found.append(Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay"))
-    return found
+            yield Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay")
 
 
 def _read_only_becomes(trainer: Any, name: str, precision: Precision) -> str:
@@ -221,10 +218,6 @@ TESTED = {"transformers": ("5.17", "6"), "accelerate": ("1.10", "2"), "peft": ("
 def check_trainer(trainer: Any) -> None:
     """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached already, is training, is wrapped, or has a
     version that was never tested."""
-    try:
-        from transformers import Trainer
-    except ImportError:
-        raise UsageError("attach() needs transformers and accelerate", fix="pip install 'isotype[train]'") from None
     if not isinstance(trainer, Trainer):
         what = "is a class: give the trainer itself" if isinstance(trainer, type) else "is no transformers.Trainer"
         fix = "isotype.optimize(model) for a loop of your own" if isinstance(trainer, nn.Module) else "attach(trainer) after Trainer(...)"
@@ -271,14 +264,10 @@ def _check_model(trainer: Any) -> None:
         raise UsageError(
             "this trainer has trained already: its optimizer has states of the earlier precision", fix="attach(trainer) before train()"
         )
-    if trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "accelerate's FSDP"
         raise UsageError(
-            "attach() does not support DeepSpeed: its engine owns the weights' dtypes and the casts",
-            fix="DDP or a single process; or isotype train, which shards with FSDP2",
-        )
-    if trainer.is_fsdp_enabled:
-        raise UsageError(
-            "attach() does not support accelerate's FSDP: its mixed-precision policy casts the weights that the ops read",
+            f"attach() does not support {engine}, which owns the dtypes and the casts of the weights that the ops read",
             fix="DDP or a single process; or isotype train, which shards with FSDP2",
         )
     if trainer.args.use_liger_kernel and trainer.args.device.type in ("cpu", "mps"):

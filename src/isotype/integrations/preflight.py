@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -25,13 +27,12 @@ from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import PreflightError, RunError
-from ..finding import Severity
+from ..finding import Finding, Place, Severity
+from ..model.architecture import is_vision_language
 from ..observe import Observation, Observer
 from ..observe.origin import hook_of_gradients
-from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
-from ..precision.resolve import Resolved
 from ..precision.vision import vision_parts
 from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
 from ..training.finite import non_finite_error
@@ -44,7 +45,6 @@ from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation, eval_mode, random_state_restored
 from ..wording import counted
 from .attachment import Attachment, Methods
-from .vision import names_that_do_not_load, places_learnt
 
 _ARGUMENTS = {
     "run.sample_every: 0 trains without samples; ": "",
@@ -272,17 +272,6 @@ def tokenizer_of(trainer: Any) -> Any | None:
     return found if hasattr(found, "added_tokens_decoder") else None
 
 
-@dataclass(frozen=True)
-class AttachedRun:
-    """The parts of an attached trainer that the checks use."""
-
-    model: nn.Module
-    resolved: Resolved
-    device: torch.device
-    stepper: TrainerStepper
-    manifest: Manifest
-
-
 def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject:
     """The trainer's own arguments under the names of a run file. Only those that the checks read are translated."""
     trainer, args = attached.trainer, attached.trainer.args
@@ -294,26 +283,18 @@ def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resumin
             eval_batch_size=args.per_device_eval_batch_size,
         ),
     )  # fmt: skip
-    stepper = TrainerStepper(attached)
+    # the parts of a prepared run that the checks use
+    prepared = SimpleNamespace(
+        model=trainer.model, resolved=attached.resolved, device=args.device, stepper=TrainerStepper(attached), manifest=attached.manifest
+    )
     return Subject(
-        config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming,
-        prepared=cast(Prepared, AttachedRun(trainer.model, attached.resolved, args.device, stepper, attached.manifest)),
+        config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming, prepared=cast(Prepared, prepared),
         plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )  # fmt: skip
 
 
 def _longest(rows: Sequence[Any]) -> int:
     return max((len(row.input_ids) for row in rows), default=0)
-
-
-_ROWS = (Check(("PF005",), nothing_to_learn),)
-_POSITIONS = (Check(("PF020",), beyond_the_positions),)
-_TOKENS = (Check(("PF007",), end_never_learnt),)
-_TABLES = (Check(("PF008",), beyond_the_embeddings), Check(("PF009",), untrained_new_tokens))
-_PLACES = (Check(("PF023",), places_learnt),)
-_NAMES = (Check(("PF024",), names_that_do_not_load),)
-_STEP = (Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step), Check(("PF017",), rehearsed_samples))
-_EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 
 
 def run_preflight(
@@ -338,20 +319,24 @@ def _run(attached: Attachment, rows: TrainerRows, subject: Subject, skip: Mappin
     without = rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"
     unknown = "" if hasattr(inner_model(trainer.model), "config") else "the model is none of transformers: its tables are not known"
     unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
-    for phase, these, why in (
-        ("data", _ROWS, "" if rows.tokens else rows.why_no_tokens),
-        ("data", _POSITIONS, unknown or ("" if rows.tokens else rows.why_no_tokens)),
-        ("data", _TOKENS, without),
-        ("data", _TABLES, unknown or without),
-        ("data", _PLACES, unknown or ("" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures")),
-        ("static", _NAMES, unknown),
-        ("real", _STEP, why_not),
-        ("real", _EVALUATION, why_not or unplanned),
+    blind = "" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures"
+    no_rows = "" if rows.tokens else rows.why_no_tokens
+    for phase, codes, run, why in (
+        ("data", ("PF005",), nothing_to_learn, no_rows),
+        ("data", ("PF020",), beyond_the_positions, unknown or no_rows),
+        ("data", ("PF007",), end_never_learnt, without),
+        ("data", ("PF008",), beyond_the_embeddings, unknown or without),
+        ("data", ("PF009",), untrained_new_tokens, unknown or without),
+        ("data", ("PF023",), places_learnt, unknown or blind),
+        ("static", ("PF024",), names_that_do_not_load, unknown),
+        ("real", ("PF012", "PF013", "PF014", "PF015"), rehearsed_step, why_not),
+        ("real", ("PF017",), rehearsed_samples, why_not),
+        ("real", ("PF016",), rehearsed_evaluation, why_not or unplanned),
     ):
         if why:
-            skipped |= dict.fromkeys((code for check in these for code in check.codes), why)
+            skipped |= dict.fromkeys(codes, why)
         else:
-            checks[phase] = (*checks.get(phase, ()), *these)
+            checks[phase] = (*checks.get(phase, ()), Check(codes, run))
     world = World()  # each process checks for itself, and the first one writes
     world.rank = trainer.args.process_index
     try:
@@ -379,8 +364,16 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
 def _trainer_restored(trainer: Any) -> Iterator[None]:
     """Restores on exit random state, and what a trainer, its state and its collator count and draw: TRL's metrics, the generator of a
     collator with a seed. Nothing is logged."""
-    owners = [vars(owner) for owner in (trainer, trainer.state, trainer.control, trainer.data_collator) if hasattr(owner, "__dict__")]
-    before = [(owner, {name: kept for name, value in owner.items() if (kept := _kept(value)) is not None}) for owner in owners]
+    undo: list[Callable[[], object]] = []
+    for owner in (trainer, trainer.state, trainer.control, trainer.data_collator):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                undo.append(partial(value.set_state, value.get_state()))
+            elif isinstance(value, np.random.Generator):
+                undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            elif not _is_plain(value):
+                continue
+            undo.append(partial(vars(owner).__setitem__, name, copy.deepcopy(value) if _is_plain(value) else value))
     methods = Methods(trainer)
     with random_state_restored():
         methods.wrap("log", lambda *_, **__: None)
@@ -388,29 +381,59 @@ def _trainer_restored(trainer: Any) -> Iterator[None]:
             yield
         finally:
             methods.restore()
-            for owner, values in before:
-                for name, (value, state) in values.items():
-                    owner[name] = value
-                    if isinstance(value, torch.Generator):
-                        value.set_state(state)
-                    elif isinstance(value, np.random.Generator):
-                        value.bit_generator.state = state
-                    else:
-                        owner[name] = state
-
-
-def _kept(value: Any) -> tuple[Any, Any] | None:
-    """(value, a copy of its state) of a generator, and of numbers, text and containers of them; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return value, value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value, value.bit_generator.state
-    return (value, copy.deepcopy(value)) if _is_plain(value) else None
+            for put_back in undo:
+                put_back()
 
 
 def _is_plain(value: Any) -> bool:
+    """Numbers, text and containers of them."""
     if isinstance(value, dict):
         return all(_is_plain(one) for one in (*value.keys(), *value.values()))
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+# --- of a vision-language model: what it learns of a picture, and where its adapter will load
+
+
+def places_learnt(subject: Subject) -> Iterator[Finding]:
+    """PF023: labels on the places of pictures, as trainers that learn every token have them."""
+    trainer: Any = subject.task.trainer
+    config = inner_model(trainer.model).config
+    place = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(config, key, None)) is not None), None)
+    rows = list(islice(iter(trainer.train_dataset), 4))
+    made = trainer.data_collator(rows) if rows and place is not None else None
+    labels = made.get("labels") if isinstance(made, Mapping) else None  # a trainer of policies makes its rows itself
+    if labels is None:
+        return
+    learnt, places = int((labels != IGNORED).sum()), int((labels == place).sum())
+    if places:
+        yield Finding(
+            code="PF023", severity=Severity.WARNING, place=Place(symbol="labels"),
+            message=f"{places} of {learnt} learnt tokens of the first rows are places of pictures",
+            cause="the model learns to write the token for a picture; the user's words are learnt too where every token is",
+            fix="labels of the assistant's turns alone (TRL: assistant_only_loss=True), or -100 at the places of pictures",
+        )  # fmt: skip
+
+
+def names_that_do_not_load(subject: Subject) -> Iterator[Finding]:
+    """PF024: an adapter on a family's class for text, whose names the released class does not have."""
+    from transformers import AutoConfig
+
+    model: Any = inner_model(subject.task.trainer.model)
+    name = getattr(model, "name_or_path", "")
+    if vision_parts(model) is not None or not hasattr(subject.task.trainer.model, "peft_config") or not name:
+        return
+    try:
+        released = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError):  # it came from no folder or hub
+        return
+    if is_vision_language(released):
+        yield Finding(
+            code="PF024", severity=Severity.WARNING, place=Place(symbol=type(model).__name__),
+            message=f"the adapter's names will not load onto the released model ({(released.architectures or ['?'])[0]}): "
+            "servers and AutoModelForImageTextToText find none of them",
+            cause=f"{type(model).__name__} is the family's class for text alone: its layers have other paths",
+            fix=f"load the model with AutoModelForImageTextToText.from_pretrained({name!r}), for text too",
+        )  # fmt: skip

@@ -1,7 +1,8 @@
-"""The steps and evaluations of an attached trainer.
+"""The steps, losses and evaluations of an attached trainer.
 
 A non-finite loss or gradient stops the run, before any weight moves; Trainer's own filter, which logs 0.0 instead, is switched off. Logits
-of a trainer's own loss are deferred, whether or not its forward has labels: `compute_loss` of ORPO, of CPO, of a user.
+of a trainer's own loss are deferred, whether or not its forward has labels: `compute_loss` of ORPO, of CPO, of a user. TRL's distillation
+is answered by `linear_divergence`.
 
 A full evaluation in bf16 or fp16 would cast the weights: here they stay, and the evaluation computes in the precision.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,14 +19,16 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainerCallback
 
 from ..errors import RunError, UsageError
+from ..ops.linear_divergence.op import divergence_and_entropy, linear_divergence
 from ..optimize import check_placed, deferring
+from ..optimize.deferred import DeferredLogits
+from ..optimize.deferred_values import answered
 from ..optimize.generation import from_training
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
 from ..training.step import sampled_elements, share_changed
-from .attachment import Methods, trainers_that_run
+from .attachment import Attachment, Methods, trainers_that_run
 from .preflight import in_trainers_words
-from .weights import PureWeights
 
 
 class LastCall:
@@ -52,17 +56,16 @@ class LastCall:
 class Guards(TrainerCallback):
     """Wraps the methods of one trainer that make a step. `install` wraps them, `remove` gives them back.
 
-    gradient  where a parameter's summed gradient is
-    extra     metrics for the trainer's next training log
+    extra  metrics for the trainer's next training log
     """
 
-    def __init__(self, trainer: Any, compute: str, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
-        self.trainer, self.compute, self.gradient, self.methods = trainer, compute, gradient, Methods(trainer)
+    def __init__(self, attached: Attachment) -> None:
+        self.attached, self.trainer, self.methods = attached, attached.trainer, Methods(attached.trainer)
         self.extra: dict[str, float] = {}
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []
-        self._filter = trainer.args.logging_nan_inf_filter
-        self._last_call = LastCall(trainer)
+        self._filter = self.trainer.args.logging_nan_inf_filter
+        self._last_call = LastCall(self.trainer)
         self._hook: Any = None
 
     def install(self) -> None:
@@ -75,6 +78,7 @@ class Guards(TrainerCallback):
         self.methods.wrap("log", self._log)
         self.methods.wrap("evaluation_loop", self._evaluation_loop)
         self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._last_call, with_kwargs=True)
+        defer_teachers(self.trainer, self.methods)
 
     def remove(self) -> None:
         self.trainer.remove_callback(self)
@@ -104,7 +108,7 @@ class Guards(TrainerCallback):
         trainer = self.trainer
         if self._scaled or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
             return original(model)
-        if self._buffered:
+        if self.attached.accumulator is not None:  # gradients are not in `.grad`: the object that holds them clips them
             norm = original(model)
             self._check(norm)
             return norm
@@ -117,11 +121,6 @@ class Guards(TrainerCallback):
         norm = original(*args, **kwargs)
         self._check(norm)
         return norm
-
-    @property
-    def _buffered(self) -> bool:
-        """Gradients are not in `.grad`: the object that holds them clips them."""
-        return any(isinstance(callback, PureWeights) for callback in self.trainer.callback_handler.callbacks)
 
     @property
     def _scaled(self) -> bool:
@@ -168,7 +167,83 @@ class Guards(TrainerCallback):
         passes = [lambda: model(*called[0], **called[1])] if called is not None else []
         args = self.trainer.args
         error = non_finite_error(
-            self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=self.gradient,
-            learning_rate=args.learning_rate, clip=args.max_grad_norm or None, compute=self.compute,
+            self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=self.attached.gradient,
+            learning_rate=args.learning_rate, clip=args.max_grad_norm or None, compute=self.attached.precision.compute,
         )  # fmt: skip
         return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
+
+
+# --- TRL's distillation: DistillationTrainer, which compares two heads in tiles, and GKD, which compares logits. Where either has another
+# form (a subclass's own loss, another release), TRL's code runs
+
+OP = "linear_divergence"
+# the function of TRL's module that DistillationTrainer's loss calls
+_TILES = "_chunked_divergence_loss"
+_GKD = "trl.experimental.gkd.gkd_trainer"
+
+
+def defer_teachers(trainer: Any, methods: Methods) -> None:
+    """Wraps the methods of a trainer in which two heads are compared."""
+    loss = getattr(type(trainer), "_compute_loss", None)
+    if isinstance(loss, FunctionType) and _TILES in loss.__code__.co_names and loss.__module__.startswith("trl."):
+        # TRL's own method with one name that means another function; its module stays as it is
+        names = {**loss.__globals__, _TILES: of_hidden_states}
+        bound = MethodType(FunctionType(loss.__code__, names, loss.__name__, loss.__defaults__, loss.__closure__), trainer)
+        methods.wrap("_compute_loss", lambda original, *args, **kwargs: bound(*args, **kwargs))
+    compared = getattr(type(trainer), "generalized_jsd_loss", None)
+    if getattr(compared, "__module__", None) == _GKD == type(trainer).compute_loss.__module__:
+        methods.wrap("compute_loss", _both_deferred)
+        methods.wrap("generalized_jsd_loss", of_logits)
+
+
+def of_hidden_states(
+    student_hidden_states: Tensor, teacher_hidden_states: Tensor, student_lm_head_weight: Tensor, teacher_lm_head_weight: Tensor,
+    completion_mask: Tensor, beta: float, num_items_in_batch: Tensor | int | None = None, student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None, student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None, teacher_final_logit_softcapping: float | None = None, temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, summed entropies of the student, tokens), in place of TRL's function, whose arguments and results these are."""
+    answered[OP] += 1
+    valid = completion_mask.reshape(-1) != 0
+    heads = [x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)]
+    found, entropy = divergence_and_entropy(
+        heads[0], student_lm_head_weight, heads[1], teacher_lm_head_weight, bias=student_lm_head_bias, teacher_bias=teacher_lm_head_bias,
+        beta=beta, temperature=temperature, logit_scale=student_logit_scale, softcap=student_final_logit_softcapping,
+        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_final_logit_softcapping,
+    )  # fmt: skip
+    tokens = valid.sum()
+    return _reduced(found, tokens, num_items_in_batch), entropy.sum(), tokens
+
+
+def _both_deferred(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The teacher's logits too, which are made without gradients."""
+    with deferring():
+        return original(*args, **kwargs)
+
+
+def of_logits(
+    original: Callable[..., Tensor], student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None = None, beta: float = 0.5,
+    temperature: float = 1.0, reduction: str = "batchmean", num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:  # fmt: skip
+    """In place of GKD's function, whose arguments and result these are."""
+    both = student_logits, teacher_logits
+    plain = labels is not None and (reduction == "batchmean" or num_items_in_batch is not None)
+    if not plain or not all(isinstance(z, DeferredLogits) and z.computed is None for z in both) or both[0].shape != both[1].shape:
+        return original(student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch)
+    assert labels is not None
+    answered[OP] += 1
+    mask = labels != -100
+    mine, theirs = (z[mask].recipe for z in both)  # type: ignore[attr-defined]  # deferred logits, of which a mask's rows are deferred
+    (scale, cap), (teacher_scale, teacher_cap) = mine.scale_and_softcap, theirs.scale_and_softcap
+    theirs.check()
+    with mine.as_then():
+        found = linear_divergence(
+            mine.hidden, mine.weight, theirs.hidden, theirs.weight, bias=mine.bias, teacher_bias=theirs.bias, beta=beta,
+            temperature=temperature, logit_scale=scale, softcap=cap, teacher_logit_scale=teacher_scale, teacher_softcap=teacher_cap,
+        )  # fmt: skip
+    return _reduced(found, mask.sum(), num_items_in_batch)
+
+
+def _reduced(found: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
+    """TRL's: the sum over the step's items, or the mean over these tokens."""
+    return found.sum() / (tokens.clamp(min=1) if items is None else items.to(found.device) if isinstance(items, Tensor) else items)

@@ -89,62 +89,57 @@ class Weights:
 
 @dataclass(frozen=True)
 class Lost:
-    """What rounding to bf16 took from an fp32 tensor: its last 16 bits. With the bf16 tensor it needs the memory of the fp32 one, where the
-    whole original beside it would take half as much again.
+    """What rounding to bf16 took from an fp32 tensor: the difference of their bits, from -2^15 to 2^15. With the bf16 tensor it needs the
+    memory of the fp32 one, where the whole original beside it would take half as much again.
 
-    low     int16[...]: the last bits
-    up      int64[N]: of the elements half-way between two bf16 numbers, those that were rounded up, in the flattened tensor
+    low     int16[...]: the difference, in which 2^15 is written as -2^15
+    most    int64[N]: where it is 2^15, in the flattened tensor
     narrow  sum of the bf16 tensor's bits: whether it still is what it was
     """
 
     low: Tensor
-    up: Tensor
+    most: Tensor
     narrow: int
 
     @classmethod
     def of(cls, wide: Tensor, narrow: Tensor) -> Lost | None:
-        """None for other dtypes, and for numbers that are not finite."""
-        fits = wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16 and wide.is_contiguous()
-        if not fits or not all(bool(part.isfinite().all()) for part in narrow.view(-1).split(_AT_ONCE)):
+        """None for other dtypes, and where a NaN has other bits in bf16."""
+        if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not wide.is_contiguous():
             return None
-        halves = wide.view(-1).view(torch.int16)
-        low, high, bits = halves[0::2].cpu().clone(), halves[1::2], narrow.view(-1).view(torch.int16)
-        ties = (low == _HALF).nonzero().flatten()
-        there = ties.to(wide.device)
-        return cls(low, ties[(high[there] != bits[there]).cpu()], _sum_of(bits))
+        difference = _widened(narrow).neg_().add_(wide.view(torch.int32))
+        if not -_HALF <= int(difference.min()) <= int(difference.max()) <= _HALF:
+            return None
+        return cls(difference.to(torch.int16).cpu(), (difference.view(-1) == _HALF).nonzero().view(-1).cpu(), _sum_of(narrow))
 
     @property
     def nbytes(self) -> int:
-        return self.low.nbytes + self.up.nbytes
+        return self.low.nbytes + self.most.nbytes
 
     def given_back_to(self, narrow: Tensor) -> Tensor | None:
         """The fp32 tensor, on the CPU; None where the bf16 one is another now."""
-        bits = narrow.view(-1).view(torch.int16)
-        if narrow.dtype != torch.bfloat16 or _sum_of(bits) != self.narrow:
+        if narrow.dtype != torch.bfloat16 or _sum_of(narrow) != self.narrow:
             return None
-        wide = torch.empty(narrow.shape)
-        halves = wide.view(-1).view(torch.int16)
-        # bits beyond a half were rounded up: negative numbers of int16, but for the half itself
-        rounded_up = (self.low < 0) & (self.low != _HALF)
-        rounded_up[self.up] = True
-        halves[0::2], halves[1::2] = self.low, bits - rounded_up.to(torch.int16)
-        return wide
+        bits = _widened(narrow).add_(self.low)
+        bits.view(-1)[self.most] += 2 * _HALF
+        return bits.view(torch.float32)
 
 
-def _sum_of(bits: Tensor) -> int:
-    return sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_AT_ONCE))
-
-
+_HALF = 1 << 15
 _AT_ONCE = 1 << 22  # elements: a sum in another dtype copies what it adds up
-_HALF = -(2**15)  # of the last place that is kept, as int16
+
+
+def _widened(narrow: Tensor) -> Tensor:
+    """int32[...]: the bits of the fp32 number."""
+    return narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+
+
+def _sum_of(narrow: Tensor) -> int:
+    return sum(int(part.sum(dtype=torch.int64)) for part in narrow.view(-1).view(torch.int16).split(_AT_ONCE))
 
 
 def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     """Whether a cast to `dtype` keeps every value."""
     return torch.equal(parameter.data.to(dtype).to(parameter.dtype), parameter.data)
-
-
-ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 class ResumableAdamW(MixedAdamW):
@@ -163,7 +158,7 @@ class ResumableAdamW(MixedAdamW):
 
 def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
     """Raises  UsageError where a trainer cannot train such weights"""
-    args = trainer.args
+    args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
     if precision.grads != "fp32" or precision.rounding != "stochastic":
         raise UsageError(
             f"precision {preset}: trainable {precision.trainable}, grads {precision.grads}, rounding {precision.rounding}: "
@@ -179,8 +174,8 @@ def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
         raise UsageError(
             f"precision {preset} brings an optimizer of its own, and this trainer was given one", fix="leave out optimizers=(...)"
         )
-    if str(getattr(args.optim, "value", args.optim)) not in ADAMW:
-        raise UsageError(f"precision {preset} trains with AdamW, and the arguments ask for optim={args.optim!s}", fix="optim='adamw_torch'")
+    if optim not in ("adamw_torch", "adamw_torch_fused"):
+        raise UsageError(f"precision {preset} trains with AdamW, and the arguments ask for optim={optim}", fix="optim='adamw_torch'")
 
 
 class PureWeights(TrainerCallback):
@@ -237,14 +232,12 @@ class PureWeights(TrainerCallback):
         self.accumulator.zero()
 
 
-class WideLogits:
+def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of the inner model: returns logits in fp32, as accelerate's wrapper does. Deferred logits only record the dtype."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        logits = getattr(output, "logits", None)
-        if isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16):
-            output.logits = logits.float()
-        return output
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16):
+        output.logits = logits.float()
+    return output
 
 
 class Autocast:
@@ -262,7 +255,7 @@ class Autocast:
         for model in models:
             self.prepared.append((model, unwrap_forward(model)))
             if precision.compute != "fp32":
-                self.hooks.append(inner_model(model).register_forward_hook(WideLogits()))
+                self.hooks.append(inner_model(model).register_forward_hook(widen_logits))
 
     def give_back(self) -> None:
         self.accelerator.native_amp = self.native_amp

@@ -26,15 +26,16 @@ from ..environment.hardware import out_of_memory
 from ..errors import UsageError
 from ..lora.attach import lora_layers
 from ..lora.quantised import PackedLinear
-from ..ops.packed.state import widen
+from ..ops.packed import widen
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
-from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
-from ..wording import counted
+from ..precision.vision import vision_parts
+from ..wording import counted, first_line
 from .architecture import SCORE
 from .starts import as_ordinary, begin_at, describe_as_ordinary
 from .targets import (
     PEFT_PREFIX,
+    adapted_parts,
     last_two,
     layers_of_pictures,
     linear_layers,
@@ -42,6 +43,7 @@ from .targets import (
     lost_stacks,
     lost_when_loaded,
     other_products,
+    parts_with,
     refuse_on_parameters,
     refuse_other_parts,
     refuse_unknown,
@@ -95,7 +97,7 @@ def attach_adapter(
         in_full += [name for name in names if name not in in_full]
     parts = vision_parts(model)
     if parts is not None:
-        in_full += _vision_in_full(model, parts, section)
+        in_full += parts_with(model, section, "full")
     refuse_quantised(model, in_full, "adapter.modules_to_save")
     if section.dora and (packed := next((name for name, m in model.named_modules() if type(m) is PackedLinear), None)):
         raise UsageError(
@@ -120,14 +122,14 @@ def attach_adapter(
         ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
-    adapted_parts = [name for name, _ in linear_layers(model, section)]
+    adaptable = [name for name, _ in linear_layers(model, section)]
     lost = lost_when_loaded(model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear)))
     if parts is not None:
-        lost = [name for name in lost if name in adapted_parts]
+        lost = [name for name in lost if name in adaptable]
     if section.targets == "all-linear":
         unseen = layers_of_pictures(model, parts) if parts is not None and not pictures else []
         if parts is not None:  # the pattern of last names also matches a tower's patch embedding, a convolution named as a linear layer is
-            last = {name.rpartition(".")[2] for name in adapted_parts}
+            last = {name.rpartition(".")[2] for name in adaptable}
             unseen += [n for n, m in model.named_modules() if n.rpartition(".")[2] in last and not isinstance(m, nn.Linear)]
         config.exclude_modules = other_products(model) + lost + unseen or None
         gone = {f"{last_two(name)}.weight" for name in lost} | lost_stacks(model, config)
@@ -146,7 +148,7 @@ def attach_adapter(
         fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
         if section.dropout and "lora_dropout" in str(error):
             fix = "adapter.dropout: 0; PEFT adapts experts and routers of this family as parameters, for which it has no dropout"
-        raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
+        raise UsageError(f"adapter.targets: {section.targets}: {first_line(error)}", fix=fix) from error
     refuse_unmatched(adapted, section)
     if section.start != "default":
         begin_at(adapted, section.start)
@@ -165,7 +167,7 @@ def _with_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftM
     try:
         adapted: PeftModel = get_peft_model(model, config)
     except ValueError as error:
-        raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"adapter.targets: {section.targets}: {first_line(error)}") from error
     return adapted
 
 
@@ -203,7 +205,7 @@ def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
         wrapped: PeftModel = get_peft_model(model, settings)
         return wrapped
     except (OSError, ValueError) as error:
-        raise UsageError(f"adapter.start_from: {folder}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"adapter.start_from: {folder}: {first_line(error)}") from None
 
 
 def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
@@ -214,8 +216,7 @@ def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> 
     parts = vision_parts(model)
     if parts is None:
         return []
-    kept = {LANGUAGE} | {part for part, how in ((TOWER, section.vision), (PROJECTOR, section.projector)) if how == "full"}
-    frozen = {name: p for name, p in model.named_parameters() if parts.of(name) not in kept}
+    frozen = {name: p for name, p in model.named_parameters() if parts.of(name) not in adapted_parts(section, "full")}
     for name, parameter in frozen.items():
         parameter.requires_grad = False
         parameter.data = parameter.data.to(to_torch(declared_dtype(model, name, parameter, precision)))
@@ -229,26 +230,19 @@ def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None
         if how == "none":
             continue
         parts = vision_parts(model)
-        if parts is not None and key == "adapter.projector" and not parts.projectors(model):
-            raise UsageError(
-                f"{key}: {how} has no effect: the projector of {type(model).__name__} is part of its tower", fix=f"{key}: none"
-            )
+        why = None
         if parts is None:
-            raise UsageError(f"{key}: {how} has no effect: {type(model).__name__} has no vision tower", fix=f"{key}: none")
-        if not pictures:
-            raise UsageError(f"{key}: {how} has no effect: no row has a picture, and the tower does not run", fix=f"{key}: none")
-        if how == "lora" and section.kind == "none":
+            why = f"{type(model).__name__} has no vision tower"
+        elif key == "adapter.projector" and not parts.projectors(model):
+            why = f"the projector of {type(model).__name__} is part of its tower"
+        elif not pictures:
+            why = "no row has a picture, and the tower does not run"
+        elif section.start_from is not None:
+            why = "the layers of adapter.start_from go on"
+        elif how == "lora" and section.kind == "none":
             raise UsageError(f"{key}: lora needs adapter.kind: lora", fix=f"{key}: full")
-        if section.start_from is not None:
-            raise UsageError(f"{key}: {how} has no effect with adapter.start_from, whose layers go on", fix=f"{key}: none")
-
-
-def _vision_in_full(model: nn.Module, parts: VisionParts, section: AdapterSection) -> list[str]:
-    """Paths of the towers and projectors that are trained in full."""
-    found = list(parts.towers) if section.vision == "full" else []
-    if section.projector == "full":
-        found += parts.projectors(model)
-    return found
+        if why is not None:
+            raise UsageError(f"{key}: {how} has no effect: {why}", fix=f"{key}: none")
 
 
 def check_branch(config: RunConfig, precision: Precision) -> None:
@@ -301,7 +295,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
             saved = set(file.keys())
         settings = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a config.json of any shape is read here
-        raise UsageError(f"{where} cannot be read: {type(error).__name__}: {_first_line(error)}", fix=again) from error
+        raise UsageError(f"{where} cannot be read: {type(error).__name__}: {first_line(error)}", fix=again) from error
     base = settings.base_model_name_or_path
     if base is not None and not isinstance(base, str):
         raise UsageError(f"{where} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name", fix=again)
@@ -313,7 +307,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     except Exception as error:
         if out_of_memory(error) is not None:
             raise
-        raise UsageError(f"{where} does not fit this model: {_first_line(error)}", fix=fix) from error
+        raise UsageError(f"{where} does not fit this model: {first_line(error)}", fix=fix) from error
     own = set(get_peft_model_state_dict(loaded))
     if saved != own:
         name = sorted(saved ^ own)[0]
@@ -352,12 +346,6 @@ def _take_wider_values(model: PeftModel, weights: Path) -> None:
             value = file.get_tensor(key)
             if value.is_floating_point() and torch.promote_types(value.dtype, parameter.dtype) != parameter.dtype:
                 parameter.data = value.to(parameter.device)
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of the error's message; torch's list of shapes begins on its second line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0] if lines else type(error).__name__
 
 
 def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
@@ -413,8 +401,7 @@ def kept_whole(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     model  not yet quantised; on the meta device for example
     names  `trained_in_full`
     """
-    parts = vision_parts(model)
-    vision = [] if parts is None else [*parts.towers, *parts.projectors(model)]
+    vision = parts_with(model, AdapterSection(vision="full", projector="full"), "full")
     return sorted({*get_keys_to_not_convert(model), *modules_in_full(model, names), *vision})
 
 

@@ -1,13 +1,17 @@
-"""What a model's configuration says: its class, whether it predicts the next token, which attention it runs, the settings of each layer."""
+"""What a model's configuration says: its class, whether it predicts the next token, which attention it runs, the settings of each layer.
+
+`model.rope_parameters` changes it before the model is loaded, by transformers' own names and rules."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..errors import UsageError
+from ..wording import first_line
 
 AUTO = "auto"
 # our word -> transformers' name; `auto` names none: transformers then takes sdpa where the class has it, else eager
@@ -178,3 +182,39 @@ def layer_settings(config: Any) -> list[Any]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", 0)
     return list(text.per_layer_config) if count and hasattr(text, "per_layer_config") else [text] * count
+
+
+ROPE = "model.rope_parameters"
+
+
+def change_rope(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes a configuration, and returns the settings that changed: all rotary parameters, and the positions that a factor adds.
+
+    Raises  UsageError for a name or a type that transformers does not know, a model without rotary parameters, or with several
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+    own = getattr(config, "rope_parameters", None)
+    if not isinstance(own, dict) or not own or config.get_text_config() is not config:
+        raise UsageError(f"{ROPE}: {config.model_type} has no rotary parameters of its own", fix=f"remove {ROPE}")
+    if any(isinstance(part, dict) for part in own.values()):
+        raise UsageError(f"{ROPE}: {config.model_type} has several, {', '.join(own)}", fix="change the config.json in the model's folder")
+    if unknown := sorted(given.keys() - RopeParameters.__annotations__.keys() - own.keys()):
+        raise UsageError(f"{ROPE}: {unknown[0]}: unknown", fix=f"one of {', '.join(RopeParameters.__annotations__)}")
+    types = ("default", *ROPE_INIT_FUNCTIONS)
+    if (asked := given.get("rope_type", own.get("rope_type", "default"))) not in types:
+        raise UsageError(f"{ROPE}: rope_type: {asked}: unknown", fix=f"one of {', '.join(types)}")
+    if asked == own.get("rope_type", "default") and all(own.get(key) == value for key, value in given.items()):
+        raise UsageError(f"{ROPE}: has no effect: the model has these already", fix=f"remove {ROPE}")
+    positions = int(given.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0) or 0)
+    config.rope_parameters = {**own, **given}
+    try:
+        config.standardize_rope_params()
+        config.validate_rope()
+    except (KeyError, ValueError, TypeError) as error:
+        raise UsageError(f"{ROPE}: {first_line(error).strip(chr(34))}") from error
+    changed: dict[str, Any] = {"rope_parameters": config.rope_parameters}
+    if positions and given.get("factor"):
+        changed["max_position_embeddings"] = max(config.max_position_embeddings, int(positions * float(given["factor"])))
+        config.max_position_embeddings = changed["max_position_embeddings"]
+    return changed

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.kind import DIFFUSION, kind_of
 from ..config.schema import RunConfig
@@ -21,7 +21,6 @@ from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, refuse_without_ops, trained_in_full
-from .embedding_noise import put_embedding_noise
 from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
 from .tokens import align_special_tokens, ids_of
@@ -85,6 +84,20 @@ def build_model(
     if config.train.embedding_noise is not None:
         put_embedding_noise(model, config.train.embedding_noise)
     return model, manifest
+
+
+def put_embedding_noise(model: Any, alpha: float) -> None:
+    """NEFTune (Jain et al. 2023): while the model trains, its input embeddings get uniform noise from -m to m,
+    m = alpha / sqrt(tokens of a row x width)."""
+
+    def add_noise(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
+        """embedded: F[rows tokens width]"""
+        if not module.training or not torch.is_grad_enabled():
+            return None
+        most = alpha / (embedded.shape[-2] * embedded.shape[-1]) ** 0.5
+        return embedded + torch.empty_like(embedded).uniform_(-most, most)
+
+    model.get_input_embeddings().register_forward_hook(add_noise)
 
 
 def resolve_precision(

@@ -28,14 +28,7 @@ def write_card(
     inner: Any = inner_model(model)
     kind = auto_class(inner.config, of_text=vision_parts(inner) is None, scored=scored).__name__
     labels = ", num_labels=1" if scored else ""
-    on_hub = not is_folder_name(base) and not Path(base).exists()  # the hub refuses a card whose base_model is a path
-    facts = {"base_model": base if on_hub else None, "library_name": "peft" if adapter else "transformers"}
-    what = "A PEFT adapter" if adapter else "A model"
-    roles = [
-        f"| {role} | {getattr(precision, role)} | {', '.join(observed.get(role, {})) or 'not observed'} |"
-        for role in ROLES
-        if role != "save"
-    ]
+    what, library = ("A PEFT adapter", "peft") if adapter else ("A model", "transformers")
     name, saved = json.dumps(base), precision.save_adapter if adapter else precision.save_model
     packed = gguf_file(base) is not None  # transformers would widen it, and leave Llama 3's scaling of positions out
     load = [
@@ -43,10 +36,7 @@ def write_card(
         "model = PeftModel.from_pretrained(model, FOLDER)",
     ] if adapter else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]  # fmt: skip
     lines = [
-        "---", *(f"{key}: {json.dumps(value)}" for key, value in facts.items() if value), "---", "",
-        f"# {what}, trained by Isotype", "",
-        f"* base: `{base}`", f"* data: {data}", f"* weights of step {step}, in {saved}", "",
-        "| role | declared | observed |", "|---|---|---|", *roles, "",
+        *_facts(base, what, data, f"{step}, in {saved}", {role: getattr(precision, role) for role in ROLES}, observed, library=library),
         "FOLDER is this folder:", "", "```python",
         *(["import isotype"] if adapter and packed else []), *(["from peft import PeftModel"] if adapter else []),
         f"from transformers import {kind}, AutoTokenizer", "",
@@ -55,6 +45,21 @@ def write_card(
     if not scored:
         lines += ["`isotype chat FOLDER` talks with it.", *(["`isotype merge FOLDER` adds it to its base."] if adapter else []), ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _facts(
+    base: str, what: str, data: str, step: str, declared: Mapping[str, Any], observed: Mapping[str, Mapping[str, int]], library: str = ""
+) -> list[str]:
+    """The fields of the hub, and what every card says. declared: role -> dtype"""
+    on_hub = not is_folder_name(base) and not Path(base).exists()  # the hub refuses a card whose base_model is a path
+    fields = {"base_model": base if on_hub else "", "library_name": library}
+    named = [f"{key}: {json.dumps(value)}" for key, value in fields.items() if value]
+    roles = [f"| {role} | {declared[role]} | {', '.join(observed.get(role, {})) or 'not observed'} |" for role in ROLES if role in declared]
+    return [
+        *(["---", *named, "---", ""] if named else []), f"# {what}, trained by Isotype", "",
+        f"* base: `{base}`", f"* data: {data}", f"* weights of step {step}", "",
+        "| role | declared | observed |", "|---|---|---|", *(row for row in roles if not row.startswith("| save ")), "",
+    ]  # fmt: skip
 
 
 def merged_card(card: str, dtype: str, noise: float) -> str:
@@ -79,21 +84,6 @@ def plain_card(*, base: str, data: Mapping[str, Any], precision: Mapping[str, An
     data, precision  data.json and precision.json of the run
     """
     counted = {key: value for key, value in data.items() if key.endswith(("pictures", "captions")) and isinstance(value, int) and value}
-    counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in counted.items())
-    observed = precision.get("observed", {})
-    roles = [
-        f"| {role} | {said.get('value')} | {', '.join(observed.get(role, {})) or 'not observed'} |"
-        for role, said in precision.get("declared", {}).items()
-        if isinstance(said, dict) and role in ROLES and role != "save"
-    ]
-    facts = ["---", f"base_model: {json.dumps(base)}", "---", ""] if not is_folder_name(base) and not Path(base).exists() else []
-    lines = [
-        *facts,
-        "# A result trained by Isotype",
-        "",
-        f"* base: `{base}`",
-        f"* data: {counts or 'not counted'}",
-        f"* weights of step {step}",
-        "",
-    ]
-    return "\n".join([*lines, "| role | declared | observed |", "|---|---|---|", *roles, ""])
+    counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in counted.items()) or "not counted"
+    declared = {role: said.get("value") for role, said in precision.get("declared", {}).items() if isinstance(said, dict)}
+    return "\n".join(_facts(base, "A result", counts, str(step), declared, precision.get("observed", {})))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunError
+from .packed import parts_of_files
 
 Digests = Mapping[str, str]
 
@@ -75,7 +76,7 @@ def refuse_untrue_config(folder: Path, embedding: str, head: str) -> None:
     Some families are saved under other names than the model's (GPT-NeoX's head is `embed_out`): there the names say nothing.
     """
     tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")
-    names = stored_names(folder)
+    names = parts_of_files(folder.glob("*.safetensors"))
     owner = head.rpartition(".")[0].rpartition(".")[0]  # of the head: "" where it is the model's own
     beside = {name for name in names if name.startswith(owner) and "." not in name.removeprefix(owner).removesuffix(".weight")}
     if embedding not in names or tied is None or (head not in names and beside):
@@ -83,17 +84,6 @@ def refuse_untrue_config(folder: Path, embedding: str, head: str) -> None:
     if tied == (head in names):
         how = "and has" if tied else "and lacks"
         raise _different(folder, f"config.json says tie_word_embeddings: {str(tied).lower()}, {how} {head}")
-
-
-def stored_names(folder: Path) -> set[str]:
-    """The names of every tensor in the folder's safetensors files."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names.update(tensors.keys())
-    return names
 
 
 def digests(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:

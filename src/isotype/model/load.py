@@ -33,16 +33,24 @@ from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config, of_settings
 from ..runs.checkpoint.atomic_folder import fault, write_folder
-from ..wording import counted
+from ..wording import counted, first_line
 from .adapter import kept_whole, layers_to_quantise
-from .architecture import AUTO, SCORE, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
+from .architecture import (
+    AUTO,
+    ROPE,
+    SCORE,
+    attention_options,
+    auto_class,
+    change_rope,
+    explain_attention,
+    is_vision_language,
+    refuse_other_objectives,
+)
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .gguf import parts as gguf_parts
 from .gguf import read_architecture, tokenizer_in
 from .packed import from_pretrained, pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
-from .rope import KEY as ROPE
-from .rope import change_rope
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
 
 if TYPE_CHECKING:
@@ -384,7 +392,7 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     try:
         found = AutoConfig.for_model(kind, **given)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"model.config: {_first_line(error)}") from None
+        raise UsageError(f"model.config: {first_line(error)}") from None
     refuse_other_objectives(found, "model.config")
     return found
 
@@ -457,7 +465,7 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
         return not_in_cache(f"{what} {name}", "a local folder", part=True)
     if "backend tokenizer" in text:
         return UsageError(f"{what} {name}: it has no tokenizer.json", fix="model.tokenizer: a folder or hub id that has it")
-    return UsageError(f"{what} {name}: {_first_line(error)}")
+    return UsageError(f"{what} {name}: {first_line(error)}")
 
 
 _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
@@ -477,7 +485,7 @@ _FAULTS = (
 
 def _damaged(name: str, what: str, error: BaseException) -> UsageError:
     """The error for an existing folder that does not load: names the damaged file and a fix."""
-    text, said = f"{type(error).__name__}: {error}", _first_line(error)
+    text, said = f"{type(error).__name__}: {error}", first_line(error)
     if any(frame.f_code.co_filename.endswith(_GENERATION_SETTINGS) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return UsageError(
             f"{what} {name}: its generation_config.json: {said}", fix="correct that file, or remove it: it is not needed to train"
@@ -496,29 +504,17 @@ def _names_in(name: str) -> str:
     return ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' names
 _ALWAYS_FP32 = ("inv_freq", "original_inv_freq")  # buffers of rotary embeddings
 
 
 def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
-    """The dtype of all floating-point tensors in the model's safetensors files; None where there are several or no such files.
+    """fp32, bf16 or fp16 where all floating-point tensors in the model's safetensors files have it; None where they do not.
 
     name  a folder or hub id; files of the hub are fetched as `from_pretrained` would
     """
-    found: set[str] = set()
-    for file in _files(name, revision):
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as tensors:
-            found |= {tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118  # not a dictionary
-    floating = {dtype for dtype in found if not dtype.startswith(("I", "U", "BOOL"))}
-    (one,) = floating if len(floating) == 1 else ("",)
-    return to_torch(_DTYPES[one]) if one in _DTYPES else None
+    found = {part.dtype for part in parts_of_files(_files(name, revision)).values() if part.dtype.is_floating_point}
+    return next((dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if found == {dtype}), None)
 
 
 def _files(name: str, revision: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint whose weights are packed by its own tensors: a layer is packed where the file has packed tensors.
+"""Loads a checkpoint whose weights are packed by its own tensors: a layer is packed where the file has packed tensors, and so are experts.
 
 transformers calls a reader of ours in the place of its quantisers: its own renamings of keys, shards and devices stay in use, each tensor
 goes from the file to the device as it is, and no layer is ever there dequantised. transformers' quantisers read some of these files wrong
@@ -8,7 +8,8 @@ goes from the file to the device as it is, and no layer is ever there dequantise
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,26 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..config.sources import gguf_file
 from ..errors import UsageError
-from ..lora.quantised import PackedLinear
-from ..ops.packed import quantised
+from ..instance_method import InstanceMethod
+from ..lora.quantised import PackedLinear, PackedWeight
+from ..ops.packed import StackState, in_rows, quantised
 from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, is_packed, recognise, state_of
-from ..ops.packed.repack import in_rows
+from ..optimize.experts import packed_forward
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config, refuse_unmade
 from . import gguf
 from .architecture import auto_class
-from .packed_experts import pack_experts, wait_for_experts
 
 METHOD = "isotype"
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # by safetensors' names
 
 
 def reading_packed(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -86,8 +84,7 @@ class _Waiting(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.layout = like.in_features, like.out_features, layout
         for name, part in parts.items():
-            empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+            _wait(self, name, part)
         self.register_parameter("bias", like.bias)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -252,3 +249,128 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
         return model.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _wait(module: nn.Module, name: str, part: Part) -> None:
+    module.register_parameter(name, nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=False))
+
+
+# --- packed experts: stacked in the file (gpt-oss), or one linear layer each (Qwen3-MoE, DeepSeek). transformers' code has stacks of them,
+# [E O K]; here a stack stays packed: the tensors of every expert, one behind the other
+
+_SEPARATE = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PLAN, _BLOCKS = "_isotype_packed", ".gate_up_proj_blocks"
+
+
+def wait_for_experts(
+    model: Any, packed: Mapping[str, Mapping[str, Part]], names: Mapping[str, Part], packing: Packing, where: str
+) -> set[str]:
+    """Gives each mixture's experts parameters that wait for the file's packed tensors, in the place of their stacks.
+
+    packed  owner -> its tensors, of layers
+    names   every tensor of the files
+    ->      the owners that are experts
+    Raises  UsageError for a mixture whose code is not transformers' stacked experts
+    """
+    plans: dict[str, dict[str, Layout]] = {}
+    for path in [name.removesuffix(_BLOCKS) for name in sorted(names) if name.endswith(_BLOCKS)]:
+        plans[path] = _wait_for_blocks(_experts(model, path, where), path, names, where)
+    separate = {owner: found["experts"] for owner in packed if (found := _SEPARATE.match(owner))}
+    for path in dict.fromkeys(separate.values()):
+        plans[path] = _wait_for_layers(_experts(model, path, where), path, packed, packing, where)
+    for path, plan in plans.items():
+        module: Any = model.get_submodule(path)
+        for stack in plan:
+            delattr(module, stack)
+        # transformers initialises what lacks a tensor, by the names that are gone
+        vars(module)[_PLAN], module._is_hf_initialized = plan, True
+    return {*plans, *separate}
+
+
+def _experts(model: nn.Module, path: str, where: str) -> Any:
+    module = _submodule(model, path)
+    stacked = all(hasattr(module, flag) for flag in ("num_experts", "_apply_gate", "is_transposed", "gate_up_proj", "down_proj"))
+    if not stacked or not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
+        what = "no such module" if module is None else type(module).__name__
+        raise UsageError(f"model {where}: {path} are packed experts, and the model's code has other ones there ({what})", fix=_DENSE)
+    return module
+
+
+def _wait_for_blocks(module: Any, path: str, names: Mapping[str, Part], where: str) -> dict[str, Layout]:
+    """gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32] of a stack that its code has as [E K O]."""
+    plan = {}
+    for stack in _STACKS:
+        experts, columns, rows = getattr(module, stack).shape
+        shapes = {f"{stack}_blocks": (experts, rows, columns // 32, 16), f"{stack}_scales": (experts, rows, columns // 32)}
+        for name, shape in shapes.items():
+            found = names.get(f"{path}.{name}")
+            if found is None or tuple(found.shape) != shape:
+                said = "is missing" if found is None else f"is {list(found.shape)}, expected {list(shape)}"
+                raise UsageError(f"model {where}: {path}.{name} {said}", fix="get the files again from where they came")
+            _wait(module, name, found)
+        plan[stack] = Layout("mxfp4", (rows, columns), ("weight_packed", torch.uint8, (rows, columns // 2)), (1, 32))
+    return plan
+
+
+def _wait_for_layers(module: Any, path: str, packed: Mapping[str, Mapping[str, Part]], packing: Packing, where: str) -> dict[str, Layout]:
+    """A linear layer an expert, under its own name in the file, which transformers then does not join."""
+    plan: dict[str, Layout] = {}
+    if module.is_transposed or not module.is_concatenated:
+        raise UsageError(f"model {where}: {path} are packed one by one, and the model's code interleaves them", fix=_DENSE)
+    for stack, layers in _STACKS.items():
+        _, rows, columns = getattr(module, stack).shape
+        shape = (rows // len(layers), columns)
+        for expert in range(module.num_experts):
+            for layer in layers:
+                owner = f"{path}.{expert}.{layer}"
+                parts = {name: part for name, part in packed.get(owner, {}).items() if name not in OF_ACTIVATIONS}
+                layout = recognise(f"model {where}: {owner}", parts, packing, shape)
+                if plan.setdefault(stack, layout) != layout:
+                    raise UsageError(f"model {where}: {owner} is packed in another way than expert 0", fix=_DENSE)
+                holder = module._modules.setdefault(str(expert), nn.Module())
+                holder.add_module(layer, nn.Module())
+                for name, part in parts.items():
+                    _wait(holder.get_submodule(layer), name, part)
+    return plan
+
+
+def pack_experts(model: nn.Module, packing: Packing) -> None:
+    """Stacks what the experts waited for, one layer at a time, and puts their forward over packed stacks; also on the meta device."""
+    for path, module in list(model.named_modules()):
+        plan: dict[str, Layout] | None = vars(module).pop(_PLAN, None)
+        for stack, layout in (plan or {}).items():
+            own = list(_pieces(module, path, stack))
+            pieces = [[state_of(of, layout, packing.word, t) for of, t in one] for one in own]
+            tensors = {
+                name: torch.stack([torch.stack([piece.tensors[name] for piece in one]) for one in pieces]) for name in pieces[0][0].tensors
+            }
+            main = torch.stack([torch.stack([t[layout.main[0]] for _, t in one]) for one in own])
+            del own, pieces
+            for name in (f"{stack}_blocks", f"{stack}_scales"):
+                module._parameters.pop(name, None)
+            for expert in module._modules.values():
+                for layer in _STACKS[stack]:
+                    getattr(expert, "_modules", {}).pop(layer, None)
+            state = StackState(
+                layout, packing.word, tensors, experts=main.shape[0], pieces=main.shape[1], transposed=bool(module.is_transposed)
+            )
+            module.register_parameter(stack, PackedWeight(main, state))
+        if plan:
+            for name in [name for name in module._modules if name.isdecimal()]:
+                del module._modules[name]
+            InstanceMethod(packed_forward, module).put()
+
+
+def _pieces(module: Any, path: str, stack: str) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:
+    """Of every expert, what lies one below the other in its matrix: (name, tensors)."""
+    blocks, scales = (module._parameters.get(f"{stack}_{word}") for word in ("blocks", "scales"))
+    for expert in range(module.num_experts):
+        if blocks is not None:
+            yield [(f"{path}.{stack}[{expert}]", {"weight_packed": blocks.data[expert].flatten(1), "weight_scale": scales.data[expert]})]
+            continue
+        layers = {layer: module._modules[str(expert)]._modules[layer] for layer in _STACKS[stack]}
+        yield [
+            (f"{path}.{expert}.{name}", {part: p.data for part, p in layer._parameters.items() if p is not None})
+            for name, layer in layers.items()
+        ]

@@ -15,6 +15,7 @@ from ..config.schema import DataSection, ModelSection
 from ..data.cache_folder import PICTURES, cache_folder
 from ..data.pictures import Pictures
 from ..errors import UsageError
+from ..wording import first_line
 from .architecture import is_vision_language
 from .gguf import read_architecture
 
@@ -95,8 +96,7 @@ def load_processor(name: str, revision: str | None, architecture: Any, tokenizer
         given = [parts.get(part) for part in of_class.get_attributes()]
         return without_video.from_args_and_dict(given, {**said[1], "chat_template": None})
     except Exception as error:  # files of strangers, and libraries that a family asks for (num2words)
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{where} cannot be loaded: {line}") from error
+        raise UsageError(f"{where} cannot be loaded: {first_line(error)}") from error
 
 
 class _WithoutVideo:

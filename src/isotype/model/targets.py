@@ -41,8 +41,7 @@ def linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[t
     """All but the head, in the parts of the model that get an adapter."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head = getattr(model, SCORE, head)
-    parts = vision_parts(model)
-    of = _adapted_parts(section)
+    parts, of = vision_parts(model), adapted_parts(section)
     return (
         (name, m)
         for name, m in model.named_modules()
@@ -50,15 +49,24 @@ def linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[t
     )
 
 
-def _adapted_parts(section: AdapterSection) -> set[str]:
-    return {LANGUAGE} | {part for part, how in ((TOWER, section.vision), (PROJECTOR, section.projector)) if how == "lora"}
+def adapted_parts(section: AdapterSection, how: str = "lora") -> set[str]:
+    """The parts of a vision-language model that get an adapter, or are trained in full."""
+    return {LANGUAGE} | {part for part, asked in ((TOWER, section.vision), (PROJECTOR, section.projector)) if asked == how}
+
+
+def parts_with(model: nn.Module, section: AdapterSection, how: str) -> list[str]:
+    """Paths of the towers and projectors among `adapted_parts`."""
+    parts, of = vision_parts(model), adapted_parts(section, how)
+    if parts is None:
+        return []
+    return [*(parts.towers if TOWER in of else ()), *(parts.projectors(model) if PROJECTOR in of else ())]
 
 
 def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterSection) -> None:
     """Raises  UsageError where `adapter.targets` chose layers of a part that is to have none"""
     for name, _ in adapted.get_base_model().named_modules():
         part = parts.of(name)
-        if name.endswith(".lora_A") and part not in _adapted_parts(section):
+        if name.endswith(".lora_A") and part not in adapted_parts(section):
             key = "adapter.vision" if part == TOWER else "adapter.projector"
             raise UsageError(
                 f"adapter.targets: {section.targets} chooses {name.removesuffix('.lora_A')} of the {part}, which {key}: "
@@ -76,16 +84,10 @@ def layers_of_pictures(model: Any, parts: VisionParts) -> list[str]:
 
 def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
     """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave none."""
-    routers = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
-    more = f" and {len(routers) - 1} more" if len(routers) > 1 else ""
-    verb = "are" if more else "is"
-    notes = [f"adapter.targets: the router {routers[0]}{more} {verb} adapted: all-linear leaves routers as they are"] if routers else []
-    return notes + _left_out(model, section)
-
-
-def _left_out(model: PeftModel, section: AdapterSection) -> list[str]:
+    adapted = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
+    notes = [f"adapter.targets: {_first_of(adapted)}: a router that is adapted: all-linear leaves routers as they are"] if adapted else []
     if section.targets != "all-linear" or section.start_from is not None:
-        return []
+        return notes
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -98,11 +100,12 @@ def _left_out(model: PeftModel, section: AdapterSection) -> list[str]:
     apart = set() if parts is None else set(layers_of_pictures(base, parts))
     bare = [n for n, m in linear_layers(base, section) if id(m) not in of_peft and id(m) not in routers and n not in apart]
     bare += [name for name in stacks(base) if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped]
-    if not bare:
-        return []
-    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
     why = "one there could not be used, or not found again in its saved file"
-    return [f"adapter.targets: all-linear gives {bare[0]}{more} no adapter: {why}"]
+    return [*notes, f"adapter.targets: all-linear gives {_first_of(bare)} no adapter: {why}"] if bare else notes
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _never_called(model: PreTrainedModel) -> frozenset[str]:
@@ -173,9 +176,7 @@ def targets_of(model: PreTrainedModel, section: AdapterSection) -> tuple[str | l
 
 def _pattern(model: nn.Module, parts: VisionParts, section: AdapterSection, names: Sequence[str]) -> str:
     """Modules of these names in the parts that get an adapter."""
-    within = [parts.language]
-    within += parts.towers if section.vision == "lora" else []
-    within += parts.projectors(model) if section.projector == "lora" else []
+    within = [parts.language, *parts_with(model, section, "lora")]
     whole = [name for name in (*within, parts.head) if name in names or name.rpartition(".")[2] in names]
     return "|".join([rf"(?:{_either(within)})\.(?:.*\.)?(?:{_either(names)})", *map(re.escape, whole)])
 
@@ -233,11 +234,8 @@ def _without_adapter(module: Any) -> Any:
 def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
     """Those of `layers` that PEFT would take for names of experts in an older checkpoint, and replace by the stacks."""
     from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
 
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
-    except ImportError:  # a version that renames nothing
-        return set()
     config = LoraConfig(target_modules=list(layers))
     convert(config, model, None)
     return set(layers) - set(config.target_modules or ())
@@ -267,17 +265,14 @@ def refuse_unknown(model: nn.Module, parameters: Sequence[str]) -> None:
 
 def refuse_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
     """Raises  UsageError for a setting that PEFT has not for adapters on parameters."""
-    for setting, given in (("adapter.dora: true", section.dora), (f"adapter.start: {section.start}", section.start != "default")):
+    for key, value, given in (
+        ("dora", "true", section.dora), ("start", section.start, section.start != "default"), ("dropout", section.dropout, section.dropout)
+    ):  # fmt: skip
         if parameters and given:
             raise UsageError(
-                f"{setting}: {parameters[0]} is adapted as a parameter, as experts are, for which there is none",
-                fix=f"leave {setting.partition(':')[0]} out, or adapter.targets that name linear layers only",
+                f"adapter.{key}: {value}: {parameters[0]} is adapted as a parameter, for which PEFT has no {key}",
+                fix=f"leave adapter.{key} out, or adapter.targets that name linear layers only",
             )
-    if parameters and section.dropout:
-        raise UsageError(
-            f"adapter.dropout: {section.dropout}: {parameters[0]} is adapted as a parameter, for which PEFT has no dropout",
-            fix="adapter.dropout: 0, or adapter.targets that name linear layers only",
-        )
 
 
 PEFT_PREFIX, _LORA_SUFFIX = "base_model.model.", ".lora_A.weight"
@@ -285,10 +280,7 @@ PEFT_PREFIX, _LORA_SUFFIX = "base_model.model.", ".lora_A.weight"
 
 def lost_when_loaded(model: nn.Module, config: LoraConfig, layers: Iterable[str]) -> list[str]:
     """Those of `layers`, names in `model`, whose adapters PEFT loads under another name."""
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as converted
-    except ImportError:  # a version that renames nothing
-        return []
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as converted
 
     names = {f"{PEFT_PREFIX}{layer}{_LORA_SUFFIX}": layer for layer in layers}
     found: set[Any] = set()

@@ -42,13 +42,6 @@ _VIEWS = {
 }  # what may share its argument's memory
 
 
-class Memory:
-    """Shared by deferred logits that would share memory. changed: the function that wrote to one of them; None so far."""
-
-    def __init__(self) -> None:
-        self.changed: str | None = None
-
-
 @dataclass(frozen=True)
 class Recipe:
     """What the logits are: T leading dimensions, H hidden, V vocabulary."""
@@ -141,7 +134,7 @@ class DeferredLogits(DeferredTensor):
     """See the module's docstring. Made by `defer`."""
 
     recipe: Recipe
-    memory: Memory
+    memory: list[str]  # shared by deferred logits that would share memory: the functions that have written to one of them
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
@@ -152,12 +145,8 @@ class DeferredLogits(DeferredTensor):
             return made
 
         made = in_graph(make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad)
-        made.recipe, made.computed, made.memory = recipe, None, Memory()
+        made.recipe, made.computed, made.memory = recipe, None, []
         return made
-
-    @property
-    def grad_was_on(self) -> bool:
-        return self.recipe.grad
 
     def materialise(self, asked_by: str = "materialise") -> Tensor:
         """The real tensor, computed once; a training step's is counted with its line."""
@@ -170,16 +159,15 @@ class DeferredLogits(DeferredTensor):
 
     def check(self) -> None:
         """Raises IsotypeError where other logits in the same memory were written to before these were computed."""
-        if self.computed is None and self.memory.changed is not None:
+        if self.computed is None and self.memory:
             raise IsotypeError(
-                f"{self.memory.changed}() on logits from which these were sliced or reshaped, or that were made from these",
+                f"{self.memory[-1]}() on logits from which these were sliced or reshaped, or that were made from these",
                 fix="logits.clone() before what changes them in place, or isotype.restore(model)",
             )
 
     @classmethod
     def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        rule = _RULES.get(func)
-        first = args[0] if args else kwargs.get("input")
+        rule, first = _RULES.get(func), args[0] if args else kwargs.get("input")
         if rule is not None and isinstance(first, DeferredLogits):
             first.check()
             known = rule(*args, **kwargs)
@@ -208,7 +196,6 @@ def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tens
 
 
 def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to a tensor that it is given, or hooks it."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _HOOKS or kwargs.get("out") is not None
 
@@ -220,7 +207,7 @@ def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
             if name in _HOOKS:
                 raise IsotypeError(f"{name}() on deferred logits, which have no gradient of their own", fix="isotype.restore(model)")
             x.materialise(name)
-            x.memory.changed = name
+            x.memory.append(name)
 
 
 def _caller() -> str:
@@ -356,12 +343,9 @@ def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
 
 
 def _requires_grad(x: DeferredLogits) -> bool:
-    r = x.recipe
-    return (
-        x.computed.requires_grad
-        if x.computed is not None
-        else r.grad and any(t is not None and t.requires_grad for t in (r.hidden, r.weight, r.bias))
-    )
+    if x.computed is not None:
+        return x.computed.requires_grad
+    return x.recipe.grad and any(t is not None and t.requires_grad for t in x.recipe.sources())
 
 
 _RULES: dict[Any, Callable[..., Any]] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..dtypes import to_torch
 from ..environment import planned
-from ..instance_method import MadeMethod
+from ..instance_method import InstanceMethod
 from .parts import Part
 from .precision import Precision
 from .vision import is_of_vision, vision_parts
@@ -92,10 +92,10 @@ class _State:
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.forward = precision, device_type, forward
         self.use(precision.compute)
-        self.methods: list[MadeMethod] = []
+        self.methods: list[InstanceMethod] = []
         self.settings: list[tuple[nn.Module, str, Any]] = []
 
-    def put(self, method: MadeMethod) -> None:
+    def put(self, method: InstanceMethod) -> None:
         self.methods.append(method)
         method.put()
 
@@ -186,10 +186,10 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     state = _State(precision, device_type, inner.__dict__.get("forward"))
     setattr(inner, _STATE, state)
 
-    state.put(MadeMethod(_in_its_precision, (), inner))
+    state.put(InstanceMethod(_in_its_precision, inner, arguments=()))
     for part_called in _called_alone(inner):
         setattr(part_called, _STATE, _PartState(state, part_called.__dict__.get("forward")))
-        state.put(MadeMethod(_in_its_precision, (), part_called))
+        state.put(InstanceMethod(_in_its_precision, part_called, arguments=()))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
     # some decoder layers of transformers (Mamba, XGLM, JetMoE) widen the residual stream by themselves
     for block in (block for stack in inner.modules() if isinstance(stack, nn.ModuleList) for block in stack if is_block(block)):
@@ -201,7 +201,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
-            state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))
+            state.put(InstanceMethod(_multiplying_in, module, arguments=(to_torch(precision.compute),)))
         if is_narrowed(module, in_fp32):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):

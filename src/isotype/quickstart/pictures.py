@@ -6,13 +6,10 @@ The folder holds all that is needed to do it again by hand: the pictures, the pi
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import math
 import random
 import shutil
-import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .stages import Stage, run_stages, write_folder
+from .stages import Stage, run_quickstart
 
 SIDE = 32  # pixels
 SHAPES = ("circle", "square", "triangle", "cross")
@@ -190,37 +187,24 @@ STAGES = (
 
 
 def quickstart_pictures(folder: Path, *, share: float = 1.0, vae_steps: int = 300, draws: int = 10, json_output: bool = False) -> int:
-    """Runs both stages, draws what was asked for and judges it. Returns the exit status: 0, or 130 when interrupted and saved.
-
-    share   of the steps that are done
-    draws   pictures of each prompt at the end
-    """
+    """As `run_quickstart`; draws what was asked for and judges it. draws: pictures of each prompt at the end"""
     from ..tasks.diffusion.pipeline import require_diffusers
 
     require_diffusers()
-    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
-        write_folder(folder, "isotype quickstart --diffusion", STAGES, (PIPELINE, PICTURES), lambda: _write(folder, vae_steps))
-        done = run_stages(folder, STAGES, share=share, between=lambda: _make_base(folder))
-        if not done:
-            print(f"go on with: isotype quickstart --diffusion --folder {folder}")
-            return 130
-        print("\ndrawing and judging, by the pixels alone")
-        summary = judge_runs(folder, draws=draws)
-    if json_output:
-        results = {stage.name: json.loads((folder / stage.name / "result.json").read_text(encoding="utf-8")) for stage in STAGES}
-        print(json.dumps({"folder": str(folder), **results, **summary}))
-    else:
-        _show(folder, summary)
-    return 0
+    return run_quickstart(
+        folder, "isotype quickstart --diffusion", STAGES, (PIPELINE, PICTURES), make=lambda: _write(folder, vae_steps), share=share,
+        json_output=json_output, between=lambda: _make_base(folder), summarise=lambda: judge_runs(folder, draws=draws),
+        show=lambda summary: _show(folder, summary),
+    )  # fmt: skip
 
 
 def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
     """What each run drew when asked for each shape: `right` of `draws` pictures by prompt, before and after LoRA; writes the sheet."""
-    import numpy as np
     from PIL import Image
 
     from ..inference.diffusion import draw_with
 
+    print("\ndrawing and judging, by the pixels alone")
     right: dict[str, dict[str, int]] = {}
     step = SIDE + 2
     sheet = Image.new("RGB", (step * draws, step * 2 * len(ASKED)), (200, 200, 200))
@@ -243,7 +227,6 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
 
 
 def _write(folder: Path, vae_steps: int) -> None:
-
     count = write_pictures(folder / PICTURES / "before", BEFORE, each=32, seed=1)
     count += write_pictures(folder / PICTURES / "new", (NEW,), each=32, seed=2)
     print(f"pictures  {count} of {len(BEFORE) + 1} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE} pixels, each with a caption")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..entry.train import train
 from ..errors import UsageError
@@ -43,6 +46,31 @@ class EndsInTime(Callback):
             moment.stop()
 
 
+def run_quickstart(
+    folder: Path, command: str, stages: Sequence[Stage], parts: Sequence[str], *, make: Callable[[], None], share: float, json_output: bool,
+    summarise: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None], between: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
+    """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved.
+
+    parts        names of what `make` writes into the folder
+    between      what the second stage needs of the first one's result
+    share        of the steps that are done
+    json_output  everything but one object at the end goes to stderr
+    """
+    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
+        write_folder(folder, command, stages, parts, make)
+        if not run_stages(folder, stages, share=share, between=between):
+            print(f"go on with: {command} --folder {folder}")
+            return 130
+        summary = summarise()
+    if json_output:
+        results = {stage.name: json.loads((folder / stage.name / "result.json").read_text(encoding="utf-8")) for stage in stages}
+        print(json.dumps({"folder": str(folder), **results, **summary}))
+    else:
+        show(summary)
+    return 0
+
+
 def write_folder(folder: Path, name: str, stages: Sequence[Stage], parts: Sequence[str], make: Callable[[], None]) -> None:
     """Makes the folder and what both stages read, once. The stages' files come last: with them the folder is complete.
 
@@ -65,12 +93,8 @@ def write_folder(folder: Path, name: str, stages: Sequence[Stage], parts: Sequen
         raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix=f"{name} --folder OTHER") from None
 
 
-def run_stages(folder: Path, stages: Sequence[Stage], *, share: float = 1.0, between: Callable[[], None] = lambda: None) -> bool:
-    """Both stages as their files say; False when one was interrupted and saved.
-
-    share    of the steps that are done
-    between  what the second stage needs of the first one's result
-    """
+def run_stages(folder: Path, stages: Sequence[Stage], *, share: float, between: Callable[[], None]) -> bool:
+    """Both stages as their files say; False when one was interrupted and saved."""
     for number, stage in enumerate(stages, start=1):
         print(f"\n{number}/{len(stages)}  {stage.what}  ({folder / stage.name}.yaml)")
         run, clock = folder / stage.name, [EndsInTime(stage)]

@@ -6,14 +6,11 @@ The folder holds everything needed to do it again by hand: the text, the tokeniz
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from ..wording import printable
-from .stages import Stage, run_stages, write_folder
+from .stages import Stage, run_quickstart
 
 STAGES = (
     Stage("pretrain", "a small model from scratch, on the text of Python's own documentation", 1200, seconds=140, least=60),
@@ -23,23 +20,11 @@ TEXT, PARTS, WINDOW = "text.txt", "small", 256
 
 
 def quickstart(folder: Path, *, share: float = 1.0, json_output: bool = False) -> int:
-    """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved.
-
-    share        of the steps that are done
-    json_output  everything but one object at the end goes to stderr
-    """
-    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
-        write_folder(folder, "isotype quickstart", STAGES, (TEXT, PARTS), lambda: _write(folder))
-        if not run_stages(folder, STAGES, share=share):
-            print(f"go on with: isotype quickstart --folder {folder}")
-            return 130
-    summary = summarise(folder)
-    if json_output:
-        results = {stage.name: json.loads((folder / stage.name / "result.json").read_text(encoding="utf-8")) for stage in STAGES}
-        print(json.dumps({"folder": str(folder), **results, **summary}))
-    else:
-        _show(folder, summary)
-    return 0
+    """As `run_quickstart`."""
+    return run_quickstart(
+        folder, "isotype quickstart", STAGES, (TEXT, PARTS), make=lambda: _write(folder), share=share, json_output=json_output,
+        summarise=lambda: summarise(folder), show=lambda summary: _show(folder, summary),
+    )  # fmt: skip
 
 
 def summarise(folder: Path) -> dict[str, Any]:

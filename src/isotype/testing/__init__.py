@@ -10,7 +10,7 @@ from typing import Any
 
 _LAZY = {
     "ampcheck": "isotype.testing.amp.check",
-    "compile_matrix": "isotype.testing.kernel_matrix",
+    "compile_matrix": "isotype.doctor.kernels.calls",
     "ConformanceError": "isotype.testing.amp.check",
     "Report": "isotype.testing.amp.check",
 }

@@ -3,27 +3,303 @@
     with interpreted():
         silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors
 
-It needs neither TRITON_INTERPRET=1 nor a particular order of imports. Launches of ordinary JIT functions are diverted to the interpreter;
-afterwards everything is put back, and kernels compile as ever. Triton 3.9's own interpreter truncates fp32 to bf16 and adds, multiplies and
-sums bf16 as raw bits.
+It needs neither TRITON_INTERPRET=1 nor a particular order of imports: launches of ordinary JIT functions are diverted to the interpreter,
+and afterwards everything is put back. Triton 3.9 itself keeps bf16 as raw bits (uint16), truncates fp32 to bf16, and adds, multiplies,
+compares and reduces the bits themselves; it sums fp16 in fp32; and it does not wrap Python floats, so that `.to` on one fails. Here
+every operator widens bf16, computes, and rounds once, to nearest even.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime import autotuner, jit
 from triton.runtime import interpreter as stock
 
-from ..errors import UsageError
-from .interpreter_repairs import SUPPORTED, repairs, stubs, version_supported
+from ..doctor.kernels.signature import require_triton
+
+Array = np.ndarray[Any, Any]
+
+
+def widen(bits: Any) -> Array:
+    """uint16 bits -> fp32, exactly."""
+    raw = np.asarray(bits, dtype=np.uint16)
+    return np.ascontiguousarray(raw.astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(raw.shape)
+
+
+def narrow(values: Any) -> Array:
+    """fp16, fp32, fp64 or integers -> uint16 bits, rounded once to nearest even; overflow becomes infinity, NaN stays NaN."""
+    given = np.asarray(values)
+    if given.dtype not in (np.float32, np.float16):
+        given = _to_odd(given.astype(np.float64))
+    single = np.ascontiguousarray(given, dtype=np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
+    return np.where(np.isnan(single), np.uint16(0x7FC0), rounded.astype(np.uint16)).reshape(given.shape)
+
+
+def _to_odd(values: Array) -> Array:
+    """fp64 -> fp32 with inexact results made odd, so that the rounding to bf16 that follows is the only one."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = values.astype(np.float32)
+        back = single.astype(np.float64)
+        beyond = np.abs(back) > np.abs(values)
+    single = np.where(beyond, np.nextafter(single, np.float32(0)), single).astype(np.float32)
+    inexact = (single.astype(np.float64) != values) & np.isfinite(values)
+    bits = np.ascontiguousarray(single).view(np.uint32) | inexact.astype(np.uint32).reshape(single.shape)
+    odd: Array = bits.view(np.float32)
+    return odd
+
+
+Handle = stock.TensorHandle
+Builder = stock.InterpreterBuilder
+
+# the interpreter of Triton 3.6, which lacks more than that of 3.9
+OLDER = not hasattr(Builder, "get_bf16")
+
+# Operators whose operands and result share a dtype; comparisons among them give int1.
+ELEMENTWISE = [
+    *("fadd", "fmul", "fdiv", "frem", "fsub", "fneg", "precise_divf", "approx_divf", "clampf"),
+    *("minimumf", "minnumf", "maximumf", "maxnumf"),
+    *(f"fcmp{kind}{order}" for kind in "OU" for order in ("LT", "GT", "LE", "GE", "EQ", "NE")),
+    *("cos", "sin", "exp", "exp2", "log", "log2", "sqrt", "precise_sqrt", "rsqrt", "erf", "floor", "ceil"),
+]
+CASTS = ("cast_impl", "create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_to_ui", "create_fp_ext", "create_fp_trunc")
+
+
+def is_bf16(handle: Any) -> bool:
+    return isinstance(handle, Handle) and handle.dtype.scalar == tl.bfloat16
+
+
+def _wide(handle: Any) -> Any:
+    return Handle(widen(handle.data), tl.float32) if is_bf16(handle) else handle
+
+
+def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, *operands: Any, **options: Any) -> Any:
+        if not any(is_bf16(o) for o in operands):
+            return original(self, *operands, **options)
+        with np.errstate(all="ignore"):
+            made = original(self, *[_wide(o) for o in operands], **options)
+        if made.data.dtype == np.bool_:
+            return Handle(made.data, tl.int1)
+        return Handle(narrow(made.data), tl.bfloat16)
+
+    return operator
+
+
+def cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, src: Any, dst_type: Any) -> Any:
+        source, wanted = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, wanted) or source == wanted:
+            return original(self, src, dst_type)
+        if wanted == tl.bfloat16:
+            return Handle(narrow(src.data), tl.bfloat16)
+        wide = _wide(src)
+        return wide if wanted == tl.float32 else original(self, wide, dst_type)
+
+    return operator
+
+
+def float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Casts between floats; those from and to fp8 are the interpreter's own."""
+
+    def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        source, wanted = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, wanted) or 8 in (source.primitive_bitwidth, wanted.primitive_bitwidth):
+            return original(self, src, dst_type, rounding_mode)
+        if wanted == tl.bfloat16 and rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
+            towards_zero = src.data.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+            return Handle(narrow(towards_zero.view(np.float32)), tl.bfloat16)
+        return self.cast_impl(src, dst_type)
+
+    return operator
+
+
+def dot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """bf16 products accumulate in the accumulator's own dtype."""
+
+    def operator(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        made = original(self, _wide(a), _wide(b), _wide(d), *options)
+        return Handle(narrow(made.data), tl.bfloat16) if is_bf16(d) else made
+
+    return operator
+
+
+def fma(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if is_bf16(z):
+            # a bf16 product is exact in fp64, and so is the rounding: one, at the end
+            return Handle(narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)), tl.bfloat16)
+        if OLDER and z.dtype.scalar in (tl.float16, tl.float32):
+            # rounded twice there
+            with np.errstate(all="ignore"):
+                return Handle((x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype), z.dtype.scalar)
+        return original(self, x, y, z)
+
+    return operator
+
+
+def refused(what: str, original: Callable[..., Any], values: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose bf16 form no kernel that was met has; Triton's own would compute on the bits."""
+
+    def operator(self: Any, *given: Any) -> Any:
+        if values(*given).dtype.scalar == tl.bfloat16:
+            raise NotImplementedError(f"{what} of bf16 has no CPU version: widen to fp32 before it")
+        return original(self, *given)
+
+    return operator
+
+
+def _halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
+    """A sum as a GPU makes it: halves added to halves, rounding every time."""
+    data = np.moveaxis(data, axis, 0)
+    while data.shape[0] > 1:
+        half, odd = divmod(data.shape[0], 2)
+        added = add(data[:half], data[half : 2 * half])
+        data = np.concatenate([added, data[2 * half :]]) if odd else added
+    return data[0]
+
+
+def _add_low(dtype: Any) -> Callable[[Any, Any], Any]:
+    if dtype == tl.bfloat16:
+        return lambda x, y: narrow(widen(x) + widen(y))
+    return lambda x, y: np.add(x, y, dtype=np.float16)
+
+
+def _is_low(tensor: Any) -> bool:
+    return tensor.dtype.scalar in (tl.bfloat16, tl.float16)
+
+
+def reduced_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, tensor: Any) -> Any:
+        if not _is_low(tensor):
+            return original(self, tensor)
+        data, axis = tensor.handle.data, self.axis
+        rank = data.ndim
+        if axis is None:
+            data, axis = data.reshape(-1), 0
+        with np.errstate(all="ignore"):
+            total = _halves(data, axis, _add_low(tensor.dtype.scalar))
+        if self.keep_dims:
+            total = np.expand_dims(total, axis) if self.axis is not None else np.reshape(total, (1,) * rank)
+        return self.to_tensor(total, tensor.dtype)
+
+    return operator
+
+
+def reduced_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, given: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        tensor = given[0] if isinstance(given, tuple) else given
+        if tensor.dtype.scalar != tl.bfloat16:
+            return original(self, given, val_reduce_op, idx_reduce_op)
+        wide = tl.tensor(Handle(widen(tensor.handle.data), tl.float32), tl.float32)
+        found = original(self, wide, val_reduce_op, idx_reduce_op)
+        if not val_reduce_op:
+            return found
+        value, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
+        low = self.to_tensor(narrow(value.handle.data.reshape(np.shape(value.handle.data) if value.shape else ())), tensor.dtype)
+        return (low, *rest) if rest else low
+
+    return operator
+
+
+def argument(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A Python float is an fp32 scalar to a compiled kernel, not a bare float."""
+
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, float):
+            return tl.tensor(Handle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
+        return original(arg)
+
+    return convert
+
+
+def repairs() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, its replacement), for each fault."""
+    for name in ELEMENTWISE:
+        attribute = f"create_{name}"
+        if hasattr(Builder, attribute):
+            yield Builder, attribute, elementwise(getattr(Builder, attribute))
+    if OLDER:  # a Python number beside a bf16 value has no form there
+        yield Builder, "get_bf16", lambda self, value: Handle(narrow(np.array([value], dtype=np.float32)), tl.bfloat16)
+    plain = Builder.cast_impl
+    for name in CASTS:
+        if hasattr(Builder, name):
+            yield Builder, name, cast(plain)
+    yield Builder, "create_fp_to_fp", float_cast(Builder.create_fp_to_fp)
+    yield Builder, "create_dot", dot(Builder.create_dot)
+    yield Builder, "create_fma", fma(Builder.create_fma)
+    yield Builder, "create_atomic_rmw", refused("an atomic operation", Builder.create_atomic_rmw, lambda kind, ptr, val, *_: val)
+    yield stock.ReduceOps, "sum", reduced_sum(stock.ReduceOps.sum)
+    yield stock.ReduceOps, "min_max", reduced_extreme(stock.ReduceOps.min_max)
+    for name in ("cumsum", "cumprod"):
+        yield stock.ScanOps, name, refused(f"tl.{name}", getattr(stock.ScanOps, name), lambda tensor: tensor)
+    yield stock, "_implicit_cvt", argument(stock._implicit_cvt)
+
+
+# libdevice, of which the interpreter has only empty stubs: the functions that kernels of libraries call, by torch, in fp32 and fp64. bf16
+# and fp16 arguments are refused, as on a GPU
+_SAME = """
+    abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    erf erfc erfinv lgamma round atan2 hypot copysign fmod pow nextafter isnan isinf signbit
+"""
+
+
+def _fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return (x.double() * y.double() + z.double()).to(z.dtype)
+
+
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in _SAME.split()},
+    "rint": torch.round,
+    "nearbyint": torch.round,
+    "fma": _fma,
+    "finitef": torch.isfinite,
+    "isfinited": torch.isfinite,
+}
+
+
+def interpreted_libdevice(name: str, *arguments: Any) -> Any:
+    """What the stub of this name returns while the interpreter runs."""
+    if name not in FUNCTIONS:
+        raise NotImplementedError(f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}")
+    given = [a.value if isinstance(a, tl.constexpr) else a for a in arguments]
+    types = [a.dtype for a in given if isinstance(a, tl.tensor)]
+    wrong = [t for t in types if t not in (tl.float32, tl.float64)]
+    if wrong:
+        raise ValueError(f"libdevice.{name}: input arg type does not match. Expect fp32 or fp64, got {wrong[0]}")
+    dtype = tl.float64 if tl.float64 in types else tl.float32
+    wide = torch.float64 if dtype == tl.float64 else torch.float32
+    numbers = [torch.from_numpy(np.array(a.handle.data)) if isinstance(a, tl.tensor) else torch.tensor(a, dtype=wide) for a in given]
+    made = FUNCTIONS[name](*(n.to(wide) for n in numbers)).numpy()
+    kind = tl.int1 if made.dtype == np.bool_ else dtype
+    shape = next((a.type.shape for a in given if isinstance(a, tl.tensor) and a.type.is_block()), None)
+    return tl.tensor(Handle(made, kind), tl.block_type(kind, list(made.shape)) if shape is not None else kind)
+
+
+def stubs() -> Iterator[tuple[FunctionType, Any]]:
+    """(stub, the code to run in its place): the code is exchanged, so that names imported from libdevice earlier change too."""
+    libdevice.__dict__.setdefault("_interpreted_libdevice", interpreted_libdevice)
+    for name, stub in list(vars(libdevice).items()):
+        if not isinstance(stub, FunctionType) or name.startswith("_"):
+            continue
+        count = stub.__code__.co_argcount
+        arguments = ", ".join(f"arg{i}" for i in range(count))
+        space: dict[str, Any] = {}
+        exec(f"def {name}({arguments}, _semantic=None): return _interpreted_libdevice({name!r}, {arguments})", space)
+        yield stub, space[name]
+
 
 _active = threading.local()
 _MISSING = object()
@@ -33,20 +309,19 @@ _MISSING = object()
 def interpreted() -> Iterator[None]:
     """Within this block Triton kernels run on the CPU, in the repaired interpreter; may be nested.
 
-    Raises  UsageError for a Triton outside the versions whose interpreter is known
+    Raises  UsageError for a Triton whose interpreter was not read
     """
     if getattr(_active, "depth", 0):
         yield
         return
-    if not version_supported():
-        raise UsageError(f"the interpreter's repair knows Triton {SUPPORTED}, not {triton.__version__}")
+    require_triton()
     with ExitStack() as undo:
         for owner, attribute, replacement in [*repairs(), *_diversions()]:
             _set(undo, owner, attribute, replacement)
         for stub, replacement in stubs():
-            before = (stub.__code__, stub.__defaults__)
-            stub.__code__, stub.__defaults__ = replacement.__code__, replacement.__defaults__
-            undo.callback(_set_code, stub, *before)
+            for part in ("__code__", "__defaults__"):
+                undo.callback(setattr, stub, part, getattr(stub, part))
+                setattr(stub, part, getattr(replacement, part))
         _active.depth = 1
         undo.callback(setattr, _active, "depth", 0)
         yield
@@ -58,19 +333,10 @@ def _set(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
     undo.callback(delattr, owner, attribute) if before is _MISSING else undo.callback(setattr, owner, attribute, before)
 
 
-def _set_code(stub: Any, code: Any, defaults: Any) -> None:
-    stub.__code__, stub.__defaults__ = code, defaults
-
-
 def _diversions() -> Iterator[tuple[Any, str, Any]]:
     call = jit.JITFunction.__call__
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        if warmup:
-            return None
-        return _run(self.fn, args, grid, kwargs, getattr(self, "pre_run_hooks", []))
-
-    def interpreted_run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         return None if warmup else _run(self.fn, args, grid, kwargs, self.pre_run_hooks)
 
     def device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +350,7 @@ def _diversions() -> Iterator[tuple[Any, str, Any]]:
 
     yield jit.JITFunction, "run", run
     yield jit.JITFunction, "__call__", device_function
-    yield stock.InterpretedFunction, "run", interpreted_run
+    yield stock.InterpretedFunction, "run", run
     yield stock.InterpretedFunction, "__call__", device_function
     yield autotuner.Autotuner, "_bench", first_configuration
 
@@ -94,10 +360,6 @@ def _rewritten(function: Any) -> Any:
     if function not in known:
         known[function] = stock.FunctionRewriter(function).rewrite_ast()
     return known[function]
-
-
-def _bound(member: Any) -> Any:
-    return lambda self, *args, **kwargs: member(self, *args, **kwargs)
 
 
 def _run(function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]) -> None:
@@ -128,4 +390,4 @@ def _language() -> list[tuple[Any, str, Any]]:
     members = [(name, member) for name, member in vars(tl.tensor).items() if isinstance(member, jit.JITFunction)]
     # Triton before 3.9 asks NumPy for the int of an array of one element, which NumPy 2.5 refuses
     index = (tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
-    return [*changed, index, *((tl.tensor, name, _bound(member)) for name, member in members)]
+    return [*changed, index, *((tl.tensor, name, functools.partialmethod(member)) for name, member in members)]

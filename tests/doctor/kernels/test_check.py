@@ -103,7 +103,7 @@ BINARY = [  # kernel, words, signature, constexprs, target, and constexprs and a
 @pytest.mark.parametrize(("name", "words", "types", "values", "target", "fine", "there"), BINARY, ids=[row[1] for row in BINARY])
 def test_machine_code(name, words, types, values, target, fine, there, capfd) -> None:
     kernel = getattr(kernels, name)
-    (found,) = loud(check(kernel, [types], values, [target], binary=True).findings)
+    (found,) = loud(check(kernel, {"bf16": types}, values, [target], binary=True).findings)
     assert (found.code, words in found.message, target in found.message) == ("KN010", True, True)
-    assert not check(kernel, [types], fine, [there], binary=True).findings
+    assert not check(kernel, {"bf16": types}, fine, [there], binary=True).findings
     assert capfd.readouterr().out == ""

@@ -24,8 +24,7 @@ from isotype.report.plots import plots
 from isotype.report.record import read_run
 from isotype.tasks.choose import task_of, train
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.preference.batch import answer_log_probs
-from isotype.tasks.language.preference.objective import Answers, Preference, judged
+from isotype.tasks.language.preference import Answers, Preference, answer_log_probs, judged
 from isotype.training.plan import plan
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny

@@ -1,19 +1,28 @@
 """A wrapper called with CPU tensors of every input dtype: the kernels it reaches, with the signatures that Triton's launcher would compile.
 
-Launches are caught instead of run (`trap_launches`).
+Launches are caught instead of run (`trap_launches`). `compile_matrix` is the same as an assertion, for a test of one's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-from .check import Report, check_combinations
-from .signature import DEFAULT, OPTION_NAMES, Combination, Reach, parse_target, require_triton
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...dtypes import name as dtype_name
+from ...dtypes import to_torch
+from ...finding import Severity, worst_first
+from ...wording import counted
+from .check import Report, check, check_combinations
+from .pretend import pretend_gpu
+from .signature import DEFAULT, OPTION_NAMES, Combination, Reach, configuration, is_kernel, parse_target, require_triton
 
 MOST_CONFIGURATIONS = 8  # of one autotuned kernel: the first configurations differ as much as the last
 
@@ -55,10 +64,9 @@ class Launch:
 
 def _stand_in(value: Any) -> Any:
     """A tensor as Triton's launcher sees it: a dtype and an aligned pointer."""
-    import torch
     from triton.runtime.jit import MockTensor
 
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return MockTensor(value.dtype)
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(_stand_in(v) for v in value)
@@ -71,8 +79,6 @@ class _NotRun:
     n_regs, n_spills, n_max_threads = 32, 0, 1024
 
     def __init__(self) -> None:
-        from types import SimpleNamespace
-
         self.metadata = SimpleNamespace(shared=0, num_warps=4, num_stages=2, num_ctas=1)
         self.asm: dict[str, str] = {}
 
@@ -115,7 +121,8 @@ def trap_launches() -> Iterator[Trap]:
             configs = list(tuner.configs)
         result: Any = None
         for config in configs[:MOST_CONFIGURATIONS]:
-            result = tuner.fn.run(*args, **{**kwargs, **_all_kwargs(config)})
+            fixed = configuration(config)
+            result = tuner.fn.run(*args, **{**kwargs, **fixed.constexprs, **fixed.options})
         tuner.nargs = None
         return result
 
@@ -126,69 +133,57 @@ def trap_launches() -> Iterator[Trap]:
         JITFunction.run, Autotuner.run = run, tuned_run
 
 
-def _all_kwargs(config: Any) -> Mapping[str, Any]:
-    return {**config.kwargs, **{n: getattr(config, n, None) for n in OPTION_NAMES if getattr(config, n, None) is not None}}
-
-
-WORDS = ("fp32", "bf16", "fp16")
-
-
-@dataclass
-class Reached:
-    """A kernel and the combinations in which calls launched it."""
-
-    function: Any
-    combinations: list[Combination] = field(default_factory=list)
-
-
 @dataclass
 class Calls:
     """What calling a wrapper showed.
 
+    reached  by identity of a kernel: the kernel, and the combinations in which calls launched it
     refused  label -> the wrapper's own error: it refuses that combination, which is its right
     """
 
-    reached: dict[int, Reached] = field(default_factory=dict)
-    tried: int = 0
+    reached: dict[int, tuple[Any, list[Combination]]] = field(default_factory=dict)
     launches: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
+    @contextlib.contextmanager
+    def recorded(self, target: Any, label: str, reach: Reach = Reach.GIVEN) -> Iterator[None]:
+        """Inside, launches are trapped on a pretended GPU; an error is a refusal; on leaving, `reached` holds the combinations."""
+        import torch._dynamo  # noqa: F401  its table of torch's functions must hold the real ones, not the pretended ones
 
-def _leaves(value: Any) -> Iterator[Any]:
-    import torch
+        with trap_launches() as trap, pretend_gpu(target):
+            try:
+                yield
+            except Exception as error:
+                self.refused[label] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.launches += len(trap.launches)
+        self.remarks += trap.remarks
+        for launch in trap.launches:
+            try:
+                combination = launch.combination(target, label, reach)
+            except Exception as error:
+                text = " ".join(str(error).split())[:200]
+                self.remarks.append(f"{launch.function.__name__}: Triton refuses the arguments of a launch: {text}")
+                continue
+            self.reached.setdefault(id(launch.function), (launch.function, []))[1].append(combination)
 
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _leaves(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: _mapped(v, change) for k, v in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(v, change) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(v, change) for v in value)
-    return value
+    def report(self, targets: Sequence[str | int], *, binary: bool = False) -> Report:
+        """The check of everything that was reached."""
+        result = Report(launches=self.launches, refused=self.refused, remarks=list(dict.fromkeys(self.remarks)))
+        for function, combinations in self.reached.values():
+            result.add(check_combinations(function, combinations, targets, binary=binary))
+        return result
 
 
-def _cast(value: Any, words: Sequence[str]) -> Any:
+def _floats(tree: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _cast(inputs: Any, words: Sequence[str]) -> Any:
     """The inputs with float tensors, in order of appearance, in these dtypes; a tensor given twice stays one tensor."""
-    from ...dtypes import to_torch
+    queue, made = iter(words), dict[int, Tensor]()
 
-    queue, made = iter(words), {}
-
-    def change(tensor: Any) -> Any:
+    def change(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor.detach().clone()
         word = next(queue)
@@ -196,111 +191,85 @@ def _cast(value: Any, words: Sequence[str]) -> Any:
             made[id(tensor)] = tensor.detach().to(to_torch(word), copy=True).requires_grad_(tensor.requires_grad or tensor.is_leaf)
         return made[id(tensor)]
 
-    return _mapped(value, change)
+    return pytree.tree_map_only(Tensor, change, inputs)
 
 
-def input_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
-    """First all float tensors in one dtype, then the dtypes as given, then each tensor alone in another dtype than bf16."""
-    from ...dtypes import name
-
-    floats = [t for t in _leaves(inputs) if t.is_floating_point()]
-    own = [name(t.dtype) for t in floats]
+def _variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
+    """First the dtypes as given, then all float tensors in one dtype, then each tensor alone in another dtype than bf16."""
+    own = [dtype_name(t.dtype) for t in _floats(inputs)]
     yield "inputs as given", Reach.GIVEN, own
     alike = len(set(own)) <= 1  # inputs of several dtypes are meant so: their roles are the author's
-    for word in WORDS:
-        yield f"{word} inputs", Reach.GIVEN if alike else Reach.MIXED, [word] * len(floats)
-    if len(floats) > 1:
-        for i in range(len(floats)):
-            for word in ("fp32", "fp16"):
-                yield f"bf16 inputs, float tensor {i} {word}", Reach.MIXED, [word if i == j else "bf16" for j in range(len(floats))]
-
-
-def call_trapped(function: Callable[..., Any], inputs: Any, target: Any, *, backward: bool = True) -> Calls:
-    """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward where a gradient can be asked for."""
-    import torch
-
-    calls = Calls()
-    if hasattr(function, "forward") and hasattr(function, "apply") and isinstance(function, type):
-        function = getattr(function, "apply")  # noqa: B009  an autograd.Function
-    for label, reach, words in input_variants(inputs):
-        given = _cast(inputs, words)
-        one = copy.deepcopy(function) if isinstance(function, torch.nn.Module) else function
-        if isinstance(one, torch.nn.Module) and words and label != "inputs as given":
-            from ...dtypes import to_torch
-
-            one = one.to(to_torch(max(set(words), key=words.count)))
-        calls.tried += 1
-        with Recording(calls, target, label, reach):
-            try:
-                result = one(**given) if isinstance(given, dict) else one(*given)
-                if backward:
-                    _backward(result)
-            except Exception as error:
-                calls.refused[label] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return calls
-
-
-class Recording:
-    """Inside, launches are trapped on a pretended GPU; on leaving, `calls` holds the combinations they have."""
-
-    def __init__(self, calls: Calls, target: Any, label: str, reach: Reach = Reach.GIVEN) -> None:
-        self.calls, self.target, self.label, self.reach = calls, target, label, reach
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Recording:
-        import torch._dynamo  # noqa: F401  its table of torch's functions must hold the real ones, not the pretended ones
-
-        from .pretend import pretend_gpu
-
-        self.trap = self._stack.enter_context(trap_launches())
-        self._stack.enter_context(pretend_gpu(self.target))
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
-        calls, trap = self.calls, self.trap
-        calls.launches += len(trap.launches)
-        calls.remarks += trap.remarks
-        for launch in trap.launches:
-            name = launch.function.__name__
-            try:
-                combination = launch.combination(self.target, self.label, self.reach)
-            except Exception as error:
-                calls.remarks.append(f"{name}: Triton refuses the arguments of a launch: {' '.join(str(error).split())[:200]}")
-                continue
-            calls.reached.setdefault(id(launch.function), Reached(launch.function)).combinations.append(combination)
-        calls.remarks = list(dict.fromkeys(calls.remarks))
-
-
-def _backward(result: Any) -> None:
-    import torch
-
-    outputs = [t for t in _leaves(result) if t.requires_grad and t.is_floating_point()]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    for word in ("fp32", "bf16", "fp16"):
+        yield f"{word} inputs", Reach.GIVEN if alike else Reach.MIXED, [word] * len(own)
+    for i in range(len(own)) if len(own) > 1 else ():
+        for word in ("fp32", "fp16"):
+            yield f"bf16 inputs, float tensor {i} {word}", Reach.MIXED, [word if i == j else "bf16" for j in range(len(own))]
 
 
 def several(inputs: Any) -> list[Any]:
     """The calls that `inputs` stands for: a list whose items are tuples or dicts is several, anything else is one."""
-    import torch
-
     if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
         return inputs
     if inputs is None:
         return [()]
-    return [(inputs,)] if isinstance(inputs, torch.Tensor) else [inputs]
+    return [(inputs,)] if isinstance(inputs, Tensor) else [inputs]
 
 
 def check_wrapper(
     function: Callable[..., Any], inputs: Any, targets: Sequence[str | int] = (DEFAULT,), *, backward: bool = True, binary: bool = False
 ) -> Report:
-    """Exact signatures, constexprs, autotuning configurations and heuristics, as the wrapper's own launches have them."""
+    """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward where a gradient can be asked for.
+
+    Exact signatures, constexprs, autotuning configurations and heuristics, as the wrapper's own launches have them.
+    """
     require_triton()
-    return check_reached(call_trapped(function, inputs, parse_target(targets[0]), backward=backward), targets, binary=binary)
+    calls, target = Calls(), parse_target(targets[0])
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        function = function.apply
+    for label, reach, words in _variants(inputs):
+        given = _cast(inputs, words)
+        one = copy.deepcopy(function) if isinstance(function, torch.nn.Module) else function
+        if isinstance(one, torch.nn.Module) and words and label != "inputs as given":
+            one = one.to(to_torch(max(set(words), key=words.count)))
+        with calls.recorded(target, label, reach):
+            result = one(**given) if isinstance(given, dict) else one(*given)
+            outputs = [t for t in _floats(result) if t.requires_grad]
+            if backward and outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    return calls.report(targets, binary=binary)
 
 
-def check_reached(calls: Calls, targets: Sequence[str | int], *, binary: bool = False) -> Report:
-    result = Report(launches=calls.launches, refused=calls.refused, remarks=list(calls.remarks))
-    for reached in calls.reached.values():
-        result.add(check_combinations(reached.function, reached.combinations, targets, binary=binary))
-    return result
+def compile_matrix(
+    function: Callable[..., Any],
+    inputs: Any = None,
+    targets: Sequence[str] = ("sm_80", "sm_90", "sm_100", "gfx942"),
+    *,
+    fail_on: Severity | str = Severity.WARNING,
+    backward: bool = True,
+    binary: bool = False,
+) -> None:
+    """Calls `function(*inputs)` on the CPU in every dtype with launches trapped, then compiles what it launched; no GPU is needed.
+
+    function  a wrapper, an autograd.Function, an nn.Module, or a `@triton.jit` kernel (its signatures are then inferred)
+    inputs    a tuple, a list or a dict of arguments; a list of tuples is several calls. Float tensors are cast, the rest is kept
+    fail_on   "error": dtypes alike; "warning" (default): also one tensor in another dtype, unless the function refuses it itself
+    backward  also calls backward on the outputs
+    binary    also to machine code, with registers, spills and shared memory (seconds a target)
+    Raises    AssertionError naming kernel, line, variable and dtypes, also when nothing was launched
+    """
+    wanted = Severity.parse(fail_on) if isinstance(fail_on, str) else fail_on
+    name = getattr(function, "__name__", type(function).__name__)
+    if is_kernel(function):
+        findings = check(function, targets=targets, binary=binary).findings
+    else:
+        findings = []
+        for arguments in several(inputs):
+            answer = check_wrapper(function, arguments, targets, backward=backward, binary=binary)
+            if not answer.launches:
+                why = next(iter(answer.refused.values()), "the calls returned without one")
+                raise AssertionError(f"{name} launched no Triton kernel: {why}")
+            findings += [f for f in answer.findings if f not in findings]
+    failing = worst_first(f for f in findings if f.severity >= wanted)
+    if failing:
+        count = counted(len(failing), "finding")
+        raise AssertionError(f"{name}: {count} for {', '.join(targets)}\n\n" + "\n\n".join(f.render() for f in failing))

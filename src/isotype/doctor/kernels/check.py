@@ -18,11 +18,13 @@ from typing import Any
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity, listed
 from .failures import diagnose, low_precision_sums
+from .infer import inferred_combinations
 from .observe import Fault, Observation, observe
 from .signature import (
     DEFAULT,
     Combination,
     Reach,
+    Unwrapped,
     distinct,
     is_float_pointer,
     parse_target,
@@ -30,22 +32,20 @@ from .signature import (
     require_triton,
     shared_bytes,
     target_name,
+    unwrap,
 )
-
-Signatures = Mapping[str, Mapping[str, str]] | Sequence[Mapping[str, str]]
-_SEVERITY = {Reach.GIVEN: Severity.ERROR, Reach.MIXED: Severity.WARNING, Reach.INFERRED: Severity.WARNING}
 
 
 @dataclass
 class Seen:
-    """One fault with every combination that shows it."""
+    """One fault with every combination that shows it, the most reachable first."""
 
     fault: Fault
-    observations: list[Observation] = field(default_factory=list)
+    observations: list[Observation]
 
     @property
     def reach(self) -> Reach:
-        return max(o.combination.reach for o in self.observations)
+        return self.observations[0].combination.reach
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Report:
 
 def check(
     kernel: Any,
-    signatures: Signatures | None = None,
+    signatures: Mapping[str, Mapping[str, str]] | None = None,
     constexprs: Mapping[str, Any] | None = None,
     targets: Sequence[str | int] = (DEFAULT,),
     *,
@@ -85,33 +85,27 @@ def check(
     """Compiles `kernel` for its dtype matrix and says what fails.
 
     kernel      a `@triton.jit` function, autotuned or with heuristics or not
-    signatures  label -> {parameter: "*bf16", "i32", "fp32"}, or a list of them; inferred from the source when left out
+    signatures  label -> {parameter: "*bf16", "i32", "fp32"}; inferred from the source when left out
     constexprs  values of the `tl.constexpr` parameters; guessed where left out (a finding's details say what was used)
     targets     "sm_80", "sm_90", "sm_100", "gfx942"
     binary      also to machine code: registers, spills and shared memory (seconds a target)
     Raises      UsageError when `kernel` is none, a signature does not fit it, or Triton is missing or unknown
     """
-    from .infer import inferred_combinations
-    from .signature import unwrap
-
     require_triton()
     whole = unwrap(kernel)
     if signatures is None:
         bases = inferred_combinations(whole, constexprs or {})
     else:
-        named = signatures if isinstance(signatures, Mapping) else {f"signature {i}": s for i, s in enumerate(signatures)}
-        values = whole.with_defaults(constexprs or {})
-        config = whole.configs[0]
-        bases = [replace(given(whole.function, label, types, values), options=config.options) for label, types in named.items()]
+        bases = [_given(whole, label, types, whole.with_defaults(constexprs or {})) for label, types in signatures.items()]
     return check_combinations(whole.function, bases, targets, binary=binary)
 
 
-def given(function: Any, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]) -> Combination:
+def _given(whole: Unwrapped, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]) -> Combination:
     """One entry of an author's matrix.
 
     Raises  UsageError naming parameters that the kernel has not, or that were forgotten.
     """
-    names = list(function.arg_names)
+    function, names = whole.function, list(whole.function.arg_names)
     unknown = [n for n in [*types, *constexprs] if n not in names]
     if unknown:
         raise UsageError(
@@ -122,17 +116,16 @@ def given(function: Any, label: str, types: Mapping[str, str], constexprs: Mappi
     missing = [n for n, word in full.items() if word is None or (word == "constexpr" and n not in values)]
     if missing:
         raise UsageError(f"{function.__name__}: signature {label!r} says nothing of {', '.join(missing)}")
-    return Combination(label, full, values)
+    return Combination(label, full, values, options=whole.configs[0].options)
 
 
 def check_combinations(
     function: Any, bases: Sequence[Combination], targets: Sequence[str | int] = (DEFAULT,), *, binary: bool = False
 ) -> Report:
     """Every combination for every target."""
-    parsed = [parse_target(t) for t in targets]
+    parsed, combinations = [parse_target(t) for t in targets], distinct(bases)
     if not parsed:
         raise UsageError("no target architecture: name at least one, such as sm_90")
-    combinations = distinct(bases)
     observations = [observe(function, c, target) for target in parsed for c in combinations]
     findings, usages = as_findings(function, observations), list[str]()
     if binary:
@@ -144,19 +137,11 @@ def check_combinations(
 def as_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
     """One finding a fault, over all the combinations and targets that show it."""
     seen: dict[tuple, Seen] = {}
-    for observation in observations:
-        for fault in _faults(function, observation):
-            known = seen.setdefault((fault.code, fault.file, fault.line), Seen(fault))
-            if known.observations and observation.combination.reach > known.reach:
-                known.fault = fault
-            known.observations.append(observation)
+    for one in sorted(observations, key=lambda o: -o.combination.reach):
+        name = function.__name__
+        for fault in [diagnose(name, *place_of(function), one)] if one.failed else low_precision_sums(name, one):
+            seen.setdefault((fault.code, fault.file, fault.line), Seen(fault, [])).observations.append(one)
     return [_finding(function, one, observations) for one in seen.values() if not _is_ours(one, observations)]
-
-
-def _faults(function: Any, observation: Observation) -> list[Fault]:
-    if observation.failed:
-        return [diagnose(function.__name__, *place_of(function), observation)]
-    return low_precision_sums(function.__name__, observation)
 
 
 def _is_ours(one: Seen, observations: Sequence[Observation]) -> bool:
@@ -175,7 +160,7 @@ def _severity(function: Any, one: Seen, observations: Sequence[Observation]) -> 
             return Severity.NOTE
         if one.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, one):
             return Severity.NOTE
-    return _SEVERITY[one.reach]
+    return Severity.ERROR if one.reach == Reach.GIVEN else Severity.WARNING
 
 
 def _one_pointer_in_fp32_compiles(function: Any, one: Seen) -> bool:
@@ -192,7 +177,6 @@ def _one_pointer_in_fp32_compiles(function: Any, one: Seen) -> bool:
 
 def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> Finding:
     fault, failing = one.fault, one.observations
-    failing = [o for o in failing if o.combination.reach == one.reach] + [o for o in failing if o.combination.reach != one.reach]
     labels = list(dict.fromkeys(o.combination.label for o in failing))
     passing = [x for x in dict.fromkeys(o.combination.label for o in observations if not o.failed) if x not in labels]
     details = [("kernel", fault.kernel), ("variable", fault.variable), ("dtypes", " and ".join(fault.dtypes)), *fault.facts]
@@ -207,8 +191,6 @@ def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> F
         message=fault.message,
         place=Place(file=fault.file, line=fault.line, symbol=fault.kernel),
         cause=fault.cause,
-        declared=None,
-        observed=None,
         fix=fault.fix,
         details=tuple((label, value) for label, value in details if value),
     )
@@ -235,17 +217,15 @@ def binary_findings(function: Any, observations: Sequence[Observation], targets:
     """One signature a dtype and target: the first combination of each. Returns findings, and a line of usage for each program made."""
     findings: list[Finding] = []
     usages: list[str] = []
-    for target in targets:
-        chosen: dict[tuple[str, ...], Observation] = {}
-        for one in observations:
-            if one.target == target_name(target):
-                words = tuple(sorted({str(w) for w in one.combination.types.values() if str(w).startswith("*")}))
-                chosen.setdefault(words, one)
-        for one in chosen.values():
-            found, usage = _compiled(function, one, target)
-            findings += found
-            if usage:
-                usages.append(f"{function.__name__} {target_name(target)} {one.combination.label}: {usage.written}")
+    chosen: dict[tuple[str, ...], Observation] = {}
+    for one in observations:
+        words = sorted({str(w) for w in one.combination.types.values() if str(w).startswith("*")})
+        chosen.setdefault((one.target, *words), one)
+    for one in chosen.values():
+        found, usage = _compiled(function, one, next(target for target in targets if target_name(target) == one.target))
+        findings += found
+        if usage:
+            usages.append(f"{function.__name__} {one.target} {one.combination.label}: {usage.written}")
     return findings, usages
 
 
@@ -257,7 +237,7 @@ def _compiled(function: Any, observation: Observation, target: Any) -> tuple[lis
             usage = machine_code(function, combination, target)
     except Exception as error:
         severity = Severity.ERROR if given else Severity.WARNING
-        text = " ".join(str(error).split())[:400] or type(error).__name__
+        text = " ".join(str(error).split())[:400]
         what, why = "does not compile to machine code for", f"a later stage than the front end refuses it: {type(error).__name__}: {text}"
         fix = "other block sizes, num_warps and num_stages; where an instruction is missing on this architecture, another path there"
     else:

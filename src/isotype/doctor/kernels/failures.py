@@ -26,7 +26,6 @@ from .observe import (
     origin,
     origin_facts,
     scalar_word,
-    source_text,
     variable_of,
 )
 
@@ -48,7 +47,7 @@ def math_on_low_precision(scene: Scene) -> Fault | None:
     where = origin(scene.frame, argument) if argument is not None else None
     cause = f"Triton's {kind or 'math'} function {function} takes {wanted} only, and {name} is {got}"
     cause += f": {where.text}{scene.at(where)}" if where else ""
-    text = source_text(argument) if argument is not None else "x"
+    text = ast.unparse(argument) if argument is not None else "x"
     wrapped = text if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)) else f"({text})"
     fix = f"upcast before the call: {function}({wrapped}.to(tl.float32))"
     if where and where.kind == "load":
@@ -62,7 +61,7 @@ def _math_function(scene: Scene) -> str | None:
     if not isinstance(scene.node, ast.Call):
         return None
     value: object = scene.frame.scope.get(names_in(scene.node.func)[0]) if names_in(scene.node.func) else None
-    for attribute in source_text(scene.node.func).split(".")[1:]:
+    for attribute in ast.unparse(scene.node.func).split(".")[1:]:
         value = getattr(value, attribute, None)
     module = str(getattr(value, "__module__", ""))
     return "libdevice" if "libdevice" in module else "math" if module.endswith("language.math") else None
@@ -131,8 +130,8 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
     inside = _bound_lines(scene.frame, name, after, branch)
     line = scene.frame.line(inside[-1]) if inside else scene.frame.line(scene.node)
     test = getattr(branch, "test", None)
-    condition = f"`if {source_text(test)}`" if test is not None else "the branch"
-    statement = f"`{source_text(inside[-1])}`" if inside else f"the {block} block"
+    condition = f"`if {ast.unparse(test)}`" if test is not None else "the branch"
+    statement = f"`{ast.unparse(inside[-1])}`" if inside else f"the {block} block"
     entered = _binding_before(scene.frame, name, branch or scene.node, before) if first else None
     cause = (
         f"{condition} is decided when the kernel runs, so {name} must keep one dtype across the branch; {statement} redefines it as {after}"
@@ -174,7 +173,7 @@ def reassigned_in_loop(scene: Scene) -> Fault | None:
     made = _statement_origin(scene.frame, statement)
     cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {before}"
     cause += f" ({entered.text})" if entered else ""
-    cause += f" and `{source_text(statement)}` makes it {after}" if statement is not None else f" and is re-assigned as {after}"
+    cause += f" and `{ast.unparse(statement)}` makes it {after}" if statement is not None else f" and is re-assigned as {after}"
     if made and made.kind in ("scalar", "promotion"):
         cause += f"; {made.text}{scene.at(made)}"
     if "fp64" in (before, after) and made and made.name in scene.frame.parameters:
@@ -287,7 +286,7 @@ def _innermost_of_the_user(observation: Observation) -> tuple[Frame, ast.AST] | 
 
 
 def _unrecognised(scene: Scene) -> Fault:
-    text = source_text(scene.node).splitlines()[0]
+    text = ast.unparse(scene.node).splitlines()[0]
     parts = typed_operands(scene)
     seen = ", ".join(f"{variable_of(n)} {scene.frame.dtypes[n]}" for n in parts)
     facts = (("types here", seen),) if seen else ()
@@ -321,7 +320,7 @@ def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
                 continue
             dtype = next((b.dtype for b in reversed(frame.bindings) if b.node is statement and b.name == name), None)
             if dtype is not None and dtype in LOW:
-                cause = f"`{source_text(statement)}` adds into a {dtype} value once a round: each addition rounds"
+                cause = f"`{ast.unparse(statement)}` adds into a {dtype} value once a round: each addition rounds"
                 fix = f"start {name} in fp32 (tl.zeros(..., dtype=tl.float32)), widen what is added, and cast once at the store"
                 yield statement, name, dtype, f"{name} accumulates in {dtype}", cause, fix
     for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("sum", "cumsum")]:
@@ -329,7 +328,7 @@ def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
         dtype = frame.dtypes.get(call)
         if argument is None or dtype is None or dtype not in LOW or frame.dtypes.get(argument) not in LOW:
             continue
-        cause = f"`{source_text(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its argument's dtype"
+        cause = f"`{ast.unparse(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its argument's dtype"
         name = variable_of(argument)
         fix = f"widen first: {name}.to(tl.float32), and cast the result"
         yield call, name, dtype, f"{call_name(call)} of {name} is computed in {dtype}", cause, fix

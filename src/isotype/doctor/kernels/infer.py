@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -325,13 +325,7 @@ def _type(parameter: Any, use: Use, fixed: Mapping[str, str], values: Mapping[st
     return "i32" if name in use.tests else "fp32"
 
 
-def inferable(function: Any) -> Iterator[str]:
-    """Why a function is no kernel by itself, if it is none: functions that return a value are called from kernels."""
-    for node in ast.walk(function.parse()):
-        if (
-            isinstance(node, ast.Return)
-            and node.value is not None
-            and not (isinstance(node.value, ast.Constant) and node.value.value is None)
-        ):
-            yield f"{function.__name__} returns a value: it is called from kernels, and seen with them"
-            return
+def returns_a_value(function: Any) -> bool:
+    """Whether it is no kernel by itself: functions that return a value are called from kernels, and seen with them."""
+    values = [node.value for node in ast.walk(function.parse()) if isinstance(node, ast.Return)]
+    return any(value is not None and not (isinstance(value, ast.Constant) and value.value is None) for value in values)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...finding import Severity
-from .signature import Combination
+from .signature import FLOATS, Combination, target_name
 
 
 @dataclass
@@ -73,7 +73,6 @@ class Observation:
     failures: list[tuple[Frame, ast.AST]] = field(default_factory=list)
     error: BaseException | None = None
     message: str = ""
-    ttir: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -123,20 +122,12 @@ def _original(error: BaseException) -> BaseException:
 def _message(error: BaseException) -> str:
     """The last words of a failure, without the source excerpt that Triton puts before them."""
     text = str(getattr(error, "error_message", None) or error)
-    # Triton keeps repr(exception) of Python's own assertions: AssertionError('initial value ...')
-    if (match := _wrapped(text)) is not None:
-        text = match
-    return " ".join(text.split()) or type(error).__name__
-
-
-def _wrapped(text: str) -> str | None:
-    try:
+    with contextlib.suppress(SyntaxError, ValueError):
+        # Triton keeps repr(exception) of Python's own assertions: AssertionError('initial value ...')
         call = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        return None
-    if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
-        return str(call.args[0].value)
-    return None
+        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
+            text = str(call.args[0].value)
+    return " ".join(text.split()) or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -185,7 +176,8 @@ def _recording(observation: Observation) -> Iterator[None]:
             node = generator.cur_node
             if isinstance(node, (ast.FunctionDef, ast.arguments, ast.arg)) or node is None:
                 frame.parameters.setdefault(name, word)
-            frame.bindings.append(Binding(name, word, _statement(frame, node), frame.assigned))
+            # the assignment that is visited: `set_value` itself is given only a name
+            frame.bindings.append(Binding(name, word, frame.statements[-1] if frame.statements else node, frame.assigned))
         set_value(generator, name, value)
 
     CodeGenerator.visit, CodeGenerator.set_value = recorded_visit, recorded_set_value
@@ -195,18 +187,11 @@ def _recording(observation: Observation) -> Iterator[None]:
         CodeGenerator.visit, CodeGenerator.set_value = visit, set_value
 
 
-def _statement(frame: Frame, node: ast.AST | None) -> ast.AST | None:
-    """The assignment that is visited: `set_value` itself is given only a name."""
-    return frame.statements[-1] if frame.statements else node
-
-
 def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
     """The front end (syntax tree to TTIR) of one combination for one target: every dtype error is raised here. 10 to 60 ms."""
     from triton._C.libtriton import ir
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
-
-    from .signature import target_name
 
     observation = Observation(combination, target_name(target))
     try:
@@ -225,8 +210,7 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
         }
         wanted = inspect.signature(source.make_ir).parameters  # 3.4 takes no target
         with _recording(observation), contextlib.redirect_stdout(io.StringIO()):  # a module that does not verify is printed whole
-            module = source.make_ir(**{name: given[name] for name in wanted})
-        observation.ttir = str(module)
+            source.make_ir(**{name: given[name] for name in wanted})
     except Exception as error:
         observation.error = _original(error)
         observation.message = _message(observation.error)
@@ -234,7 +218,6 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
 
 
 LOW = ("bf16", "fp16")
-FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -251,10 +234,6 @@ class Origin:
     source: str
     name: str | None = None  # the scalar, pointer or parameter that decided it
     statistic: bool = False  # a load of one number a program, as of a row's maximum or sum, rather than of a block
-
-
-def source_text(node: ast.AST) -> str:
-    return ast.unparse(node)
 
 
 def assigns(statement: ast.AST | None, name: str) -> bool:
@@ -287,7 +266,7 @@ def variable_of(node: ast.AST) -> str:
         elif isinstance(node, ast.BinOp):
             node = node.left if names_in(node.left) else node.right
         else:
-            return source_text(node)
+            return ast.unparse(node)
 
 
 def _is_module_call(node: ast.Call) -> bool:
@@ -310,7 +289,6 @@ def origin(frame: Frame, node: ast.AST, *, before: int | None = None, _depth: in
 
     before  only bindings on earlier lines of the function count (a name may be bound again below)
     """
-    here = frame.line(node)
     if _depth > 12:
         return None
     if isinstance(node, ast.Name):
@@ -325,18 +303,18 @@ def origin(frame: Frame, node: ast.AST, *, before: int | None = None, _depth: in
                 if value is None or (isinstance(value, ast.Name) and value.id == node.id):
                     continue
                 found = origin(frame, value, before=getattr(statement, "lineno", line) - 1, _depth=_depth + 1)
-                return found or Origin("value", f"`{source_text(value)}`", frame.line(statement), source_text(value))
+                return found or Origin("value", f"`{ast.unparse(value)}`", frame.line(statement), ast.unparse(value))
         if node.id in frame.parameters:
             return Origin("parameter", f"parameter {node.id} ({frame.parameters[node.id]})", frame.first_line, node.id, node.id)
         return None
     if isinstance(node, ast.BinOp):
-        return _binary(frame, node, node.left, node.right, frame.dtypes.get(node, "?"), _depth, before)
+        return _binary(frame, node, before, _depth)
     if isinstance(node, (ast.UnaryOp, ast.Subscript)):
         return origin(frame, node.operand if isinstance(node, ast.UnaryOp) else node.value, before=before, _depth=_depth + 1)
     if isinstance(node, ast.IfExp):
         return origin(frame, node.body, before=before, _depth=_depth + 1)
     if isinstance(node, ast.Constant):
-        return Origin("constant", f"the constant {source_text(node)}", here, source_text(node))
+        return Origin("constant", f"the constant {ast.unparse(node)}", frame.line(node), ast.unparse(node))
     if isinstance(node, ast.Call):
         return _call(frame, node, before, _depth)
     return None
@@ -346,18 +324,17 @@ def _described(node: ast.AST) -> str:
     return f"what is loaded through {variable_of(node)}" if call_name(node) == "load" else variable_of(node)
 
 
-def _binary(
-    frame: Frame, node: ast.AST, left: ast.AST, right: ast.AST, result: str, depth: int, before: int | None = None
-) -> Origin | None:
+def _binary(frame: Frame, node: ast.BinOp, before: int | None, depth: int) -> Origin | None:
+    left, right, result = node.left, node.right, frame.dtypes.get(node, "?")
     sides = {side: frame.dtypes.get(side) for side in (left, right)}
     for one, other in ((left, right), (right, left)):
         mine, theirs = sides[one], sides[other]
         if theirs == result and mine != result and mine in FLOATS:
             scalar = not frame.shapes.get(other) and bool(frame.shapes.get(one))
             kind = "scalar" if scalar else "promotion"
-            what = f"the {theirs} scalar {source_text(other)}" if scalar else f"{source_text(other)}, which is {theirs}"
-            text = f"`{source_text(node)}` promotes {_described(one)} from {mine} to {result}: it meets {what}"
-            return Origin(kind, text, frame.line(node), source_text(node), variable_of(other))
+            what = f"the {theirs} scalar {ast.unparse(other)}" if scalar else f"{ast.unparse(other)}, which is {theirs}"
+            text = f"`{ast.unparse(node)}` promotes {_described(one)} from {mine} to {result}: it meets {what}"
+            return Origin(kind, text, frame.line(node), ast.unparse(node), variable_of(other))
     for side in (left, right):
         if sides[side] == result and not isinstance(side, ast.Constant):
             return origin(frame, side, before=before, _depth=depth + 1)
@@ -365,29 +342,21 @@ def _binary(
 
 
 def _call(frame: Frame, node: ast.Call, before: int | None, depth: int) -> Origin | None:
-    here, name, result = frame.line(node), call_name(node), frame.dtypes.get(node, "?")
+    here, name, result, text = frame.line(node), call_name(node), frame.dtypes.get(node, "?"), ast.unparse(node)
     if name == "load" and node.args:
         pointer = frame.dtypes.get(node.args[0], "")
         parameter = next((n for n in names_in(node.args[0]) if frame.parameters.get(n, "").startswith("*")), None)
         through = parameter or variable_of(node.args[0])
-        return Origin(
-            "load",
-            f"loaded through {through} ({pointer or result}) without a cast",
-            here,
-            source_text(node),
-            through,
-            not frame.shapes.get(node),
-        )
+        what = f"loaded through {through} ({pointer or result}) without a cast"
+        return Origin("load", what, here, text, through, not frame.shapes.get(node))
     if name in ("to", "cast"):
-        return Origin("cast", f"cast by `{source_text(node)}`", here, source_text(node))
+        return Origin("cast", f"cast by `{text}`", here, text)
     if name in ("zeros", "full"):
-        return Origin("cast", f"made as {result} by `{source_text(node)}`", here, source_text(node))
-    if name == "dot":
-        return Origin("call", f"the result of `{source_text(node)}`", here, source_text(node))
-    for argument in [*node.args, *(k.value for k in node.keywords)]:
+        return Origin("cast", f"made as {result} by `{text}`", here, text)
+    for argument in [*node.args, *(k.value for k in node.keywords)] if name != "dot" else ():
         if frame.dtypes.get(argument) == result and (found := origin(frame, argument, before=before, _depth=depth + 1)):
             return found
-    return Origin("call", f"the result of `{source_text(node)}`", here, source_text(node))
+    return Origin("call", f"the result of `{text}`", here, text)
 
 
 @dataclass(frozen=True)
@@ -429,11 +398,9 @@ class Scene:
 
 def scalar_word(text: str) -> str:
     """`fp32` of `fp32[constexpr[256]]` (Triton 3.9) and of `<[256], fp32>` (older)."""
-    text = text.strip()
-    if old := re.fullmatch(r"<\[.*\], *(.+)>", text):
-        return old[1]
-    return {"int1": "bool"}.get(word := re.split(r"\[", text, maxsplit=1)[0], word)
+    word = re.sub(r"^<\[.*\], *(.+)>$", r"\1", text.strip()).partition("[")[0]
+    return {"int1": "bool"}.get(word, word)
 
 
-def origin_facts(scene: Scene, *found: Origin | None) -> tuple[tuple[str, str], ...]:
-    return tuple(("comes from", f"{o.text}{scene.at(o)}") for o in found if o is not None)
+def origin_facts(scene: Scene, found: Origin | None) -> tuple[tuple[str, str], ...]:
+    return (("comes from", f"{found.text}{scene.at(found)}"),) if found is not None else ()

@@ -68,7 +68,7 @@ def require_triton() -> str:
     first, last = SUPPORTED
     if not first <= numbers <= last:
         span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-        raise UsageError(f"Triton {found} is installed; isotype doctor kernels reads Triton {span}")
+        raise UsageError(f"Triton {found} is installed; Isotype reads Triton {span}")
     return found
 
 
@@ -141,7 +141,7 @@ def place_of(function: Any) -> tuple[str, int]:
     return function.fn.__code__.co_filename, first + below
 
 
-_FLOATS = ("fp64", "fp32", "bf16", "fp16")
+FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 class Reach(IntEnum):
@@ -153,14 +153,11 @@ class Reach(IntEnum):
 
     @property
     def words(self) -> str:
-        return _REACH_WORDS[self]
-
-
-_REACH_WORDS = {
-    Reach.INFERRED: "plausible: inferred from the source, no call was seen",
-    Reach.MIXED: "reachable: a call with one tensor in another dtype launches it",
-    Reach.GIVEN: "reachable: in the given matrix or a recorded launch",
-}
+        return (
+            "plausible: inferred from the source, no call was seen",
+            "reachable: a call with one tensor in another dtype launches it",
+            "reachable: in the given matrix or a recorded launch",
+        )[self - 1]
 
 
 @dataclass(frozen=True)
@@ -183,14 +180,7 @@ class Combination:
     @property
     def key(self) -> str:
         """Equal for combinations that Triton would compile to the same program."""
-        return repr(
-            (
-                sorted(self.types.items()),
-                sorted(map(repr, self.constexprs.items())),
-                sorted(self.attributes.items()),
-                sorted(map(repr, self.options.items())),
-            )
-        )
+        return repr([sorted(map(repr, part.items())) for part in (self.types, self.constexprs, self.attributes, self.options)])
 
     @property
     def written(self) -> str:
@@ -199,14 +189,12 @@ class Combination:
 
 
 def is_float_pointer(word: Any) -> bool:
-    return isinstance(word, str) and word.startswith("*") and word.removeprefix("*").removeprefix("k") in _FLOATS
+    return isinstance(word, str) and word.startswith("*") and word.removeprefix("*").removeprefix("k") in FLOATS
 
 
 def distinct(combinations: Sequence[Combination]) -> list[Combination]:
     """Without repetitions; of equal ones the most reachable stays, in its first place."""
     kept: dict[str, Combination] = {}
     for one in combinations:
-        known = kept.get(one.key)
-        if known is None or one.reach > known.reach:
-            kept[one.key] = one
+        kept[one.key] = max(kept.get(one.key, one), one, key=lambda c: c.reach)
     return list(kept.values())

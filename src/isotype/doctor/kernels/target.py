@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import inspect
 import pkgutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ...errors import IsotypeError, UsageError
-from .calls import Calls, Recording, check_reached, check_wrapper, several, trap_launches
-from .check import Report, check, check_combinations, given
-from .infer import inferable
+from ..loading import in_one_line, member, module_of, required
+from .calls import Calls, check_wrapper, several, trap_launches
+from .check import Report, check
+from .infer import returns_a_value
 from .pretend import pretend_gpu
 from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap
 
@@ -36,7 +34,7 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     own = chosen or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT]
     report = Report()
     if name:
-        _check_name(module, name, own, report)
+        _check_name(module, name, place, own, report)
         return report
     for each in modules:
         _check_module(each, own, report)
@@ -50,61 +48,25 @@ def load(place: str) -> list[ModuleType]:
 
     Raises  UsageError in one line: no such file, a syntax error, an import that fails.
     """
-    try:
-        with trap_launches():
-            try:
+    with in_one_line(place), trap_launches():
+        try:
+            return _imported(place)
+        except (IsotypeError, ModuleNotFoundError, SyntaxError):
+            raise
+        except Exception:
+            # code that selects a driver or a device when it is imported: once more, with a simulated GPU
+            with pretend_gpu(parse_target(DEFAULT)):
                 return _imported(place)
-            except (IsotypeError, ModuleNotFoundError, SyntaxError):
-                raise
-            except Exception:
-                # code that selects a driver or a device when it is imported: once more, with a simulated GPU
-                with pretend_gpu(parse_target(DEFAULT)):
-                    return _imported(place)
-    except IsotypeError:
-        raise
-    except ModuleNotFoundError as error:
-        missing = bool(error.name) and place.split(".")[0] == str(error.name).split(".")[0]
-        raise UsageError(
-            f"{place}: {'no such file or module' if missing else f'it imports {error.name}, which is not installed'}"
-        ) from error
-    except SyntaxError as error:
-        raise UsageError(f"{error.filename or place}:{error.lineno}: {error.msg}") from error
-    except Exception as error:
-        raise UsageError(f"{place}: importing it raised {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _imported(place: str) -> list[ModuleType]:
-    path = Path(place)
-    if place.endswith(".py") or path.is_file():
-        return [_load_file(path)]
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*.py") if "triton" in f.read_text(encoding="utf-8", errors="replace"))
-        if not files:
-            raise UsageError(f"{place}: no Python file in it names triton")
-        return [_load_file(f) for f in files]
-    module = importlib.import_module(place)
-    return [module, *_submodules(module)]
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
-    path = path.resolve()
-    package, root = [path.stem], path.parent
-    while (root / "__init__.py").is_file():
-        package.insert(0, root.name)
-        root = root.parent
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    if len(package) > 1:
-        return importlib.import_module(".".join(package).removesuffix(".__init__"))
-    spec = importlib.util.spec_from_file_location(f"_isotype_kernels_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    if not Path(place).is_dir():
+        module = module_of(place)
+        return [module, *_submodules(module)]
+    files = sorted(f for f in Path(place).rglob("*.py") if "triton" in f.read_text(encoding="utf-8", errors="replace"))
+    if not files:
+        raise UsageError(f"{place}: no Python file in it names triton")
+    return [module_of(str(f)) for f in files]
 
 
 def _submodules(module: ModuleType) -> Iterator[ModuleType]:
@@ -119,7 +81,7 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
 def kernels_in(module: ModuleType) -> dict[str, Any]:
     """Name -> kernel, of those written in this module; functions that only kernels call are seen with them."""
     found = {n: v for n, v in vars(module).items() if is_kernel(v) and unwrap(v).function.__module__ == module.__name__}
-    return {n: v for n, v in found.items() if not any(inferable(unwrap(v).function))}
+    return {n: v for n, v in found.items() if not returns_a_value(unwrap(v).function)}
 
 
 def _check_module(module: ModuleType, targets: Sequence[str], report: Report) -> None:
@@ -132,13 +94,8 @@ def _check_module(module: ModuleType, targets: Sequence[str], report: Report) ->
             report.remarks.append(f"{name}: not checked, {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
-def _check_name(module: ModuleType, name: str, targets: Sequence[str], report: Report) -> None:
-    value: Any = module
-    for part in name.split("."):
-        if not hasattr(value, part):
-            near = ", ".join(sorted(kernels_in(module))) or "no kernel"
-            raise UsageError(f"{module.__name__.removeprefix('_isotype_kernels_')} has no {name!r} (it has {near})")
-        value = getattr(value, part)
+def _check_name(module: ModuleType, name: str, place: str, targets: Sequence[str], report: Report) -> None:
+    value = member(module, name, place)
     if is_kernel(value):
         _check_one(module, value, None, targets, report)
     elif callable(value):
@@ -149,24 +106,17 @@ def _check_name(module: ModuleType, name: str, targets: Sequence[str], report: R
 
 def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report) -> None:
     """A kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
-    whole = unwrap(kernel)
-    signatures = (
-        matrix
-        if isinstance(matrix, Mapping) and matrix and all(isinstance(v, Mapping) for v in matrix.values())
-        else getattr(module, "MATRIX", None)
-    )
-    if isinstance(signatures, Mapping) and all(set(s) <= set(whole.function.arg_names) for s in signatures.values()):
-        constexprs = whole.with_defaults(getattr(module, "CONSTEXPRS", {}))
-        bases = [given(whole.function, label, types, constexprs) for label, types in signatures.items()]
-        report.add(check_combinations(whole.function, bases, targets))
-        return
-    report.add(check(kernel, constexprs=getattr(module, "CONSTEXPRS", None), targets=targets))
+    signatures = matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
+    fits = isinstance(signatures, Mapping) and all(set(s) <= set(unwrap(kernel).function.arg_names) for s in signatures.values())
+    report.add(check(kernel, signatures if fits else None, getattr(module, "CONSTEXPRS", None), targets))
 
 
 def _check_callable(module: ModuleType, name: str, function: Callable[..., Any], targets: Sequence[str], report: Report) -> None:
-    if _required(function):
+    if isinstance(function, type) or required(function):
         raise UsageError(f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)")
-    result, calls = _call_once(name, function, targets)
+    calls, result = Calls(), None
+    with calls.recorded(parse_target(targets[0]), "as called"):
+        result = function()
     if isinstance(result, tuple) and result and is_kernel(result[0]):
         _check_one(module, result[0], result[1] if len(result) > 1 else None, targets, report)
     elif is_kernel(result):
@@ -177,33 +127,10 @@ def _check_callable(module: ModuleType, name: str, function: Callable[..., Any],
         if not report.kernels:
             raise UsageError(f"{name}: calling what it returned launched no Triton kernel" + _first(report.remarks))
     elif calls.launches:
-        report.add(check_reached(calls, targets))
+        report.add(calls.report(targets))
     else:
         raise UsageError(f"{name}() launched no Triton kernel, and returned no kernel" + _first(list(calls.refused.values())))
 
 
 def _first(remarks: Sequence[str]) -> str:
     return f": {remarks[0]}" if remarks else ""
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    if isinstance(function, type) and hasattr(function, "apply") and hasattr(function, "forward"):
-        return list(inspect.signature(function.forward).parameters)[1:]
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ["?"]
-    return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
-
-def _call_once(name: str, function: Callable[..., Any], targets: Sequence[str]) -> tuple[Any, Any]:
-    """Calls the function itself and records its launches."""
-    calls = Calls()
-    target = parse_target(targets[0])
-    result = None
-    with Recording(calls, target, "as called"):
-        try:
-            result = function()
-        except Exception as error:
-            calls.refused["as called"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return result, calls

@@ -1,4 +1,4 @@
-"""What watchers share: the state of a trace (`Context`), the names of modules and parameters, and the events that a watcher may want.
+"""What the parts of a trace share: its state (`Context`), the names of modules and parameters, and the events that a watcher may want.
 
 The tracer is the `Context`; no file that uses it imports the tracer.
 """
@@ -8,23 +8,21 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...finding import Finding
 from ...observe.operators import Operator
-from ...observe.origin import Site
+from ...observe.origin import OBSERVERS, Site, here, running_frames, statement
 from ...observe.tape import Modules, Running
 from ...pages.sheets import texts
-from .origin import Origin
+from .origin import MARK, UNWATCHED, Origin
 
-UNWATCHED = "or made by a step like those before it, which was not watched"
+_CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-
 
 say = texts(Path(__file__).with_name("findings.txt"))
 
@@ -43,32 +41,19 @@ class Names:
     """Module paths and the owner and name of every parameter and buffer of the modules seen."""
 
     def __init__(self) -> None:
-        self.modules: dict[int, str] = {}  # id of a live module -> its path ("" for a root)
+        self.modules: MutableMapping[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # its path, "" for a root
         self._roots: list[weakref.ref[torch.nn.Module]] = []
-        self._watched: dict[int, weakref.ref[torch.nn.Module]] = {}
 
     def learn(self, root: torch.nn.Module) -> None:
         """Names everything below a module that nothing named before; a larger tree replaces what its parts were called."""
-        self._roots = [ref for ref in self._roots if (known := ref()) is not None and known is not root]
-        inside = set()
-        for path, module in root.named_modules():
-            inside.add(id(module))
-            self.modules[id(module)] = clean(path)
-            if id(module) not in self._watched:
-                self._watched[id(module)] = weakref.ref(module, self._forget(id(module)))
-        self._roots = [ref for ref in self._roots if id(ref()) not in inside]
+        named = {module: clean(path) for path, module in root.named_modules()}
+        self.modules.update(named)
+        self._roots = [ref for ref in self._roots if ref() not in named]
         self._roots.append(weakref.ref(root))
-
-    def _forget(self, key: int) -> Callable[[object], None]:
-        def gone(_: object) -> None:
-            self.modules.pop(key, None)
-            self._watched.pop(key, None)
-
-        return gone
 
     def of(self, module: torch.nn.Module) -> str:
         """The module's path, or its class for a root."""
-        return self.modules.get(id(module)) or type(module).__name__
+        return self.modules.get(module) or type(module).__name__
 
     def roots(self) -> list[torch.nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
@@ -79,7 +64,7 @@ class Names:
 
     def find_live(self) -> None:
         """Learns the models that exist but have not run yet (for an error while wrapping or preparing one)."""
-        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and id(thing) not in self.modules]
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and thing not in self.modules]
         children = {id(child) for module in found for child in module.modules() if child is not module}
         for module in found:
             if id(module) not in children and next(module.parameters(), None) is not None:
@@ -111,69 +96,124 @@ def now_and_then(count: int, first: int) -> bool:
     return count <= first or not count & (count - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    module: str
-    before: str
-    after: str
-    site: Site | None
-
-
-class Context(Protocol):
+class Context:
     """The state of a trace: what runs now, the names and origins of tensors, and the other parts of the trace, by their names."""
 
-    names: Names
-    modules: Modules
-    calling: Any
-    device: str
-    forwards: int
-    autocast_around: bool
     provenance: Any
     pace: Any
     failures: Any
     # watchers that others ask
-    updates: Any
     autocast: Any
     parameters: Any
+    promotions: Any
     sums: Any
     defaults: Any
 
+    def __init__(self) -> None:
+        self.names = Names()
+        self.modules = Modules()
+        self.device = "cpu"
+        self.calling: Any = None  # what the program called above the dispatcher
+        self.factory_dtype: torch.dtype | None = None  # what the running factory call names
+        self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
+        self.forwards = 0  # calls of root modules
+        self.forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}  # by number of an autograd node
+        self.last_root: weakref.ref[torch.nn.Module] | None = None  # with parameters, called last from outside any other
+        self._census: Counter[torch.dtype] | None = None
+
+    def suspend(self, *, hooks: bool) -> bool:
+        """Takes the modes off until `resume`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
     @property
-    def stack(self) -> list[Running]: ...
-    def suspend(self, *, hooks: bool) -> bool: ...
-    def resume(self) -> None: ...
-    def here(self) -> tuple[Site | None, str, str]: ...
-    def between_passes(self) -> bool: ...
-    def calling_name(self) -> str: ...
-    def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool: ...
-    def cast_by_engine(self) -> bool: ...
-    def cast_by_autocast(self) -> bool: ...
-    def unrecorded(self, tensor: torch.Tensor) -> Origin: ...
-    def promoted(self, op: Operator, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None: ...
-    def cast(self, op: Operator, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None: ...
-    def dtypes_changed(self) -> None: ...
-    def census(self) -> Counter[torch.dtype]: ...
-    def census_of_failure(self) -> Counter[torch.dtype]: ...
+    def stack(self) -> list[Running]:
+        return self.modules.stack
+
+    def here(self) -> tuple[Site | None, str, str]:
+        """Line, module path and (in backward) autograd node of the running op; a backward op stands where its forward stood."""
+        node = torch._C._current_autograd_node()
+        site = here()
+        if node is not None:
+            module, forward = self.forward_sites.get(node._sequence_nr(), (None, None))
+            return forward or site, self.names.of(module) if module is not None else "", node.name()
+        return site, self.names.of(self.stack[-1].module) if self.stack else "", ""
+
+    def calling_name(self) -> str:
+        return getattr(self.calling, "__name__", "").strip("_") if self.calling is not None else ""
+
+    def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
+        """Whether a factory call took the default dtype because it names none."""
+        if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
+            return False
+        if op.lift and (site is None or "dtype" in statement(site) or self.calling_name() not in ("tensor", "Tensor")):
+            return False
+        self.defaults.decided(site)
+        return True
+
+    def cast_by_engine(self) -> bool:
+        """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
+        if not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+            return False
+        above = next((f for f in running_frames(1) if not f.f_code.co_filename.startswith(OBSERVERS)), None)
+        return above is not None and above.f_code.co_name == "_engine_run_backward"
+
+    def cast_by_autocast(self) -> bool:
+        """Whether autocast put the running cast in: it is on, and what the program called is no cast."""
+        return self.autocast_around and self.calling_name() not in _CASTING
+
+    def unrecorded(self, tensor: torch.Tensor) -> Origin:
+        """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet named, or something from outside."""
+        mark = tensor.__dict__.get(MARK)
+        if mark is not None and mark[0].kind in ("parameter", "buffer"):
+            origin = Origin(tensor.dtype, mark[0].kind, mark[0].what)
+            tensor.__dict__[MARK] = (origin, None)
+            return origin
+        shape = f"shape {tuple(tensor.shape)}"
+        if isinstance(tensor, torch.nn.Parameter):
+            return Origin(tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of {shape}, in no module seen so far")
+        return Origin(tensor.dtype, "input", f"{UNWATCHED}, {shape}" if self.pace.unwatched else shape)
+
+    def dtypes_changed(self) -> None:
+        self._census = None
+        self.pace.changed()
+
+    def census(self) -> Counter[torch.dtype]:
+        """Parameter elements by dtype of the model that is running."""
+        if self._census is None:
+            self._census = self.names.census(self.stack[0].module if self.stack else None)
+        return self._census
+
+    def census_of_failure(self) -> Counter[torch.dtype]:
+        """The same of the whole model that is running, or that ran last (in a loss, or between two forwards); of all before any has run."""
+        running = self.stack[0].module if self.stack else None
+        if running is None or next(running.parameters(), None) is None:
+            running = self.last_root() if self.last_root is not None else None
+        return self.names.census(self.names.root_of(running) if running is not None else None)
 
 
-Before = Callable[[Operator, tuple, dict | None], Any]
+Before = Callable[[Operator, tuple, dict], Any]
 After = Callable[[Any], None]
+EVENTS = ("forward_begins", "entered", "left", "promoted", "cast", "stepping", "stepped")
 
 
 class Watcher:
-    """One way in which a program goes wrong without an error."""
+    """One way in which a program goes wrong without an error.
+
+    found  what it reports, each under a key of its own
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.found: dict[Any, Finding] = {}
 
     def start(self) -> None:
         """The trace begins."""
 
     def stop(self) -> None:
         """The trace ends."""
-
-    def root_called(self, module: torch.nn.Module) -> None:
-        """The model is about to run, also where the trace will not watch this forward."""
 
     def forward_begins(self) -> None:
         """A watched forward of the model is about to run."""
@@ -184,7 +224,7 @@ class Watcher:
     def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         """A module's forward has ended; `context.stack` holds the modules around it."""
 
-    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+    def ops(self) -> dict[str, tuple[Before, After | None]]:
         """By name of an op: what is called with (op, args, kwargs) before it runs, and with what that returned (not None) after it."""
         return {}
 
@@ -202,27 +242,4 @@ class Watcher:
 
     def findings(self) -> list[Finding]:
         """What was found so far."""
-        return []
-
-
-EVENTS = ("root_called", "forward_begins", "entered", "left", "promoted", "cast", "stepping", "stepped")
-
-
-class Subscriptions:
-    """For each event, the methods of the watchers that declare it."""
-
-    def __init__(self, watchers: list[Watcher]) -> None:
-        def wanted(event: str) -> list[Any]:
-            return [getattr(watcher, event) for watcher in watchers if getattr(type(watcher), event) is not getattr(Watcher, event)]
-
-        self.root_called, self.forward_begins, self.entered, self.left, *others = map(wanted, EVENTS)
-        self.promoted, self.cast, self.stepping, self.stepped = others
-        self._ops: dict[str, tuple[Before, After | None]] = {}
-        for watcher in watchers:
-            for name, given in watcher.before_ops().items():
-                assert name not in self._ops, f"two watchers before {name}"
-                self._ops[name] = given if isinstance(given, tuple) else (given, None)
-
-    def of_op(self, name: str) -> tuple[Before | None, After | None]:
-        """What is called before an op of this name, and after it; None for most ops."""
-        return self._ops.get(name, (None, None))
+        return list(self.found.values())

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import defaultdict
+import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,20 +19,148 @@ from ...finding import Finding, Severity, listed
 from ...observe.operators import FLOATS, LOW, Operator, floating
 from ...observe.origin import Site, callers, in_library, place_of, short, statement, users_line
 from ...observe.tape import Running
-from .context import Context, Recompute, at, say
-from .operands import Operand, cause_of, dtypes_of, fix_of, odd_one
-from .origin import Origin
+from .context import Context, at, say
+from .origin import UNWATCHED, Origin
 
 MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without "
     "overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
-_ENGINE = frozenset({"backward", "grad"})
+# ops that write one operand into another: the first is the destination, and its dtype rules
+_WRITES = {
+    "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy", "index_add", "masked_scatter", "copy", "index_fill", "setitem",
+}  # fmt: skip
 _READERS = 8  # operands shown in full
-
-
 _MARK = "_isotype_finding"  # on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What an op was given."""
+
+    label: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    origin: Origin
+    writer: str
+
+    @classmethod
+    def of(cls, context: Context, label: str, tensor: torch.Tensor) -> Operand:
+        return cls(label, tensor.dtype, tuple(tensor.shape), context.provenance.get(tensor), context.provenance.writer(tensor))
+
+    @property
+    def word(self) -> str:
+        return dtype_name(self.dtype)
+
+    def chain(self) -> tuple[str, str]:
+        """A finding's detail: dtype, shape, and how it came to them."""
+        written = f"   last written by {self.writer}" if self.writer else ""
+        return self.label, "\n".join([f"{self.word}[{' '.join(map(str, self.shape))}]{written}", *self.origin.explain()])
+
+
+def _writes(op: str) -> bool:
+    return op.strip("_") in _WRITES
+
+
+def odd_one(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) -> Operand:
+    """The operand whose dtype is not what the model is made of; for a write, the source; else the widest."""
+    strays = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
+    if strays and _writes(op):
+        return strays[0]
+    dtypes = {operand.dtype for operand in operands}
+    usual = next((dtype for dtype, _ in census.most_common() if dtype in dtypes), None) or min(dtypes, key=lambda d: d.itemsize)
+    strays = [operand for operand in operands if operand.dtype != usual] or list(operands)
+    # something decided inside the program explains more than something that came in
+    return min(strays, key=lambda operand: operand.origin.decider().kind == "input")
+
+
+def share_of(census: Counter[torch.dtype]) -> str:
+    """`99% of the parameters are bf16`."""
+    if not census:
+        return ""
+    dtype, count = census.most_common(1)[0]
+    return f"{100 * count / census.total():.0f}% of the parameters are {dtype_name(dtype)}"
+
+
+_DECIDED = {
+    "parameter": "parameter {what} is {word}",
+    "buffer": "buffer {what} is {word}",
+    "created": "{what} made {a} {word} tensor",
+    "cast": "an explicit cast, {what}, made it {word}",
+    "input": "{a} {word} tensor came from outside the trace",
+}
+
+
+def cause_of(odd: Operand, op: str, census: Counter[torch.dtype], autocast: str) -> str:
+    """Who decided, and how it travelled to the op that failed."""
+    decider = odd.origin.decider()
+    place, word = decider.place(), dtype_name(decider.dtype)
+    decided = _DECIDED.get(decider.kind, "{what} returned {word}").format(
+        what=decider.what, word=word, a="an" if word[0] in "aeiof" else "a"
+    )
+    parts = [decided + (f" ({place})" if place else "")]
+    for step in odd.origin.chain():
+        if step is decider:
+            break
+        if step.kind == "promotion":
+            wrote = f"; the wider operand was last written by {step.writer}" if step.writer else ""
+            parts.append(f"{step.what} promoted the other operand to {dtype_name(step.dtype)} ({step.place()}{wrote})")
+        else:
+            parts.append(f"{step.describe()} ({step.place()})")
+    if odd.writer:
+        parts.append(f"{odd.writer} wrote it last")
+    parts.append(f"{op} then got it as {odd.label}")
+    return ". ".join(part for part in ("; ".join(parts), share_of(census), autocast) if part)
+
+
+def fix_of(odd: Operand, operands: Sequence[Operand], op: str, *, device: str, around: str | None) -> str:
+    """The ways out, the likeliest first.
+
+    around  the call that autocast was on around before, and is not now; empty where autocast is on, None where it never was
+    """
+    decider = odd.origin.decider()
+    other = next((operand for operand in operands if operand.dtype != odd.dtype), odd)
+    wanted, at_line = str(other.dtype), str(decider.site or "the place where it is made")
+    # autocast to fp32 is switched off with a warning
+    half = next((one.dtype for one in (other, odd) if one.dtype in (torch.bfloat16, torch.float16)), None)
+    under = f'under torch.autocast("{device}", dtype={half})'
+    ways = [f"run {around} {under}, as training does"] if around and half is not None else []
+    if _writes(op):
+        ways.append(f"cast the source to the destination's dtype where it is written: `.to(out.dtype)`, here {other.word}")
+        ways.append(f"or allocate the destination (buffer, cache dtype) as {odd.word}")
+    match decider.kind:
+        case "created" if "without dtype=" in decider.what or "tensor" in decider.what:
+            single = " (a Python float, e.g. from math.sqrt, never promotes)" if "tensor" in decider.what else ""
+            ways.append(f"give it the dtype of what it meets, `dtype=x.dtype`, or cast it: `.to(x.dtype)`, here {wanted}{single}")
+        case "created":
+            ways.append(f"cast it to the dtype of what it meets, `.to(q.dtype)`, here {wanted}")
+        case "parameter" | "buffer":
+            owner, _, leaf = decider.what.rpartition(".")
+            whole = f"`model.get_submodule({owner!r}).to({wanted})`" if owner else f"cast `{leaf}` with the rest of the model to {wanted}"
+            ways.append(f"if {decider.what} was not meant to be {dtype_name(decider.dtype)}: {whole}")
+            forced = next((step.site for step in odd.origin.chain() if step.kind == "promotion"), None)
+            ways.append("or keep it, and cast the results computed with it back: `.to(x.dtype)`" + (f" at {forced}" if forced else ""))
+        case "cast":
+            wide = dtype_name(decider.dtype)
+            ways.append(f"cast back after the part that needs {wide}: `.to(x.dtype)`, here {wanted}, or drop the cast at {at_line}")
+        case "input" if UNWATCHED in decider.what:
+            ways.append(f"cast the operands to one dtype where they meet: `.to(x.dtype)`, here {wanted}")
+        case "input":
+            ways.append(f"cast the input to the model's dtype before the call: `x.to({wanted})`")
+        case _:
+            ways.append(f"cast its result back: `.to({wanted})` at {at_line}")
+    if half is not None and around is None:
+        ways.append(f"or run the forward {under}")
+    return "\n".join(ways)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+
+
+def _mentions(error: BaseException) -> bool:
+    return MENTIONS_DTYPE.search(f"{type(error).__name__}: {error}") is not None
 
 
 class Failures:
@@ -46,18 +174,18 @@ class Failures:
         """Called below the dispatcher, with what the op itself got."""
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
-    def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
+    def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
         """Called above the dispatcher: a check made in a composite op or in Python."""
         name = getattr(func, "__name__", str(func))
-        if name in _ENGINE:
+        if name in ("backward", "grad"):
             return  # what failed is inside: an op has explained it, or the program's end will
         labels = _parameter_names(func)
-        named = [(labels[i] if i < len(labels) else f"argument {i}", value) for i, value in enumerate(args)] + list((kwargs or {}).items())
-        self._explain(error, name, list(floating(named)))
+        named = [(labels[i] if i < len(labels) else f"argument {i}", value) for i, value in enumerate(args)]
+        self._explain(error, name, list(floating(named + list(kwargs.items()))))
 
     def again(self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         """Runs a failed forward that was not watched once more, to find the operands."""
-        if hasattr(error, _MARK) or not MENTIONS_DTYPE.search(f"{type(error).__name__}: {error}"):
+        if hasattr(error, _MARK) or not _mentions(error):
             return
         context = self._context
         outer, context.modules.stack = context.stack, [Running("", module)]
@@ -66,104 +194,97 @@ class Failures:
                 module.forward(*args, **kwargs)
         except Exception as repeated:
             if (finding := getattr(repeated, _MARK, None)) is not None:
-                error.add_note(finding.render())
-                setattr(error, _MARK, finding)
+                self._attach(error, finding)
         finally:
             context.modules.stack = outer
 
     def escaped(self, error: BaseException) -> Finding | None:
         """The explanation of an exception that ended the program, or of what led to it; made now if no op failed (a check in Python)."""
-        chain = _causes(error)
-        for link in reversed(chain):
-            if (found := getattr(link, _MARK, None)) is not None:
-                explained: Finding | None = found
-                return explained
-        for link in reversed(chain):
-            finding = explain_refusal(self._context, link) if MENTIONS_DTYPE.search(f"{type(link).__name__}: {link}") else None
+        chain: list[BaseException] = []
+        link: BaseException | None = error
+        while link is not None and link not in chain:
+            chain.insert(0, link)
+            link = link.__cause__ or link.__context__
+        explained: list[Finding] = [getattr(link, _MARK) for link in chain if hasattr(link, _MARK)]
+        for link in chain if not explained else ():
+            finding = explain_refusal(self._context, link) if _mentions(link) else None
             if finding is not None:
                 self._attach(link, finding)
                 return finding
-        return None
+        return explained[0] if explained else None
 
     def _attach(self, error: BaseException, finding: Finding) -> None:
         error.add_note(finding.render())
         setattr(error, _MARK, finding)
 
     def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if not isinstance(error, (RuntimeError, ValueError, TypeError)) or hasattr(error, _MARK):
+        if not isinstance(error, (RuntimeError, ValueError, TypeError)) or hasattr(error, _MARK) or not tensors:
             return
-        if not tensors or not (len({t.dtype for _, t in tensors}) > 1 or MENTIONS_DTYPE.search(str(error))):
-            return
-        if not MENTIONS_DTYPE.search(str(error)) and "same" not in str(error):
-            return  # mixed operands, but the complaint is about something else (a shape, an index)
+        mixed = len({t.dtype for _, t in tensors}) > 1
+        if not MENTIONS_DTYPE.search(str(error)) and not (mixed and "same" in str(error)):
+            return  # the complaint is about something else (a shape, an index)
         self._context.names.find_live()
         operands = [Operand.of(self._context, label, tensor) for label, tensor in tensors]
         for operand in operands:
             for origin in operand.origin.chain():
                 self.told |= {origin.site, origin.what} - {None}
-        self._attach(error, self._finding(error, name, operands))
+        self._attach(error, self._finding(error, name, operands, mixed))
 
-    def _stale_origins(self, operands: Sequence[Operand]) -> list[tuple[Origin, torch.dtype]]:
-        """Parameters in the chains, each with the dtype that it has now."""
-        now = {name: tensor.dtype for _, name, tensor in self._context.names.tensors()}
-        return [
-            (step, now[step.what])
-            for operand in operands
-            for step in operand.origin.chain()
-            if step.kind == "parameter" and step.what in now
-        ]
-
-    def _finding(self, error: Exception, name: str, operands: Sequence[Operand]) -> Finding:
+    def _finding(self, error: Exception, name: str, operands: Sequence[Operand], mixed: bool) -> Finding:
         context = self._context
         stack = callers(3)
         site, module, node = context.here()
-        mixed = len({operand.dtype for operand in operands}) > 1
-        value = re.match(r"value cannot be converted to type", str(error)) is not None
-        odd = odd_one(operands, context.census_of_failure(), name)
-        on = torch.is_autocast_enabled(context.device)
+        census, device = context.census_of_failure(), context.device
+        odd = odd_one(operands, census, name)
         state, before = context.autocast.state()
-        generate = next((s for s in stack if s.function.rpartition(".")[2] in ("generate", "_sample")), None) is not None
-        leak = context.defaults.explain()
+        on = torch.is_autocast_enabled(device)
+        generate = not on and any(s.function.rpartition(".")[2] in ("generate", "_sample") for s in stack)
         called = context.calling_name()
-        title = f"{called} ({name})" if called and called.strip("_") != name.strip("_") else name
-        others = [operand for operand in operands if operand is not odd]
-        line = statement(site) if site is not None else ""
-        if leak is not None:
+        title = f"{called} ({name})" if called and called != name.strip("_") else name
+        if (leak := context.defaults.explain()) is not None:
             cause, fix = leak.cause, leak.fix
-        elif value:
+        elif re.match(r"value cannot be converted to type", str(error)):
             cause = (
-                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: `{line}`. "
+                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: "
+                f"`{statement(site) if site is not None else ''}`. "
                 "A limit such as torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for another dtype"
             )
             fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
         elif not mixed and "not implemented for" in str(error):
-            cause = f"{name} has no {odd.word} kernel on {context.device}. {cause_of(odd, name, context.census_of_failure(), '')}"
-            fix = f"run this part in fp32 or bf16 on {context.device}: `.to(torch.float32)`, or torch.autocast"
+            cause = f"{name} has no {odd.word} kernel on {device}. {cause_of(odd, name, census, '')}"
+            fix = f"run this part in fp32 or bf16 on {device}: `.to(torch.float32)`, or torch.autocast"
         else:
-            outside = ""
-            if before and not on:
-                outside = "Autocast was on when this module ran before and is off here" + (
-                    ": generate() runs outside the autocast that the trainer puts around its own forward" if generate else ""
-                )
-            cause = cause_of(odd, name, context.census_of_failure(), outside)
-            fix = fix_of(
-                odd, others, name, autocast_on=on, autocast_before=before and not on, device=context.device, generate=generate and not on
-            )
-            named = {step.what for operand in operands for step in operand.origin.chain() if step.kind in ("parameter", "buffer")}
-            changed = context.parameters.of_names(named)
-            # only where it bears on the failure: the model was cast after something (an optimizer state, a cache) was made from it
-            if changed and any(step.dtype != known for step, known in self._stale_origins(operands)):
-                cause += f". {changed}; what was made from it before kept the old dtype"
+            outside = "Autocast was on when this module ran before and is off here" if before and not on else ""
+            if outside and generate:
+                outside += ": generate() runs outside the autocast that the trainer puts around its own forward"
+            around = "generate() (or the evaluation)" if generate else "this call" if outside else "" if on else None
+            cause = cause_of(odd, name, census, outside)
+            fix = fix_of(odd, operands, name, device=device, around=around)
+            cause += self._casts_before(operands)
+        details = at("called at", own) if (own := users_line(stack)) != site else ()
+        details += (("phase", f"backward of {node}" if node else "forward"), ("autocast", state))
+        details += tuple(operand.chain() for operand in operands[:_READERS])
+        if rest := Counter(operand.word for operand in operands[_READERS:]):
+            details += (("further", f"{rest.total()} operands: {', '.join(f'{count} {word}' for word, count in rest.items())}"),)
         return Finding(
             code="TR001",
             severity=Severity.ERROR,
-            message=f"{title} got {dtypes_of(operands)}" if mixed else f"{title} refused {dtypes_of(operands)}",
+            message=f"{title} {'got' if mixed else 'refused'} {' and '.join(dict.fromkeys(operand.word for operand in operands))}",
             place=place_of(site, module),
             cause=cause,
             fix=fix,
-            observed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            details=_details(operands, node, state, users_line(stack), site),
+            observed=_first_line(error),
+            details=details,
         )
+
+    def _casts_before(self, operands: Sequence[Operand]) -> str:
+        """In words, where the model was cast after something (an optimizer state, a cache) was made from it."""
+        context = self._context
+        now = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
+        steps = [step for operand in operands for step in operand.origin.chain() if step.kind in ("parameter", "buffer")]
+        changed = context.parameters.of_names({step.what for step in steps})
+        stale = any(step.kind == "parameter" and step.dtype != now.get(step.what, step.dtype) for step in steps)
+        return f". {changed}; what was made from it before kept the old dtype" if changed and stale else ""
 
 
 def _parameter_names(func: Any) -> list[str]:
@@ -173,31 +294,6 @@ def _parameter_names(func: Any) -> list[str]:
     except (TypeError, ValueError):
         found = re.match(r"\s*\w+\(([^)]*)\)", getattr(func, "__doc__", None) or "")
         return [part.partition("=")[0].strip() for part in found[1].split(",")] if found else []
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """The exception and those it was raised from, outermost first."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    return chain
-
-
-def _details(operands: Sequence[Operand], node: str, state: str, own: Site | None, site: Site | None) -> tuple[tuple[str, str], ...]:
-    details = []
-    if own is not None and own != site:
-        details.append(("called at", f"{own}: {own.text}"))
-    details.append(("phase", f"backward of {node}" if node else "forward"))
-    details.append(("autocast", state))
-    for operand in operands[:_READERS]:
-        details.append((operand.label, "\n".join([operand.describe(), *operand.origin.explain()])))
-    if len(operands) > _READERS:
-        rest = operands[_READERS:]
-        words = ", ".join(f"{sum(o.word == w for o in rest)} {w}" for w in dict.fromkeys(o.word for o in rest))
-        details.append(("further", f"{len(rest)} operands: {words}"))
-    return tuple(details)
 
 
 Chains = tuple[tuple[str, str], ...]
@@ -215,27 +311,15 @@ class Evidence:
     stack: list[Site]
     parameters: dict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    trainable: dict[torch.dtype, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    found = []
-    trace = error.__traceback__
-    while trace is not None:
-        found.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return found[::-1]
+    trainable: list[str] = field(default_factory=list)
 
 
 def _tensors_in(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         if value.dtype in FLOATS:
             yield label, value
-    elif depth and isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensors_in(item, f"{label}[{index}]", depth - 1)
-    elif depth and isinstance(value, dict):
-        for key, item in value.items():
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _tensors_in(item, f"{label}[{key!r}]", depth - 1)
     elif depth and isinstance(value, torch.optim.Optimizer):
         for group in value.param_groups:
@@ -244,7 +328,7 @@ def _tensors_in(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str, t
 
 def gather(context: Context, error: BaseException) -> Evidence:
     """The tensors that the failing frames held, innermost first, until a frame has some."""
-    frames = _frames(error)
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     evidence = Evidence([Site(frame.f_code, line) for frame, line in frames])
     named = {id(tensor): name for kind, name, tensor in context.names.tensors() if kind == "parameter"}
     for frame, _ in frames:
@@ -252,9 +336,10 @@ def gather(context: Context, error: BaseException) -> Evidence:
             for spot, tensor in _tensors_in(value, label):
                 if isinstance(tensor, torch.nn.Parameter) or id(tensor) in named:
                     name = named.get(id(tensor)) or f"{spot} (shape {tuple(tensor.shape)})"
-                    for group in (evidence.parameters, evidence.trainable) if tensor.requires_grad else (evidence.parameters,):
-                        if name not in group[tensor.dtype]:
-                            group[tensor.dtype].append(name)
+                    if name not in (known := evidence.parameters[tensor.dtype]):
+                        known.append(name)
+                    if tensor.requires_grad and tensor.dtype == torch.float16 and name not in evidence.trainable:
+                        evidence.trainable.append(name)
                 else:
                     evidence.tensors.append((spot, tensor))
         if evidence.parameters or evidence.tensors:
@@ -266,15 +351,12 @@ def explain_refusal(context: Context, error: BaseException) -> Finding | None:
     """A finding for a Python-level refusal, or None when the frames hold nothing to explain it by."""
     context.names.find_live()
     evidence = gather(context, error)
-    text = str(error)
     own = evidence.stack and not in_library(evidence.stack[0].file)
     if own and isinstance(error, AssertionError) and "dtype" not in statement(evidence.stack[0]):
         return None  # the program's own complaint, about something else than the dtype of a tensor at hand
     for pattern, explain in _KNOWN:
-        if re.search(pattern, f"{type(error).__name__}: {text}"):
-            finding = explain(context, error, evidence)
-            if finding is not None:
-                return finding
+        if re.search(pattern, f"{type(error).__name__}: {error}") and (finding := explain(context, error, evidence)) is not None:
+            return finding
     return _from_tensors(context, error, evidence)
 
 
@@ -287,18 +369,13 @@ def _finding(
     details += at("called at", own)
     details += [("autocast", context.autocast.state()[0])]
     details += [(dtype_name(dtype), listed(names)) for dtype, names in evidence.parameters.items()]
-    found = say(code, place_of(own or raised, symbol), (*details, *more), **words)
-    return replace(found, observed=_first_line(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return replace(say(code, place_of(own or raised, symbol), (*details, *more), **words), observed=_first_line(error))
 
 
 def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """GradScaler.unscale_: the gradients, hence the trainable parameters, are fp16."""
     trainable = [(n, p) for kind, n, p in context.names.tensors() if kind == "parameter" and p.requires_grad and p.dtype == torch.float16]
-    low = [n for n, _ in trainable] or (evidence.trainable or evidence.parameters).get(torch.float16, [])
+    low = [n for n, _ in trainable] or evidence.trainable
     if not low:
         return None
     changed = next((line for _, p in trainable if (line := context.parameters.of(p))), "")
@@ -338,22 +415,13 @@ _SAVED = re.compile(r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed me
 
 def _checkpoint(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """torch.utils.checkpoint: the recomputed tensors have another dtype than the saved ones."""
-    if (recompute := context.autocast.recomputation()) is not None:
-        return recompute_finding(recompute, error)
+    recomputed: Finding | None = context.autocast.recomputation(_first_line(error))
+    if recomputed is not None:
+        return recomputed
     differing = next((pair for pair in _SAVED.findall(str(error)) if pair[0] != pair[1]), None)
     if differing is None:
         return None
-    saved, recomputed = map(dtype_name, differing)
-    return _finding(context, error, evidence, code="TR003", saved=saved, recomputed=recomputed)
-
-
-def recompute_finding(recompute: Recompute, error: BaseException | None) -> Finding:
-    """Autocast differed between a module's forward and its recomputation."""
-    site = recompute.site
-    where = f"{site.function}, {short(site.file)}:{site.line}" if site is not None else recompute.module
-    place = place_of(site, f"{site.function} ({recompute.module})" if site else recompute.module)
-    words = {"module": recompute.module, "before": recompute.before, "after": recompute.after, "where": where}
-    return say("TR003", place, at("called at", site), error=_first_line(error) if error is not None else "", **words)
+    return _finding(context, error, evidence, code="TR003", saved=dtype_name(differing[0]), recomputed=dtype_name(differing[1]))
 
 
 _KNOWN: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding | None]], ...] = (
@@ -371,12 +439,9 @@ def _from_tensors(context: Context, error: BaseException, evidence: Evidence) ->
     census = context.census_of_failure()
     usual = census.most_common(1)[0][0] if census else None
     only_low = re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE) is not None
-    strays = [o for o in operands if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)]
-    odd = (strays or operands)[0]
+    odd = next((o for o in operands if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)), operands[0])
     name = evidence.stack[0].function
-    state, _ = context.autocast.state()
-    others = [o for o in operands if o is not odd]
-    cause = cause_of(odd, name, census, "")
-    fix = fix_of(odd, others, name, autocast_on=state.startswith("on"), autocast_before=False, device=context.device, generate=False)
-    chains = tuple((o.label, "\n".join([o.describe(), *o.origin.explain()])) for o in [odd, *others][:4])
+    around = "" if context.autocast.state()[0].startswith("on") else None
+    cause, fix = cause_of(odd, name, census, ""), fix_of(odd, operands, name, device=context.device, around=around)
+    chains = tuple(o.chain() for o in sorted(operands, key=lambda o: o is not odd)[:4])
     return _finding(context, error, evidence, more=chains, name=name, word=odd.word, label=odd.label, cause=cause, fix=fix)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,8 +23,20 @@ from ...observe.origin import Site
 _FOLLOWS = re.compile(r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\(")
 LONGEST_CHAIN = 8  # a state that is cast back and forth every step would otherwise grow its chain for ever
 
-# Kinds. parameter, buffer: named in a module; input: from outside; created: a factory call; cast: explicit; autocast: a cast that autocast
-# put in; promotion: mixed operands, the wider one won; op: an op whose rule gives another dtype; engine: autograd cast a gradient
+UNWATCHED = "or made by a step like those before it, which was not watched"
+# kind -> in words: named in a module, from outside, a factory call, an explicit cast, a cast that autocast put in, mixed operands of which
+# the wider one won, an op whose rule gives another dtype, a gradient that autograd cast
+_KINDS = {
+    "parameter": "parameter {what}",
+    "buffer": "buffer {what}",
+    "input": "came from outside the trace ({what})",
+    "created": "created by {what}",
+    "cast": "cast by {what}",
+    "autocast": "cast by autocast for {what}",
+    "promotion": "{what} promoted mixed operands",
+    "op": "returned by {what}",
+    "engine": "cast by autograd: {what}",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -92,38 +105,19 @@ class Origin:
 
     def describe(self) -> str:
         """One sentence without its place."""
-        word = dtype_name(self.dtype)
-        match self.kind:
-            case "parameter" | "buffer":
-                return f"{word}: {self.kind} {self.what}"
-            case "input":
-                return f"{word}: came from outside the trace{f' ({self.what})' if self.what else ''}"
-            case "created":
-                return f"{word}: created by {self.what}"
-            case "cast":
-                return f"{word}: cast by {self.what}"
-            case "autocast":
-                return f"{word}: cast by autocast for {self.what}"
-            case "promotion":
-                return f"{word}: {self.what} promoted mixed operands"
-            case "engine":
-                return f"{word}: cast by autograd: {self.what}"
-            case _:
-                return f"{word}: returned by {self.what}"
+        return f"{dtype_name(self.dtype)}: {_KINDS[self.kind].format(what=self.what)}"
 
     def place(self) -> str:
         """Module path, file and line, as far as known."""
         parts = [self.module and f"in {self.module}", str(self.site) if self.site else "", self.backward and f"backward of {self.backward}"]
         return ", ".join(part for part in parts if part)
 
-    def explain(self, limit: int = 5) -> list[str]:
-        """The chain as lines: what, where, and the source text."""
+    def explain(self) -> list[str]:
+        """The first five of the chain as lines: what, where, and the source text."""
         lines = []
-        for number, origin in enumerate(self.chain()):
-            if number == limit:
-                break
+        for number, origin in enumerate(islice(self.chain(), 5)):
             place = origin.place()
-            lines.append(("" if number == 0 else "<- ") + origin.describe() + (f"   {place}" if place else ""))
+            lines.append(("<- " if number else "") + origin.describe() + (f"   {place}" if place else ""))
             if origin.site is not None and origin.site.text:
                 lines.append(f"     {origin.site.text}")
         return lines
@@ -175,10 +169,9 @@ class Provenance:
             found: Origin | None = tensor.untyped_storage().__dict__.get(MARK)
         except (RuntimeError, NotImplementedError):
             found = None
-        if found is not None and found.dtype == tensor.dtype:
-            return found
-        made: Origin = self._context.unrecorded(tensor)
-        return made
+        if found is None or found.dtype != tensor.dtype:
+            found = self._context.unrecorded(tensor)
+        return found
 
     def known(self, tensor: torch.Tensor) -> Origin | None:
         """The recorded origin, or None."""
@@ -237,21 +230,19 @@ class Provenance:
             elif context.default_dtype_decides(site, out.dtype, op):
                 what += f" without dtype= (the default dtype is {dtype_name(torch.get_default_dtype())})"
             return Origin(out.dtype, "created", what, **made)
-        if wide is not None and len(inputs) > 1:
-            made["via"], made["writer"] = self.get(wide), self.writer(wide)
-            origin = Origin(out.dtype, "promotion", called or op.name, **made)
-            context.promoted(op, origin, wide, next(t for t in inputs if t.dtype != out.dtype), out)
+        source = wide if wide is not None and len(inputs) > 1 else inputs[0]
+        made["via"], made["writer"], what = self.get(source), self.writer(source), called or op.name
+        if source is wide and len(inputs) > 1:
+            origin = Origin(out.dtype, "promotion", what, **made)
+            context.promoted(op, origin, source, next(t for t in inputs if t.dtype != out.dtype), out)
             return origin
-        made["via"], made["writer"] = self.get(inputs[0]), self.writer(inputs[0])
         if not op.cast:
-            return Origin(out.dtype, "op", called or op.name, **made)
-        if context.cast_by_engine():
-            origin = Origin(
-                out.dtype, "engine", f"{node} returned {inputs[0].dtype} for a {out.dtype} tensor".replace("torch.", ""), **made
-            )
-        elif context.cast_by_autocast():
-            origin = Origin(out.dtype, "autocast", called or op.name, **made)
-        else:
-            origin = Origin(out.dtype, "cast", f".{called}()" if called else op.name, **made)
-        context.cast(op, origin, inputs[0], out)
+            return Origin(out.dtype, "op", what, **made)
+        kind = "engine" if context.cast_by_engine() else "autocast" if context.cast_by_autocast() else "cast"
+        if kind == "engine":
+            what = f"{node} returned {dtype_name(source.dtype)} for a {dtype_name(out.dtype)} tensor"
+        elif kind == "cast" and called:
+            what = f".{called}()"
+        origin = Origin(out.dtype, kind, what, **made)
+        context.cast(origin, source, out)
         return origin

@@ -5,7 +5,8 @@ Beside them frozen layers of quantised checkpoints: those that pass no gradient 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from ...wording import counted
 from .context import Context, Watcher, at, say
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
-_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 _EVALUATING = frozenset({"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"})
 _NEAR = 6  # callers of a cast in which an evaluation is looked for
 
@@ -29,7 +29,7 @@ class Change:
     """One tensor's change of dtype.
 
     rounded  share of the sampled values that the new dtype cannot hold
-    forward  calls of the owning module up to then; stepped: optimizer steps up to then
+    calls    of the owning module up to then; stepped: optimizer steps up to then
     """
 
     name: str
@@ -41,21 +41,16 @@ class Change:
     stepped: int
 
     @property
-    def narrows(self) -> bool:
-        return _BYTES.get(self.after, 1) < _BYTES.get(self.before, 1)
+    def rounds(self) -> bool:
+        return self.after.itemsize < self.before.itemsize and self.rounded > 0
 
     @property
     def site(self) -> Site:
         return users_line(self.stack) or self.stack[0]
 
     @property
-    def evaluating(self) -> bool:
-        """Whether a function named for evaluation made the cast."""
-        return self.evaluation is not None
-
-    @property
     def evaluation(self) -> Site | None:
-        """The line of that function."""
+        """The line of a function named for evaluation that made the cast."""
         near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
         return next((site for site in near if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))), None)
 
@@ -81,30 +76,33 @@ class Parameters(Watcher):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._history: dict[tuple[int, str], list[Change]] = {}
-        self._calls: dict[int, int] = {}  # id of a module -> its forward calls
-        self._evaluated: dict[int, int] = {}  # the same, of its last call without gradients
-        self._steps: dict[int, int] = {}  # id of a parameter -> optimizer steps that updated it
-        self._depth = 0
+        self._calls: Counter[int] = Counter()  # id of a module -> its forward calls
+        self._evaluated: Counter[int] = Counter()  # the same, of its last call without gradients
+        self._steps: Counter[int] = Counter()  # id of a parameter -> optimizer steps that updated it
+        self._casting = False
         self._dirty = True
         self._faults: dict[tuple[str, str], Fault] = {}
         self._returned: list[tuple[int, int, int, Change, Change]] = []  # module, its calls, parameter: cast down, used, and cast back
         self._apply: Callable[..., Any] = torch.nn.Module._apply
 
     def start(self) -> None:
-        watch, inner = self, self._apply
+        inner = self._apply
 
         def _apply(module: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch._depth:
+            if self._casting:
                 return inner(module, fn, *args, **kwargs)
-            watch._depth += 1
+            self._casting = True
             try:
-                with torch.no_grad():
-                    before = {key: (dtype, values) for key, dtype, values, _ in watch._look(module)}
+                before = {
+                    key: (tensor.dtype, tensor.detach().flatten()[:SAMPLE].clone())
+                    for key, tensor in _tensors_of(module)
+                    if tensor.dtype in FLOATS and tensor.device.type != "meta"
+                }
                 result = inner(module, fn, *args, **kwargs)
-                watch._compare(module, before)
+                self._compare(module, before)
                 return result
             finally:
-                watch._depth -= 1
+                self._casting = False
 
         torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]  # a wrapper of a method of torch's, until `stop`
 
@@ -112,28 +110,24 @@ class Parameters(Watcher):
         torch.nn.Module._apply = self._apply  # type: ignore[method-assign]  # gives the method back
 
     def entered(self, module: torch.nn.Module, args: tuple) -> None:
-        key = id(module)
-        self._calls[key] = self._calls.get(key, 0) + 1
+        self._calls[id(module)] += 1
         if not torch.is_grad_enabled():
-            self._evaluated[key] = self._calls[key]
+            self._evaluated[id(module)] = self._calls[id(module)]
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by an evaluation trains rounded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
             return
-        for parameter in parameters:
-            self._steps[id(parameter)] = self._steps.get(id(parameter), 0) + 1
+        self._steps.update(map(id, parameters))
         owners = {id(p): key for key, p in self._tensors_of_roots()}
         for parameter in parameters:
-            key = owners.get(id(parameter))
-            for change in reversed(self._history.get(key, [])) if key is not None else ():
-                if change.narrows and change.rounded and change.after == parameter.dtype:
-                    if change.stepped:
-                        self._fault("between steps", change, None)
-                    elif change.evaluating and key is not None and self._evaluated.get(key[0], 0) > change.calls:
-                        self._fault("before training", change, None)
-                    break
+            key = owners.get(id(parameter), (0, ""))
+            change = next((c for c in reversed(self._history.get(key, [])) if c.rounds and c.after == parameter.dtype), None)
+            if change is not None and change.stepped:
+                self._fault("between steps", change, None)
+            elif change is not None and change.evaluation is not None and self._evaluated[key[0]] > change.calls:
+                self._fault("before training", change, None)
         self._dirty = False
 
     def of(self, tensor: torch.Tensor) -> str:
@@ -148,46 +142,25 @@ class Parameters(Watcher):
         changes = (history[-1] for history in self._history.values() if history and history[-1].name in names)
         return next((str(change) for change in changes), "")
 
-    def _look(self, module: torch.nn.Module) -> Iterable[tuple[tuple[int, str], torch.dtype, torch.Tensor, torch.Tensor]]:
-        for owner in module.modules():
-            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-                if tensor is not None and tensor.dtype in FLOATS and tensor.device.type != "meta":
-                    yield (
-                        (id(owner), leaf),
-                        tensor.dtype,
-                        tensor.detach().reshape(-1)[:SAMPLE].clone()
-                        if tensor.is_contiguous()
-                        else tensor.detach().clone().reshape(-1)[:SAMPLE],
-                        tensor,
-                    )
-
-    def _tensors_of_roots(self) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+    def _tensors_of_roots(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for root in self._context.names.roots():
-            for owner in root.modules():
-                for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-                    if tensor is not None:
-                        yield (id(owner), leaf), tensor
+            yield from _tensors_of(root)
 
     def _compare(self, module: torch.nn.Module, before: dict[tuple[int, str], tuple[torch.dtype, torch.Tensor]]) -> None:
-        paths = {id(owner): path for path, owner in module.named_modules()}
-        for owner in module.modules():
-            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-                known = before.get((id(owner), leaf))
-                if tensor is None or known is None or known[0] == tensor.dtype:
-                    continue
-                path = self._context.names.modules.get(id(owner)) or paths[id(owner)]
-                self._record((id(owner), leaf), f"{path}.{leaf}".strip("."), known[0], tensor.dtype, known[1], tensor)
+        paths = {id(owner): self._context.names.modules.get(owner) or path for path, owner in module.named_modules()}
+        for key, tensor in _tensors_of(module):
+            dtype, values = before.get(key, (tensor.dtype, tensor))
+            if dtype != tensor.dtype:
+                self._record(key, f"{paths[key[0]]}.{key[1]}".strip("."), dtype, values, tensor)
 
-    def _record(
-        self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor
-    ) -> None:
-        self._dirty = True
+    def _record(self, key: tuple[int, str], name: str, before: torch.dtype, old: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._dirty, after = True, tensor.dtype
         self._context.dtypes_changed()
-        rounded = float((old.to(after).to(before) != old).float().mean()) if old.device.type != "meta" and old.numel() else 0.0
-        change = Change(name, before, after, callers(3), rounded, self._calls.get(key[0], 0), self._steps.get(id(tensor), 0))
+        rounded = float((old.to(after).to(before) != old).float().mean()) if old.numel() else 0.0
+        change = Change(name, before, after, callers(3), rounded, self._calls[key[0]], self._steps[id(tensor)])
         history = self._history.setdefault(key, [])
         down = history[-1] if history else None
-        if down is not None and down.narrows and down.rounded and down.before == after and (change.calls > down.calls or down.stepped):
+        if down is not None and down.rounds and down.before == after and (change.calls > down.calls or down.stepped):
             self._returned.append((key[0], change.calls, id(tensor), down, change))
         history.append(change)
         del history[:-4]
@@ -208,10 +181,18 @@ class Parameters(Watcher):
 
     def findings(self) -> list[Finding]:
         for module, calls, parameter, down, up in self._returned:
-            if self._steps.get(parameter) or self._calls.get(module, 0) > calls or not self._copied(module):
+            if self._steps[parameter] or self._calls[module] > calls or not self._copied(module):
                 self._fault("round trip", down, up)
         self._returned.clear()
         return [_finding(fault) for fault in self._faults.values()]
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+    """Parameters and buffers, each under its owner's identity and its name there."""
+    for owner in module.modules():
+        for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None:
+                yield (id(owner), leaf), tensor
 
 
 def _finding(fault: Fault) -> Finding:
@@ -246,7 +227,7 @@ class Cuts(Watcher):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._found: dict[str, tuple[Site | None, str]] = {}  # layer -> where it was called, why
+        self._cut: dict[str, tuple[Site | None, str]] = {}  # layer -> where it was called, why
 
     def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         if not torch.is_grad_enabled() or not _is_frozen_linear(module) or not args or type(output) is not torch.Tensor:
@@ -257,28 +238,22 @@ class Cuts(Watcher):
         if not _reaches(output, given):
             rounds = output.requires_grad or not output.is_floating_point()
             why = "by an operator whose derivative is zero" if rounds else "where none is recorded (no_grad, detach or whole numbers)"
-            self._found.setdefault(self._context.names.of(module), (here(), why))
+            self._cut.setdefault(self._context.names.of(module), (here(), why))
 
     def findings(self) -> list[Finding]:
-        if not self._found:
+        if not self._cut:
             return []
-        name, (site, why) = next(iter(self._found.items()))
-        layers = counted(len(self._found), "frozen layer")
-        return [say("TR025", place_of(site, name), at("at", site), layers=layers, shown=listed(list(self._found)), why=why)]
+        name, (site, why) = next(iter(self._cut.items()))
+        layers = counted(len(self._cut), "frozen layer")
+        return [say("TR025", place_of(site, name), at("at", site), layers=layers, shown=listed(list(self._cut)), why=why)]
 
 
 class Widened(Watcher):
     """Looks at the layers of a model whose configuration says that it is quantised, after a forward that trains."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._found: dict[str, Any] | None = None
-
     def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        if self._context.stack or self._found is not None or not torch.is_grad_enabled():
-            return
         given = getattr(getattr(module, "config", None), "quantization_config", None)
-        if given is None:
+        if given is None or self._context.stack or self.found or not torch.is_grad_enabled():
             return
         head = getattr(module, "get_output_embeddings", lambda: None)()
         layers = [m for m in module.modules() if m is not head and _is_frozen_linear(m)]
@@ -287,14 +262,9 @@ class Widened(Watcher):
         if weights and all(type(w.data) is torch.Tensor and w.dtype in _WHOLE for w in weights):
             settings = given if isinstance(given, dict) else given.to_dict()
             library = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
-            word, count = dtype_name(weights[0].dtype), len(weights)
-            self._found = {"model": self._context.names.of(module), "site": here(), "library": library, "word": word, "count": count}
-
-    def findings(self) -> list[Finding]:
-        if self._found is None:
-            return []
-        site = self._found["site"]
-        return [say("TR026", place_of(site, self._found["model"]), at("at", site), **self._found)]
+            site, model = here(), self._context.names.of(module)
+            words = {"model": model, "library": library, "word": dtype_name(weights[0].dtype), "count": len(weights)}
+            self.found[model] = say("TR026", place_of(site, model), at("at", site), **words)
 
 
 def _is_frozen_linear(module: torch.nn.Module) -> bool:

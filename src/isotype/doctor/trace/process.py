@@ -9,7 +9,7 @@ import dis
 import sys
 import weakref
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,26 +18,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from ...observe.operators import LOW
-from ...observe.origin import Site, callers, here, in_library, place_of, users_line
-from .context import Context, Recompute, Watcher, at, say
-from .failures import recompute_finding
+from ...observe.origin import Site, callers, here, in_library, place_of, running_frames, short, users_line
+from .context import Context, Watcher, at, say
 from .origin import Origin
 
 
 @dataclass(slots=True)
 class Change:
-    """built: tensors that took it while its setter ran; outside: their places once it had ended."""
+    """A default dtype that was set.
+
+    setter   the line that decided: the user's own, else the library's outside torch
+    built    tensors that took it while its setter ran; outside: their places once it had ended
+    """
 
     before: torch.dtype
     after: torch.dtype
-    stack: tuple[Site, ...]
+    setter: Site
     built: int = 0
     outside: list[Site] = field(default_factory=list)
-
-    @property
-    def setter(self) -> Site:
-        """The line that decided: the user's own, else the library's outside torch."""
-        return users_line(list(self.stack)) or self.stack[0]
 
 
 class DefaultDtype(Watcher):
@@ -67,8 +65,8 @@ class DefaultDtype(Watcher):
             return
         if after == self._initial:
             self._never.clear()  # somebody put it back after all
-        stack = tuple(site for site in callers(2) if not site.file.startswith("<"))
-        self._last = None if after == self._initial else Change(before, after, stack)
+        stack = [site for site in callers(2) if not site.file.startswith("<")]
+        self._last = None if after == self._initial else Change(before, after, users_line(stack) or stack[0])
 
     def forward_begins(self) -> None:
         self.look()
@@ -79,8 +77,7 @@ class DefaultDtype(Watcher):
         if change is None or torch.get_default_dtype() != change.after:
             return None
         code = change.setter.code
-        running = {site.code for site in callers(2)}
-        if code in running or not restores(code):
+        if _runs(code) or not _restores(code):
             return None
         self._leaks.setdefault(code, change)
         return change
@@ -91,10 +88,7 @@ class DefaultDtype(Watcher):
         if change is None or change.after not in LOW or len(change.outside) > 2:
             return
         code = change.setter.code
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        if frame is not None:
+        if _runs(code):
             change.built += 1
         elif change.built and site is not None and code.co_name != "<module>":
             change.outside.append(site)
@@ -127,7 +121,11 @@ def _finding(change: Change, *, leaked: bool) -> Finding:
     )
 
 
-def restores(code: CodeType) -> bool:
+def _runs(code: CodeType) -> bool:
+    return any(frame.f_code is code for frame in running_frames(2))
+
+
+def _restores(code: CodeType) -> bool:
     """Whether a function means to put the default dtype back: it reads the old one, or sets it more than once."""
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1
@@ -140,11 +138,10 @@ class Compiled(Watcher):
         super().__init__(context)
         self._compile: Any = torch.compile
         self._stance: Any = None
-        self._regions: dict[Site, None] = {}
 
     def start(self) -> None:
         if "torch._dynamo" in sys.modules:
-            self._hold_off()
+            self._stance = torch.compiler.set_stance("force_eager")
         torch.compile = self._compiling
 
     def stop(self) -> None:
@@ -153,19 +150,12 @@ class Compiled(Watcher):
             self._stance.__exit__(None, None, None)
             self._stance = None
 
-    def _hold_off(self) -> None:
-        if self._stance is None:
-            self._stance = torch.compiler.set_stance("force_eager")
-
     def _compiling(self, *args: Any, **kwargs: Any) -> Any:
-        self._hold_off()
+        self._stance = self._stance or torch.compiler.set_stance("force_eager")
         site = here()
         if site is not None and not in_library(site.file):
-            self._regions[site] = None
+            self.found[site] = say("TR020", place_of(site))
         return self._compile(*args, **kwargs)
-
-    def findings(self) -> list[Finding]:
-        return [say("TR020", place_of(site)) for site in self._regions]
 
 
 class Autocast(Watcher):
@@ -175,21 +165,16 @@ class Autocast(Watcher):
         super().__init__(context)
         self._last: dict[int, torch.dtype | None] = {}  # id of a module -> autocast dtype in its last forward, None when off
         self._ever_on: set[int] = set()
-        self._recomputed: dict[str, Recompute] = {}
-        self._copies: dict[
-            int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]
-        ] = {}  # by storage of a weight's low-precision copy
+        self._recomputed: dict[str, tuple[Site | None, str, str]] = {}  # module -> where, and the two states
+        # by storage of a weight's low-precision copy
+        self._copies: dict[int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]] = {}
         self.stale: dict[int, tuple[StorageWeakRef, Origin, Site | None]] = {}  # copies whose weight was updated since
-        self._used: dict[str, tuple[Origin, Site | None, Site | None]] = {}
-
-    def now(self) -> torch.dtype | None:
-        device = self._context.device
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self._used: dict[str, tuple[Site | None, Site | None]] = {}  # weight -> where it was updated, and its copy used again
 
     def entered(self, module: torch.nn.Module, args: tuple) -> None:
         """Also called when a checkpoint runs the module again in backward."""
-        now = self.now()
-        key = id(module)
+        device, key = self._context.device, id(module)
+        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if torch._C._current_autograd_node() is None:
             self._last[key] = now
             if now is not None:
@@ -198,8 +183,7 @@ class Autocast(Watcher):
             name = self._context.names.of(module)
             # the modules inside it differ for the same reason: the outermost one is enough
             if not any(name.startswith(f"{outer}.") for outer in self._recomputed):
-                site = here()
-                self._recomputed.setdefault(name, Recompute(name, _word(self._last[key]), _word(now), site))
+                self._recomputed.setdefault(name, (here(), _word(self._last[key]), _word(now)))
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """Autocast keeps its copy of a trainable weight until the outermost autocast ends."""
@@ -219,14 +203,11 @@ class Autocast(Watcher):
         """Whether an op in forward reads a stale copy."""
         for tensor in inputs:
             key = tensor.untyped_storage()._cdata
-            entry = self.stale.get(key)
-            if entry is not None:
-                if entry[0].expired():
-                    del self.stale[key]
-                else:
-                    _, origin, updated = entry
-                    name = origin.via.what if origin.via is not None else origin.what
-                    self._used.setdefault(name, (origin, updated, here()))
+            storage, origin, updated = self.stale.get(key, (None, None, None))
+            if storage is not None and storage.expired():
+                del self.stale[key]
+            elif origin is not None:
+                self._used.setdefault((origin.via or origin).what, (updated, here()))
 
     def forward_begins(self) -> None:
         self._copies = {key: entry for key, entry in self._copies.items() if not entry[0].expired()}
@@ -235,26 +216,29 @@ class Autocast(Watcher):
     def state(self) -> tuple[str, bool]:
         """In words, and whether the running module ran with autocast on before."""
         device = self._context.device
-        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) or self._context.autocast_around else None
         before = bool(self._context.stack) and id(self._context.stack[-1].module) in self._ever_on
-        if now is not None:
-            return f"on, {dtype_name(now)}", before
+        if torch.is_autocast_enabled(device) or self._context.autocast_around:
+            return f"on, {dtype_name(torch.get_autocast_dtype(device))}", before
         return "off here" + (", on when this module ran before" if before else ""), before
 
-    def recomputation(self) -> Recompute | None:
-        return next(iter(self._recomputed.values()), None)
+    def recomputation(self, error: str = "") -> Finding | None:
+        """Autocast differed between a module's forward and its recomputation, which ended in this error, if in one."""
+        if not self._recomputed:
+            return None
+        module, (site, before, after) = next(iter(self._recomputed.items()))
+        where = f"{site.function}, {short(site.file)}:{site.line}" if site is not None else module
+        place = place_of(site, f"{site.function} ({module})" if site else module)
+        return say("TR003", place, at("called at", site), error=error, module=module, before=before, after=after, where=where)
 
     def findings(self) -> list[Finding]:
-        found = [recompute_finding(item, None) for item in list(self._recomputed.values())[:1]]
-        return [*found, self._stale_finding()] if self._used else found
-
-    def _stale_finding(self) -> Finding:
-        names = list(self._used)
-        _, updated, used = self._used[names[0]]
-        update = f" at {updated}" if updated is not None else ""
-        shown = ", ".join(names[:4])
-        details = at("updated at", updated)
-        return say("TR014", place_of(updated, names[0]), details, count=len(names), shown=shown, update=update, used=used)
+        found = [recomputed] if (recomputed := self.recomputation()) is not None else []
+        if self._used:
+            names = list(self._used)
+            updated, used = self._used[names[0]]
+            update = f" at {updated}" if updated is not None else ""
+            words = {"count": len(names), "shown": ", ".join(names[:4]), "update": update, "used": used}
+            found.append(say("TR014", place_of(updated, names[0]), at("updated at", updated), **words))
+        return found
 
 
 def _word(dtype: torch.dtype | None) -> str:

@@ -11,9 +11,9 @@ import torch
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from ...observe.operators import LOW, Operator
-from ...observe.origin import place_of
+from ...observe.origin import Site, place_of
 from .context import Context, Watcher, at, say
-from .operands import share_of
+from .failures import share_of
 from .origin import MARK, Origin
 
 
@@ -24,7 +24,6 @@ class Promotion:
     spread  where the widened tensor went before anything cast it back
     """
 
-    op: str
     origin: Origin
     narrow: torch.dtype
     module_class: str
@@ -54,15 +53,8 @@ class Promotions(Watcher):
         key = (origin.module, op.name, origin.site)
         promotion = self._seen.get(key)
         if promotion is None:
-            promotion = self._seen[key] = Promotion(
-                op.name,
-                origin,
-                narrow.dtype,
-                type(context.stack[-1].module).__name__,
-                census,
-                vector=wide.ndim <= 1,
-                alike=wide.numel() == out.numel(),
-            )
+            owner, alike = type(context.stack[-1].module).__name__, wide.numel() == out.numel()
+            promotion = self._seen[key] = Promotion(origin, narrow.dtype, owner, census, vector=wide.ndim <= 1, alike=alike)
         promotion.count += 1
         promotion.extra_bytes += out.numel() * (out.element_size() - narrow.element_size())
         origin.event = promotion
@@ -97,9 +89,7 @@ class Promotions(Watcher):
         deciders: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
         for promotion in self._seen.values():
             decider = promotion.origin.decider()
-            if (promotion.spread and decider.site not in explained | {None}) or (
-                promotion.spread and decider.site is None and decider.what not in explained
-            ):
+            if promotion.spread and (decider.site or decider.what) not in explained:
                 group = decider.what.rpartition(".")[2] if decider.kind in ("parameter", "buffer") else decider.what
                 deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)
         return [_finding(group) for group in deciders.values()]
@@ -143,38 +133,28 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-@dataclass(slots=True)
-class EngineCast:
-    origin: Origin
-    before: torch.dtype
-    after: torch.dtype
-    count: int = 0
-
-
 class EngineCasts(Watcher):
     """Counts gradients that autograd casts."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._engine: dict[tuple[str, torch.dtype, torch.dtype, Any], EngineCast] = {}
+        self._casts: Counter[tuple[str, torch.dtype, torch.dtype, Site | None, str]] = Counter()
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         if origin.kind == "engine":
-            key = (origin.backward, source.dtype, out.dtype, origin.site)
-            cast = self._engine.setdefault(key, EngineCast(origin, source.dtype, out.dtype))
-            cast.count += 1
+            self._casts[origin.backward, source.dtype, out.dtype, origin.site, origin.module] += 1
 
     def findings(self) -> list[Finding]:
         return [
             say(
                 "TR013",
-                place_of(cast.origin.site, cast.origin.module or cast.origin.backward),
-                at("forward at", cast.origin.site),
-                node=cast.origin.backward,
-                before=dtype_name(cast.before),
-                after=dtype_name(cast.after),
-                loses=cast.after.itemsize > cast.before.itemsize,
-                count=cast.count,
+                place_of(site, module or node),
+                at("forward at", site),
+                node=node,
+                before=dtype_name(before),
+                after=dtype_name(after),
+                loses=after.itemsize > before.itemsize,
+                count=count,
             )
-            for cast in self._engine.values()
+            for (node, before, after, site, module), count in self._casts.items()
         ]

@@ -6,6 +6,7 @@ Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle i
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,10 @@ from ...dtypes import eps, significant_bits, to_torch
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from ...observe.operators import LOW, Operator
-from ...observe.origin import Site, here, place_of
+from ...observe.origin import here, place_of
 from .context import After, Before, Context, Watcher, at, now_and_then, say
 from .origin import Origin
 
-WATCHED = frozenset({"cos", "sin", "arange", "_to_copy"})
 _EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
 _ANGLE = 0.2  # radians: an error from which on a rotation is wrong rather than rough
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
@@ -32,68 +32,65 @@ class Rounded:
     what: str
     dtype: torch.dtype
     largest: float
-    error: float
     origin: Origin
     module: str
     site: Any
+
+    @property
+    def angle(self) -> bool:
+        return "of cos" in self.what
 
 
 class Positions(Watcher):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._found: dict[Any, Rounded] = {}
-        self._looked: dict[Any, int] = {}
+        self._rounded: dict[Any, Rounded] = {}
+        self._looked: Counter[Any] = Counter()
         self._cast: dict[Any, tuple[torch.dtype, float]] = {}  # where whole numbers beyond the exact ones were cast: to what, the largest
 
-    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
-        return dict.fromkeys(WATCHED, self.before)
+    def ops(self) -> dict[str, tuple[Before, After | None]]:
+        return dict.fromkeys(("cos", "sin", "arange", "_to_copy"), (self.before, None))
 
-    def before(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
+    def before(self, op: Operator, args: tuple, kwargs: dict) -> None:
         """Looks at what cos and sin get, and at whole numbers on their way into low precision."""
+        dtype = kwargs.get("dtype")
         if op.name == "_to_copy":
-            dtype = (kwargs or {}).get("dtype")
             source = args[0]
             whole = not source.is_floating_point() and source.dtype != torch.bool
             maybe = source.ndim <= 2 and source.dtype in (torch.float32, torch.float64) and not source.requires_grad
             if dtype in _EXACT and source.numel() > 1 and (whole or maybe):
                 self._whole_numbers(source, dtype)
         elif op.name == "arange":
-            dtype = (kwargs or {}).get("dtype") or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)
-            ends = [float(a) for a in args if isinstance(a, (int, float))]
-            if dtype in _EXACT and ends and max(map(abs, ends)) - 1 > _EXACT[dtype]:
-                self._note("arange", dtype, max(map(abs, ends)) - 1, eps(dtype_name(dtype)) / 2, None)
+            dtype = dtype or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)
+            last = max((abs(float(a)) for a in args if isinstance(a, (int, float))), default=0.0) - 1
+            if dtype in _EXACT and last > _EXACT[dtype]:
+                self._note("arange", dtype, last, None)
         elif isinstance(args[0], torch.Tensor):
             self._angle(args[0])
 
     def _due(self, key: Any) -> bool:
-        count = self._looked[key] = self._looked.get(key, 0) + 1
-        return now_and_then(count, _LOOKS)
+        self._looked[key] += 1
+        return now_and_then(self._looked[key], _LOOKS)
 
     def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
-        key = here()
-        if key in self._found or not self._due(key):
-            return
-        if source.is_floating_point() and source.numel() > 65_536:
+        key, fractional = here(), source.is_floating_point()
+        if key in self._rounded or not self._due(key) or (fractional and source.numel() > 65_536):
             return
         with torch.no_grad():
-            low, high = (float(value) for value in torch.aminmax(source.detach()))
-            largest = max(abs(low), abs(high))
-            if largest <= _EXACT[dtype] or largest == float("inf") or largest != largest:
-                return
-            values = source.detach().reshape(-1)
-            if source.is_floating_point() and not bool((values == values.round()).all()):
+            values = source.detach()
+            largest = max(abs(float(value)) for value in torch.aminmax(values))
+            if not _EXACT[dtype] < largest < float("inf") or (fractional and not bool((values == values.round()).all())):
                 return
             if bool((values.to(dtype).to(values.dtype) == values).all()):
                 return
             self._cast[key] = (dtype, largest)
-            if source.is_floating_point() and not bool(
-                (values.diff().abs() <= 1).all() if source.ndim == 1 else (source.detach().diff(dim=-1) == 1).all()
-            ):
+            steps = values.diff(dim=-1) if fractional else None
+            if steps is not None and not bool((steps.abs() <= 1).all() if source.ndim == 1 else (steps == 1).all()):
                 return  # whole numbers, but no positions: a float tensor needs to look like a range
-        self._note("whole numbers", dtype, largest, eps(dtype_name(dtype)) / 2, source)
+        self._note("whole numbers", dtype, largest, source)
 
     def _angle(self, angle: torch.Tensor) -> None:
-        if angle.numel() == 0:
+        if not angle.numel():
             return
         low = angle.dtype if angle.dtype in _EXACT else self._low_table(angle)
         if low is None:
@@ -101,31 +98,26 @@ class Positions(Watcher):
                 self._rounded_before(angle)
             return
         key = here()
-        if key in self._found or not self._due(key):
+        if key in self._rounded or not self._due(key):
             return
         largest = float(angle.detach().abs().max())
-        error = largest * eps(dtype_name(low)) / 2
-        if error > _ANGLE and largest < float("inf"):
-            self._note("angles of cos and sin" if angle.dtype in _EXACT else "frequencies of cos and sin", low, largest, error, angle)
+        if largest * eps(dtype_name(low)) / 2 > _ANGLE and largest < float("inf"):
+            self._note("angles of cos and sin" if angle.dtype in _EXACT else "frequencies of cos and sin", low, largest, angle)
 
     def _rounded_before(self, angle: torch.Tensor) -> None:
         """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's dtype)."""
         origin = next((o for o in self._context.provenance.get(angle).chain() if o.site in self._cast and o.dtype in _EXACT), None)
-        if origin is None or here() in self._found:
-            return
-        low, largest = self._cast[origin.site]
-        self._note("timesteps or positions behind cos and sin", low, largest, eps(dtype_name(low)) / 2, angle, origin)
+        if origin is not None and here() not in self._rounded:
+            self._note("timesteps or positions behind cos and sin", *self._cast[origin.site], angle, origin)
 
     def _low_table(self, angle: torch.Tensor) -> torch.dtype | None:
         """The low dtype of a float buffer of the running module (inv_freq), when the angles are multiples of it."""
         if not self._context.stack or angle.ndim == 0:
             return None
-        buffers = [b for b in self._context.stack[-1].module._buffers.values() if b is not None and b.dtype in LOW and b.dtype in _EXACT]
+        buffers = [b for b in self._context.stack[-1].module._buffers.values() if b is not None and b.dtype in _EXACT]
         return next((b.dtype for b in buffers if b.ndim == 1 and _are_multiples(angle, b)), None)
 
-    def _note(
-        self, what: str, dtype: torch.dtype, largest: float, error: float, tensor: torch.Tensor | None, by: Origin | None = None
-    ) -> None:
+    def _note(self, what: str, dtype: torch.dtype, largest: float, tensor: torch.Tensor | None, by: Origin | None = None) -> None:
         context = self._context
         site, module, node = context.here()
         if node:
@@ -134,13 +126,13 @@ class Positions(Watcher):
             origin = by or context.provenance.get(tensor)
         else:
             origin = Origin(dtype, "created", context.calling_name() or what, module, site)
-        self._found[here()] = Rounded(what, dtype, largest, error, origin, module, site)
+        self._rounded[here()] = Rounded(what, dtype, largest, origin, module, site)
 
     def findings(self) -> list[Finding]:
         places: dict[Any, Rounded] = {}
-        angles = [rounded for rounded in self._found.values() if "of cos" in rounded.what]
+        angles = [rounded for rounded in self._rounded.values() if rounded.angle]
         told = {origin.site for rounded in angles for origin in rounded.origin.chain()}
-        for rounded in [*angles, *(rounded for rounded in self._found.values() if rounded.site not in told)]:
+        for rounded in [*angles, *(rounded for rounded in self._rounded.values() if rounded.site not in told)]:
             places.setdefault(rounded.site, rounded)
         return [_finding(rounded) for rounded in places.values()]
 
@@ -172,10 +164,10 @@ def _finding(rounded: Rounded) -> Finding:
         chain + at("at", rounded.site),
         what=rounded.what,
         word=word,
-        angle="of cos" in rounded.what,
+        angle=rounded.angle,
         largest=rounded.largest,
-        error=rounded.error,
-        step=2 ** max(0, _exponent(rounded.largest) - significant_bits(word) + 1),
+        error=rounded.largest * eps(word) / 2,
+        step=2 ** max(0, int(rounded.largest).bit_length() - significant_bits(word)),
         exact=_EXACT[rounded.dtype],
         kind=decider.kind,
         decider=decider.what,
@@ -184,29 +176,11 @@ def _finding(rounded: Rounded) -> Finding:
     )
 
 
-def _exponent(value: float) -> int:
-    return max(0, int(value).bit_length() - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Overflow:
-    module: str
-    inside: bool  # made by the module; else by what its parent did before calling it
-    largest: float
-    word: str
-    site: Site | None
-
-
 class Overflows(Watcher):
     """Looks at the fp16 outputs of modules, until one is not finite."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._first: Overflow | None = None
-
     def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """A module's forward has ended."""
-        if self._first is not None or not self._context.pace.looking:
+        if self.found or not self._context.pace.looking:
             return
         out = output[0] if isinstance(output, (tuple, list)) and output else output
         if type(out) is not torch.Tensor or out.dtype != torch.float16 or not out.numel() or bool(torch.isfinite(out).all()):
@@ -215,54 +189,37 @@ class Overflows(Watcher):
         inside = all(bool(torch.isfinite(t).all()) for t in inputs)
         largest = max((float(t.detach().abs().max()) for t in inputs if inside and t.numel()), default=0.0)
         word = "NaN" if bool(torch.isnan(out).any()) else "inf"
-        self._first = Overflow(self._context.names.of(module), inside, largest, word, here())
-
-    def findings(self) -> list[Finding]:
-        if self._first is None:
-            return []
-        found = {field: getattr(self._first, field) for field in ("module", "inside", "largest", "word")}
-        return [say("TR023", place_of(self._first.site, self._first.module), **found)]
+        name = self._context.names.of(module)
+        self.found[name] = say("TR023", place_of(here(), name), module=name, inside=inside, largest=largest, word=word)
 
 
-_LOOKS = 16  # gathers of a line that are looked at, then those whose number is a power of two
 _NATS = 0.1  # of a sequence: a difference that losses of preferences and ratios of policies feel
-
-
-@dataclass(slots=True)
-class Gathered:
-    """The worst of one line: off, in nats, of a sequence of so many tokens."""
-
-    word: str
-    off: float
-    tokens: int
-    module: str
-    site: Any
 
 
 class LogProbs(Watcher):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._logits: torch.Tensor | None = None  # of the last log_softmax in low precision, until they are gathered
-        self._looked: dict[Any, int] = {}
-        self._found: dict[Any, Gathered] = {}
+        self._looked: Counter[Any] = Counter()
+        self._worst: dict[Any, float] = {}  # nats
 
-    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
-        return {"_log_softmax": self.normalised, "gather": self.gathered}
+    def ops(self) -> dict[str, tuple[Before, After | None]]:
+        return {"_log_softmax": (self.normalised, None), "gather": (self.gathered, None)}
 
-    def normalised(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
+    def normalised(self, op: Operator, args: tuple, kwargs: dict) -> None:
         logits, dim, widened = args[:3]
         plain = logits.dtype in LOW and not widened and dim in (-1, logits.ndim - 1) and not torch._C._current_autograd_node()
         self._logits = logits.detach() if plain else None
 
-    def gathered(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
+    def gathered(self, op: Operator, args: tuple, kwargs: dict) -> None:
         """Compares what is gathered with the same of the logits in fp32."""
         log_probs, dim, index = args[:3]
         logits, key = self._logits, here()
         if logits is None or log_probs.shape != logits.shape or log_probs.dtype != logits.dtype or dim not in (-1, logits.ndim - 1):
             return
         self._logits = None
-        count = self._looked[key] = self._looked.get(key, 0) + 1
-        if index.shape[-1] != 1 or not index.numel() or not now_and_then(count, _LOOKS):
+        self._looked[key] += 1
+        if index.shape[-1] != 1 or not index.numel() or not now_and_then(self._looked[key], _LOOKS):
             return
         with torch.no_grad():
             exact = logits.float().log_softmax(-1).gather(-1, index).squeeze(-1)
@@ -271,12 +228,8 @@ class LogProbs(Watcher):
             if not bool((off.abs() <= eps(dtype_name(logits.dtype)) * exact.abs()).all()):
                 return
             worst = float(off.sum(-1).abs().max())
-        if worst > max(_NATS, self._found[key].off if key in self._found else 0.0):
+        if worst > max(_NATS, self._worst.get(key, 0.0)):
+            self._worst[key] = worst
             site, module, _ = self._context.here()
-            self._found[key] = Gathered(dtype_name(logits.dtype), worst, exact.shape[-1] if exact.ndim else 1, module, site)
-
-    def findings(self) -> list[Finding]:
-        return [
-            say("TR027", place_of(one.site, one.module), at("at", one.site), word=one.word, off=one.off, tokens=one.tokens)
-            for one in self._found.values()
-        ]
+            words = {"word": dtype_name(logits.dtype), "off": worst, "tokens": exact.shape[-1] if exact.ndim else 1}
+            self.found[key] = say("TR027", place_of(site, module), at("at", site), **words)

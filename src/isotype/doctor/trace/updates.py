@@ -85,30 +85,24 @@ class Updates(Watcher):
         self._optimizer = None
         self._look_for_remainders()
 
-    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+    def ops(self) -> dict[str, tuple[Before, After | None]]:
         return dict.fromkeys(UPDATES, (self.before, self.after))
 
-    def before(self, op: Operator, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
+    def before(self, op: Operator, args: tuple, kwargs: dict) -> list[_Sample] | None:
         """The fp32 movement of those of the op's destinations that are due for a comparison."""
-        target = args[0]
-        if isinstance(target, torch.Tensor):
-            if self._context.autocast_around:
-                self._context.autocast.updated(target)
-            if target.dtype not in LOW:
-                return None
-            if op.name in ("add_", "sub_") and self._optimizer is None:
-                self._context.sums.added(op, args, kwargs)
-            due = self._due(op, target, args)
-            return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
+        several = not isinstance(args[0], torch.Tensor)
+        targets = args[0] if several else args[:1]
         if self._context.autocast_around:
-            for tensor in target:
+            for tensor in targets:
                 self._context.autocast.updated(tensor)
-        picked = [i for i, t in enumerate(target) if t.dtype in LOW and t.numel() > 1][:_PAIR]
+        if not several and targets[0].dtype in LOW and op.name in ("add_", "sub_") and self._optimizer is None:
+            self._context.sums.added(op, args, kwargs)
         samples = []
-        for index in picked:
-            due = self._due(op, target[index], tuple(a[index] if isinstance(a, (list, tuple)) and len(a) > index else a for a in args))
+        for index in [i for i, t in enumerate(targets) if t.dtype in LOW and (t.numel() > 1 or not several)][:_PAIR]:
+            given = tuple(_item(a, index) for a in args) if several else args
+            due = self._due(op, targets[index], given)
             if due is not None:
-                samples.append(self._repeat(op, due, args, kwargs, index))
+                samples.append(self._repeat(op, due, args, kwargs, index if several else None))
         return samples or None
 
     def after(self, samples: Sequence[_Sample]) -> None:
@@ -137,10 +131,9 @@ class Updates(Watcher):
         self._remainders.clear()
 
     def _due(self, op: Operator, target: torch.Tensor, args: tuple) -> Watched | None:
-        if op.name.endswith("copy_"):
-            source = args[1]
-            if not isinstance(source, torch.Tensor) or source.dtype != torch.float32 or source.numel() != target.numel():
-                return None
+        copies, source = op.name.endswith("copy_"), args[1]
+        if copies and not (isinstance(source, torch.Tensor) and source.dtype == torch.float32 and source.numel() == target.numel()):
+            return None
         storage = target.untyped_storage()
         key = (storage._cdata, op.name)
         watched = self._watched.get(key)
@@ -148,10 +141,10 @@ class Updates(Watcher):
             self._keep(key)
             watched = self._watched[key] = self._begin(op, target, storage)
         watched.calls += 1
-        if op.name.endswith("copy_"):
+        if copies:
             # a copy from a tensor that lives on is a copy from master weights: rounding there loses nothing
             watched.from_master = watched.from_master or (watched.source is not None and not watched.source.expired())
-            watched.source = StorageWeakRef(args[1].untyped_storage())
+            watched.source = StorageWeakRef(source.untyped_storage())
         if watched.role == "tensor" and watched.calls == 1:
             return None  # not known yet to live longer than one step
         due = now_and_then(watched.calls, 4) or (self._context.stack and self._context.pace.sampled)
@@ -172,29 +165,26 @@ class Updates(Watcher):
             role, name = "tensor", origin.what
         elif self._optimizer is not None:
             role, name = "state", f"of shape {tuple(target.shape)}"
-        site = here()
-        return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, site)
+        return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, here())
 
-    def _repeat(self, op: Operator, watched: Watched, args: tuple, kwargs: dict | None, index: int | None) -> _Sample:
-        target = args[0] if index is None else args[0][index]
+    def _repeat(self, op: Operator, watched: Watched, args: tuple, kwargs: dict, index: int | None) -> _Sample:
+        target = _item(args[0], index)
 
         def widen(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 part = _part(value, target)
                 return part.to(torch.float32, copy=True) if part.is_floating_point() else part
-            if index is not None and isinstance(value, (list, tuple)):
-                return [widen(value[index])] if len(value) > index else value
-            return value
+            one = _item(value, index)
+            return value if one is value else [widen(one)]
 
         wide = [widen(value) for value in args]
-        before = (wide[0] if index is None else wide[0][0]).clone()
+        meant = wide[0] if index is None else wide[0][0]
+        before = meant.clone()
         with torch.no_grad():
-            op.func(*wide, **{key: widen(value) for key, value in (kwargs or {}).items()})
-        other = args[1] if len(args) > 1 else None
-        if index is not None and isinstance(other, (list, tuple)):
-            other = other[index]
+            op.func(*wide, **{key: widen(value) for key, value in kwargs.items()})
+        other = _item(args[1], index) if len(args) > 1 else None
         adds = op.name.endswith("add_") and isinstance(other, torch.Tensor) and other.dtype == target.dtype and other.shape == target.shape
-        return _Sample(watched, target, before, wide[0] if index is None else wide[0][0], other if adds else None)
+        return _Sample(watched, target, before, meant, other if adds else None)
 
     def _keep(self, key: tuple[int, str]) -> None:
         """Before an entry of a tensor that is gone is replaced: what it showed stays."""
@@ -223,42 +213,27 @@ class Updates(Watcher):
         groups: dict[str, list[Watched]] = defaultdict(list)
         for (role, _, _), kept in self._lost.items():
             groups[role] += kept
-        found = []
-        states = groups.pop("state", [])
-        if "parameter" in groups:
-            found.append(self._parameters(groups["parameter"], states))
-        if "tensor" in groups:
-            found.append(self._tensors(groups["tensor"]))
+        found = [_of_parameters(groups["parameter"], groups["state"])] if groups["parameter"] else []
+        if lost := groups["tensor"]:
+            first = lost[0]
+            words = {"ops": ", ".join(dict.fromkeys(w.op for w in lost)), "shown": ", ".join(list(dict.fromkeys(w.name for w in lost))[:4])}
+            found.append(say("TR018", place_of(first.site), at("updated at", first.site), **words, **_shares(lost)))
         return found
 
-    def _parameters(self, lost: list[Watched], states: list[Watched]) -> Finding:
-        decay = [w for w in lost if "mul_" in w.op and "addcmul" not in w.op]
-        moves = [w for w in lost if w not in decay] or decay
-        first, word, names = moves[0], dtype_name(moves[0].dtype), list(dict.fromkeys(w.name for w in moves))
-        details = at("updated at", first.site)
-        if decay and moves is not decay:
-            rounds = f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters seen"
-            details += (("weight decay", rounds),)
-        if states:
-            ops = ", ".join(dict.fromkeys(w.op for w in states))
-            details += (("states", f"{len(states)} optimizer states in {word} lose their decay as well ({ops})"),)
-        samples = sum(w.samples for w in moves)
-        return say(
-            "TR012",
-            place_of(first.site, names[0]),
-            details,
-            only_decay=moves is decay,
-            shown=listed(names, 4),
-            bits=significant_bits(word),
-            samples=samples,
-            **_shares(moves),
-        )
 
-    def _tensors(self, lost: list[Watched]) -> Finding:
-        first = lost[0]
-        ops = ", ".join(dict.fromkeys(w.op for w in lost))
-        shown = ", ".join(list(dict.fromkeys(w.name for w in lost))[:4])
-        return say("TR018", place_of(first.site), at("updated at", first.site), ops=ops, shown=shown, **_shares(lost))
+def _of_parameters(lost: list[Watched], states: list[Watched]) -> Finding:
+    decay = [w for w in lost if "mul_" in w.op and "addcmul" not in w.op]
+    moves = [w for w in lost if w not in decay] or decay
+    first, word, names = moves[0], dtype_name(moves[0].dtype), list(dict.fromkeys(w.name for w in moves))
+    details = at("updated at", first.site)
+    if decay and moves is not decay:
+        rounds = f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters seen"
+        details += (("weight decay", rounds),)
+    if states:
+        ops = ", ".join(dict.fromkeys(w.op for w in states))
+        details += (("states", f"{len(states)} optimizer states in {word} lose their decay as well ({ops})"),)
+    words = {"only_decay": moves is decay, "shown": listed(names, 4), "bits": significant_bits(word)}
+    return say("TR012", place_of(first.site, names[0]), details, **words, samples=sum(w.samples for w in moves), **_shares(moves))
 
 
 def _shares(lost: list[Watched]) -> dict[str, Any]:
@@ -268,12 +243,15 @@ def _shares(lost: list[Watched]) -> dict[str, Any]:
     return {"word": word, "unit": eps(word) / 2, "share": share, "still": 100 * sum(w.still for w in lost) / sum(w.samples for w in lost)}
 
 
+def _item(value: Any, index: int | None) -> Any:
+    """What belongs to one of the tensors of a foreach op; the value itself, where it belongs to all."""
+    return value[index] if index is not None and isinstance(value, (list, tuple)) and len(value) > index else value
+
+
 def _part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The sampled elements of an operand: those that belong to the first elements of the target."""
     if target.numel() <= SAMPLE or value.numel() == 1:
         return value.detach()
-    if value.shape == target.shape:
-        return value.detach().reshape(-1)[:SAMPLE]
     return value.detach().expand_as(target).reshape(-1)[:SAMPLE]
 
 
@@ -306,21 +284,20 @@ class Sums(Watcher):
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._told: dict[tuple[bool, Any], list[_Sum]] = {}
 
-    def added(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
+    def added(self, op: Operator, args: tuple, kwargs: dict) -> None:
         """Before an in-place addition to a low-precision tensor that is no parameter, outside an optimizer's step."""
         target, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or isinstance(target, torch.nn.Parameter) or not target.numel():
             return
-        storage = target.untyped_storage()
-        key = (storage._cdata, target.storage_offset())
+        key = _place(target)
         known = self._sums.get(key)
         if known is None or known.storage.expired() or known.version != target._version or known.dtype != target.dtype:
             if known is not None:
                 self._keep(known)
-            known = self._sums[key] = self._begin(target, storage)
+            known = self._sums[key] = self._begin(target)
         elif known.additions >= _ENOUGH and known.additions & (known.additions - 1) == 0:
             self._measure(known, target)
-        factor = (kwargs or {}).get("alpha", 1) * (-1 if op.name == "sub_" else 1)
+        factor = kwargs.get("alpha", 1) * (-1 if op.name == "sub_" else 1)
         known.fp32.add_(_sample(other.detach().expand_as(target)).float(), alpha=factor)
         known.additions += 1
         known.version += 1
@@ -329,8 +306,7 @@ class Sums(Watcher):
 
     def compensates(self, tensor: torch.Tensor) -> None:
         """Marks a tensor that stores the rounding errors of additions to a weight: its own rounding is harmless."""
-        known = self._sums.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
-        if known is not None:
+        if (known := self._sums.get(_place(tensor))) is not None:
             known.remainders = True
 
     def grows(self) -> bool:
@@ -338,20 +314,13 @@ class Sums(Watcher):
         before = self._context.forwards - 1
         return any(known.inside and known.last == before and len(known.forwards) > 1 for known in self._sums.values())
 
-    def _begin(self, target: torch.Tensor, storage: Any) -> _Sum:
+    def _begin(self, target: torch.Tensor) -> _Sum:
         node = torch._C._current_autograd_node()
         variable = getattr(node, "variable", None) if node is not None else None
         name = self._context.names.parameter_name(variable) if variable is not None else None
-        return _Sum(
-            StorageWeakRef(storage),
-            target.dtype,
-            name or f"of shape {tuple(target.shape)}",
-            here(),
-            variable is not None,
-            _sample(target).float(),
-            target._version,
-            bool(self._context.stack) or node is not None,
-        )
+        name, inside = name or f"of shape {tuple(target.shape)}", bool(self._context.stack) or node is not None
+        storage, fp32 = StorageWeakRef(target.untyped_storage()), _sample(target).float()
+        return _Sum(storage, target.dtype, name, here(), variable is not None, fp32, target._version, inside)
 
     @staticmethod
     def _measure(known: _Sum, target: torch.Tensor) -> None:
@@ -361,14 +330,11 @@ class Sums(Watcher):
 
     def settled(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step: the gradients as they are used."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None or gradient.dtype not in LOW:
-                    continue
-                known = self._sums.get((gradient.untyped_storage()._cdata, gradient.storage_offset()))
-                if known is not None and known.version == gradient._version and known.additions >= _ENOUGH - 1:
-                    self._measure(known, gradient)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.dtype in LOW]
+        for gradient in gradients:
+            known = self._sums.get(_place(gradient))
+            if known is not None and known.version == gradient._version and known.additions >= _ENOUGH - 1:
+                self._measure(known, gradient)
 
     def _keep(self, known: _Sum) -> None:
         if known.off >= _OFF and not known.remainders and len(known.forwards) >= _ENOUGH - 1:
@@ -406,5 +372,8 @@ def _of_sums(kept: list[_Sum]) -> Finding:
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()
-    return flat[:FOLLOWED]
+    return value.detach().flatten()[:FOLLOWED]
+
+
+def _place(value: torch.Tensor) -> tuple[int, int]:
+    return value.untyped_storage()._cdata, int(value.storage_offset())

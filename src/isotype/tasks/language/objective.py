@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.formats import FormatName
 from ...data.pictures import Pictures
-from ...data.rows import LoadedData, Row
+from ...data.rows import LoadedData
 from ...distributed.world import World
 from ...environment.planned import stands_for
 from ...errors import UsageError
@@ -38,7 +39,7 @@ class Beside:
     notes: Sequence[str] = ()
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """The part of a language run that depends on what is learnt.
 
     format       the one format of data that the objective learns from; None for formats of one answer a row
@@ -48,62 +49,64 @@ class Objective(Protocol):
     """
 
     words: Words
-    format: FormatName | None
-    each: int
-    scored: bool
+    format: FormatName | None = None
+    each = 1
+    scored = False
+    train: Sequence[Any]
+    eval: Sequence[Any]
 
-    @property
-    def train(self) -> Sequence[Any]: ...
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
 
-    @property
-    def eval(self) -> Sequence[Any]: ...
-
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  # some keep every setting
         """Raises  UsageError for settings that the objective cannot keep"""
 
+    @abstractmethod
     def take(self, data: LoadedData) -> None: ...
 
+    @abstractmethod
     def check_model(self, model: nn.Module) -> None:
         """Raises  UsageError for a model that the objective cannot train"""
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
         """Loads the other models that the objective reads; only counts them without a device. Raises UsageError"""
+        return Beside()
 
+    @abstractmethod
     def feed(self) -> Feed[Any]: ...
 
+    @abstractmethod
     def largest(self, count: int) -> list[Any]: ...
 
+    @abstractmethod
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
 
     def outlined(self, batch: Any) -> Any:
         """The batch of a memory plan, from one of tokens without data."""
+        return batch
 
+    @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor: ...
 
     def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         """As `Task.before_step`, of a step or of all batches of an evaluation."""
+        return batches
 
-    def checks(self) -> Mapping[str, tuple[Check, ...]]: ...
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
+        return CHECKS
 
-    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header: ...
+    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
+        return []
 
 
-class NextToken:
+class NextToken(Objective):
     """`sft`: cross-entropy of every learnt token."""
 
     words = Words(units="tokens", unit="tok", weight="supervised")
-    format: FormatName | None = None
-    each = 1
-    scored = False
-
-    train: Sequence[Row]
-    eval: Sequence[Row]
 
     def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
-        self.config, self.pictures, self.balance = config, pictures, 0.0
-
-    def check(self) -> None:
-        """Every setting is kept."""
+        super().__init__(config)
+        self.pictures, self.balance = pictures, 0.0
 
     def take(self, data: LoadedData) -> None:
         self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
@@ -114,9 +117,6 @@ class NextToken:
         if self.balance:
             self.words = replace(self.words, measures=(AUX_LOSS,), live=(AUX_LOSS,))
 
-    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
-        return Beside()
-
     def feed(self) -> Feed[Any]:
         return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
 
@@ -126,24 +126,12 @@ class NextToken:
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch:
         return collate(rows, pad_id=pad_id, device_type=device_type, pictures=self.pictures)
 
-    def outlined(self, batch: Any) -> Any:
-        return batch
-
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         if not self.balance:
             return batch_loss_sum(model, batch, divisor, dtype=dtype)
         with scores_of(model) as scores:
             loss = batch_loss_sum(model, batch, divisor, dtype=dtype)
         return with_balance(loss, scores.loss(batch.attention_mask), batch.weight / divisor, self.balance, training=model.training)
-
-    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
-        return batches
-
-    def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        return CHECKS
-
-    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
-        return []
 
 
 def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dtype: str = "fp32") -> Tensor:

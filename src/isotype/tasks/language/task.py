@@ -40,10 +40,10 @@ from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutlin
 from ...wording import counted
 from .batches import longest_of, padded_length, with_and_without_pictures
 from .distil import Distil
+from .labelled import FromLabels
 from .objective import NextToken, Objective
 from .outline import of_data, outline
-from .preference.labelled import FromLabels
-from .preference.objective import Preference, Reward
+from .preference import Preference, Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 

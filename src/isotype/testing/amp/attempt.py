@@ -1,4 +1,4 @@
-"""One run of the function under one setting, and everything that came of it.
+"""One run of the function under one setting, as it is, in fp64, or as plain PyTorch, and everything that came of it.
 
 What hand-written backwards really received and returned is seen before the engine casts it in silence. `Fault` is what a rule finds.
 """
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function
 from torch.utils import _pytree as pytree
 
 from ...finding import Finding, Place
+from ...observe.operators import Operator
+from ...observe.tape import Tape
 from ...pages.sheets import texts
 from .samples import Sample, Setting
 from .subjects import Subject
@@ -59,7 +61,12 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
 
     def spying(original: Any, boxed: bool) -> Any:
         def apply(ctx: Any, *grads: Any) -> Any:
-            call = _met(ctx, grads[0] if boxed else grads)
+            call = BackwardCall(ctx._forward_cls, incoming=[g for g in (grads[0] if boxed else grads) if isinstance(g, Tensor)])
+            for node, index in ctx.next_functions:
+                leaf = getattr(node, "variable", None)
+                call.leaves.append(leaf)
+                met = node._input_metadata[index] if node is not None and leaf is None else leaf
+                call.expected.append(met.dtype if met is not None else None)
             calls.append(call)
             try:
                 result = original(ctx, *grads)
@@ -81,19 +88,6 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
             setattr(BackwardCFunction, name, original)
 
 
-def _met(ctx: Any, grads: Any) -> BackwardCall:
-    call = BackwardCall(ctx._forward_cls, incoming=[g for g in grads if isinstance(g, Tensor)])
-    for node, index in ctx.next_functions:
-        if node is None:
-            call.expected.append(None)
-            call.leaves.append(None)
-            continue
-        leaf = getattr(node, "variable", None)
-        call.leaves.append(leaf)
-        call.expected.append(leaf.dtype if leaf is not None else node._input_metadata[index].dtype)
-    return call
-
-
 def function_classes(outputs: list[Tensor]) -> list[type]:
     """The hand-written Functions in the graph above these outputs, nearest first."""
     found: dict[type, None] = {}
@@ -107,6 +101,72 @@ def function_classes(outputs: list[Tensor]) -> list[type]:
             found.setdefault(node._forward_cls)
         todo += [above for above, _ in node.next_functions if above is not None]
     return list(found)
+
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _computed(op: Operator, args: tuple, kwargs: dict) -> Any:
+    """Computes in fp64; a cast to a narrower float does nothing."""
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value in _NARROW:
+            return torch.float64
+        if isinstance(value, Tensor) and value.dtype in _NARROW and not op.func._schema.is_mutable:
+            return value.to(torch.float64)
+        return value
+
+    args, kwargs = pytree.tree_map(widen, (args, kwargs))
+    return pytree.tree_map(widen, op(*args, **kwargs))
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Within this block every operator computes in fp64, also what is made without a dtype.
+
+    Code that is not made of torch operators (a Triton kernel) is not reached; it computes as it is written.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Tape(_computed):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _PlainContext:
+    """Takes what forward stores and keeps none of it."""
+
+    def __init__(self, wanted: tuple[bool, ...]) -> None:
+        self.needs_input_grad = wanted
+        self.saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def _nothing(self, *given: Any) -> None:
+        pass
+
+    save_for_forward = save_for_backward
+    mark_dirty = mark_non_differentiable = set_materialize_grads = _nothing
+
+
+@contextmanager
+def plain_functions() -> Iterator[None]:
+    """Within this block `SomeFunction.apply(...)` runs its forward under autograd and never its backward."""
+    original = Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.setup_context is not Function.setup_context:
+            return cls.forward(*args, **kwargs)
+        return cls.forward(_PlainContext(tuple(isinstance(a, Tensor) and a.requires_grad for a in args)), *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for every function of the program, in this block
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]  # gives the method back
 
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -184,7 +244,7 @@ def attempt(
     with warnings.catch_warnings(), around():
         warnings.simplefilter("ignore")
         try:
-            with _autocast(sample.device, autocast):
+            with torch.autocast(sample.device, dtype=autocast, enabled=autocast is not None):
                 result = call(*args, **kwargs)
         except Exception as error:  # the exceptions of the function are what is examined
             outcome.stage, outcome.error = FORWARD, error
@@ -200,8 +260,8 @@ def attempt(
         if forward_only or not differentiable or not wanted_grads:
             return outcome
         try:
-            with _autocast(sample.device, autocast if setting.inside else None), watching_backwards() as calls:
-                outcome.calls = calls
+            inside = autocast is not None and setting.inside
+            with torch.autocast(sample.device, dtype=autocast, enabled=inside), watching_backwards() as outcome.calls:
                 for left in reversed(range(passes)):
                     torch.autograd.backward(differentiable, outcome.grad_outputs, retain_graph=left > 0)
         except Exception as error:
@@ -231,12 +291,6 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
         torch.randint(0, 4, output.shape, generator=generator).clamp(max=1) * 2 - 1
     )
     return (eighths.to(torch.float64) / 8).to(output.device, output.dtype)
-
-
-@contextmanager
-def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
-        yield
 
 
 Fault = tuple[tuple[object, ...], Finding]

@@ -13,9 +13,8 @@ from ...errors import UsageError
 from ...finding import Finding, Severity, as_text, worst_first
 from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
-from .inexact import inexact, long_sums, rounded_weights
+from .inexact import Numerics, inexact, long_sums, rounded_weights
 from .locate import failure_of
-from .numerics import Numerics
 from .rules import aliasing_faults, contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
 from .samples import LOW, Sample, Setting, read_samples, settings
 from .subjects import Subject
@@ -66,20 +65,17 @@ def merged(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Fi
 
     groups  (what makes two findings the same fault, the finding, the combination it was seen in)
     """
-    first: dict[tuple[object, ...], Finding] = {}
-    seen: dict[tuple[object, ...], list[str]] = {}
+    worst: dict[tuple[object, ...], Finding] = {}
+    seen: dict[tuple[object, ...], dict[str, None]] = {}
     for key, finding, where in groups:
-        if key not in first or finding.severity > first[key].severity:
-            first[key] = finding
-        seen.setdefault(key, []).append(where)
+        if key not in worst or finding.severity > worst[key].severity:
+            worst[key] = finding
+        seen.setdefault(key, {})[where] = None
     out = []
-    for key, finding in first.items():
-        places = list(dict.fromkeys(where for where in seen[key] if where))
-        if places:
-            shown = "; ".join(places[:3]) + (f"; and {len(places) - 3} more" if len(places) > 3 else "")
-            out.append(replace(finding, details=(*finding.details, ("seen with", shown))))
-        else:
-            out.append(finding)
+    for key, finding in worst.items():
+        first, rest = list(seen[key])[:3], len(seen[key]) - 3
+        shown = "; ".join(first) + (f"; and {rest} more" if rest > 0 else "")
+        out.append(replace(finding, details=(*finding.details, ("seen with", shown))))
     return out
 
 
@@ -157,12 +153,14 @@ class _Check:
         self.numerics = Numerics(self.subject, self.plain, self.sample, inside_fp32=inside_fp32)
 
     def run(self) -> None:
-        if _needs_own_copy(attempt(self.subject, self.sample, Setting(None))):
+        # an operator that is in place by intention cannot work on a leaf that requires a gradient
+        if "leaf Variable that requires grad" in str(attempt(self.subject, self.sample, Setting(None)).error):
             self.sample = replace(self.sample, behind_clone=True)
             self.numerics = self.numerics.on(self.sample)
         ran: dict[Setting, Outcome] = {}
         failures: list[tuple[Setting, Outcome]] = []
-        for setting in settings(self.sample, self._groups(), every=self.plain is not None or self.contract is not None):
+        groups = tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
+        for setting in settings(self.sample, groups, every=self.plain is not None or self.contract is not None):
             outcome = attempt(self.subject, self.sample, setting, watch_inputs=True)
             self.tried += 1
             if outcome.ran:
@@ -171,7 +169,11 @@ class _Check:
             else:
                 failures.append((setting, outcome))
         if not ran:
-            raise UsageError(f"{self.subject.label} runs under no dtype combination with {self.sample.describe()}: {_why(failures[0][1])}")
+            error = failures[0][1].error
+            assert error is not None
+            where = f"{failure.place.file}:{failure.place.line}: " if (failure := failure_of(error)) else ""
+            with_what = f"with {self.sample.describe()}: {where}{first_line(error)}"
+            raise UsageError(f"{self.subject.label} runs under no dtype combination {with_what}")
         for setting, outcome in failures:
             self._judge_failure(setting, outcome)
         base = next(iter(ran))
@@ -179,10 +181,9 @@ class _Check:
             self.skipped.append("numerics: two runs with different seeds differ, so results of different dtypes cannot be compared")
         else:
             self._numerics(ran)
-        self._under_other_circumstances(ran)
-
-    def _groups(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
+        # rounding differences between two orders of addition are smallest in fp32
+        base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
+        self._note(aliasing_faults(self.numerics, base, ran[base], stable=self._stable(base)), base)
 
     def _note(self, faults: Sequence[Fault], setting: Setting) -> None:
         self.seen += [(key, finding, setting.describe()) for key, finding in faults]
@@ -240,28 +241,11 @@ class _Check:
             if faults:
                 return
 
-    def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
-        # rounding differences between two orders of addition are smallest in fp32
-        base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
-        self._note(aliasing_faults(self.numerics, base, ran[base], stable=self._stable(base)), base)
-
-
-def _needs_own_copy(outcome: Outcome) -> bool:
-    """An operator that is in place by intention cannot work on a leaf that requires a gradient."""
-    return outcome.error is not None and "leaf Variable that requires grad" in str(outcome.error)
-
 
 def _near(left: Tensor, right: Tensor) -> bool:
     left, right = left.detach().double(), right.detach().double()
     distance = torch.nan_to_num(left - right).norm()
     return left.shape == right.shape and bool(distance <= 8 * torch.finfo(right.dtype).eps ** 0.5 * torch.nan_to_num(right).norm())
-
-
-def _why(outcome: Outcome) -> str:
-    assert outcome.error is not None
-    failure = failure_of(outcome.error)
-    spot = f"{failure.place.file}:{failure.place.line}: " if failure else ""
-    return spot + first_line(outcome.error)
 
 
 def _without_echoes(findings: list[Finding]) -> list[Finding]:

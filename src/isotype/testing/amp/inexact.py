@@ -1,5 +1,9 @@
-"""AC006 and AC007: the errors that `numerics` measured, with the line that lost the precision. AC022: a value made from a weight that is
-rounded before it is used, as in `x * (1 + weight)` in bf16 (four norms of transformers 5.23).
+"""AC006 and AC007: results that are further from the truth than their dtypes explain. AC022: a value made from a weight that is rounded
+before it is used, as in `x * (1 + weight)` in bf16 (four norms of transformers 5.23).
+
+The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. The allowed error is `SLACK` times
+that of the yardstick at the same dtypes: the reference, else the function's plain twin, which is its own forward as ordinary differentiable
+PyTorch. Where there is neither, no error is judged. No tolerance is typed anywhere else.
 
 A weight's gradient is a sum over the rows, which may be long. Roundings of activations differ from row to row and average out; that of a
 weight's own expression is the same in every row. So each column's result is regressed on its truth over many rows: slopes that differ from
@@ -8,7 +12,10 @@ column to column by more than the rows' noise are a weight's rounding.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +23,128 @@ from torch import Tensor
 
 from ...dtypes import name
 from ...finding import Place
-from .attempt import Fault, Outcome, attempt, fault, method_at_fault
+from .attempt import Fault, Outcome, attempt, exact, fault, method_at_fault, plain_functions
 from .locate import locate
-from .numerics import Excess, Numerics, percent
 from .samples import LOW, PARAM, Sample, Setting, lengthened
 from .subjects import Subject
+
+SLACK = 4.0  # how many times worse than the yardstick a result may be
+REORDERED = 16  # steps of the dtype by which another order of additions may change a result
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A result whose error is larger than allowed. Errors are relative to the truth's norm."""
+
+    result: str
+    error: float
+    excused: float
+    yardstick: str
+
+
+@dataclass
+class Numerics:
+    """Errors of one subject on one sample; truths and yardsticks are computed once for each dtype combination."""
+
+    subject: Subject
+    plain: Subject | None
+    sample: Sample
+    inside_fp32: bool = False
+    _truths: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
+
+    def on(self, sample: Sample) -> Numerics:
+        """The same subject on another sample."""
+        return Numerics(self.subject, self.plain, sample, self.inside_fp32)
+
+    def truth(self, setting: Setting) -> dict[str, Tensor]:
+        """What the reference, or the subject itself, gives in fp64; in fp32 where it refuses that."""
+        for wide in () if setting.dtypes in self._truths else (torch.float64, torch.float32):
+            around = exact if wide == torch.float64 else nullcontext
+            outcome = attempt(self.plain or self.subject, self.sample, setting, exact=wide, around=around)
+            self._truths[setting.dtypes] = {n: t.detach().double() for n, t in outcome.results().items()} if outcome.ran else {}
+            if outcome.ran:
+                break
+        return self._truths[setting.dtypes]
+
+    @cached_property
+    def twin_agrees(self) -> bool:
+        """Whether the subject is made of hand-written Functions whose forward autograd can differentiate to the same gradients."""
+        wide, setting = torch.float64, Setting(None)
+        own = attempt(self.subject, self.sample, setting, exact=wide, around=exact).results()
+        run = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin)
+        twin = run.results()
+        return run.ran and not run.functions and set(twin) == set(own) and all(_agree(twin[n], own[n]) for n in own)
+
+    def measure(self, outcome: Outcome, setting: Setting) -> tuple[dict[str, float], list[Excess]]:
+        """Relative error of each result, and those in excess."""
+        truth = self.truth(setting)
+        yardstick, label = self._yardstick(setting)
+        unit = torch.finfo(setting.lowest(self.sample)).eps / 2
+        errors, excesses = dict[str, float](), []
+        for result, given in outcome.results().items():
+            if result not in truth or truth[result].shape != given.shape:
+                continue
+            exactly, size = truth[result], _norm(truth[result])
+            distance = _distance(given, exactly)
+            errors[result] = distance / size if size else float(distance > 0)
+            if result in yardstick:
+                rounding = max(unit, torch.finfo(given.dtype).eps / 2)
+                allowed = SLACK * max(_distance(yardstick[result], exactly), rounding * size)
+                if distance > allowed:
+                    excesses.append(Excess(result, errors[result], allowed / size if size else 0.0, label))
+        return errors, excesses
+
+    def alike(self, left: Tensor | None, right: Tensor | None, setting: Setting, usual: Tensor | None = None) -> bool:
+        """Equal but for the order of additions.
+
+        usual  the same result where it is of its usual size, should `right` be nothing but rounding errors
+        """
+        if left is None or right is None:
+            return (left is None) == (right is None)
+        if left.shape != right.shape:
+            return False
+        distance, size = _distance(left, right), max(_norm(right), _norm(usual) if usual is not None else 0.0)
+        return distance <= REORDERED * torch.finfo(setting.lowest(self.sample)).eps * size
+
+    def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
+        if self.plain is not None and self.inside_fp32:
+            outcome = attempt(self.plain, self.sample, Setting(setting.dtypes), exact=torch.float32)
+            label = "the reference in fp32, rounded once"
+        elif self.plain is not None:
+            outcome, label = attempt(self.plain, self.sample, setting), "the reference at the same dtypes"
+        elif self.twin_agrees:
+            outcome, label = attempt(self.subject, self.sample, setting, around=plain_functions), "plain PyTorch running the same forward"
+        else:
+            return {}, ""
+        return (outcome.results(), label) if outcome.ran and (self.plain is not None or not outcome.functions) else ({}, label)
+
+
+@contextmanager
+def _exact_twin() -> Iterator[None]:
+    with exact(), plain_functions():
+        yield
+
+
+def _agree(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and _distance(left, right) <= 1e-5 * _norm(right) + 1e-12
+
+
+def _norm(t: Tensor) -> float:
+    finite = t.detach().double()
+    return float(finite[torch.isfinite(finite)].norm())
+
+
+def _distance(given: Tensor, exactly: Tensor) -> float:
+    """Norm of the difference where the truth is finite; infinite where the result is not."""
+    given, exactly = given.detach().double(), exactly.detach().double()
+    finite = torch.isfinite(exactly)
+    difference = (given - exactly)[finite]
+    return float("inf") if not bool(torch.isfinite(difference).all()) else float(difference.norm())
+
+
+def percent(value: float) -> str:
+    return "not finite" if value == float("inf") else f"{value:.2g}"
+
 
 SOME, LONG = 512, 4096  # rows tried first, and at most
 LARGEST = 8_000_000  # numbers of a lengthened sample
@@ -29,10 +153,10 @@ ORDER = 64 * torch.finfo(torch.float32).eps  # relative error of fp32 sums that 
 
 def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
     """AC006 for the worst excess of one run."""
-    excesses = numerics.measure(outcome, setting).excesses
+    _, excesses = numerics.measure(outcome, setting)
     if not excesses:
         return []
-    worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
+    worst = _worst(excesses)
     if worst.error < ORDER and setting.lowest(numerics.sample) == torch.float32:
         return []  # the order of addition does not matter here, only that the sum is fp32
     return [_finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
@@ -45,26 +169,28 @@ def long_sums(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | 
     some = lengthened(sample, SOME)
     if not short.ran or some is None:
         return [], None
-    longer = attempt(subject, some, setting)
-    if not longer.ran:
-        # a function may well have a fixed number of rows: nothing to say of that
-        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
+    grown, outcome = some, attempt(subject, some, setting)
     # a result of rows times rows (weights that look like rows, attention) costs too much at thousands
-    square = _results(longer) * _rows(sample) > 1.5 * _results(short) * _rows(some)
-    grown = some if square else lengthened(sample, max(SOME, min(LONG, LARGEST * SOME // max(1, _numbers(some))))) or some
-    outcome = attempt(subject, grown, setting)
+    if outcome.ran and _results(outcome) * _rows(sample) <= 1.5 * _results(short) * _rows(some):
+        numbers = sum(some.tensor(s).numel() for s in some.slots)
+        grown = lengthened(sample, max(SOME, min(LONG, LARGEST * SOME // max(1, numbers)))) or some
+        outcome = attempt(subject, grown, setting)
     if not outcome.ran:
+        # a function may well have a fixed number of rows: nothing to say of that
         return [], f"long reductions: the function refuses its inputs lengthened to {_rows(grown)} rows"
-    before, long = numerics.measure(short, setting), numerics.on(grown, inside_fp32=numerics.inside_fp32)
-    measured = long.measure(outcome, setting)
-    excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}]
+    before, known = numerics.measure(short, setting)
+    _, found = numerics.on(grown).measure(outcome, setting)
+    excesses = [e for e in found if e.result not in {x.result for x in known}]
     if not excesses:
         return [], None
-    worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
+    worst = _worst(excesses)
     key, finding = _finding("AC007", worst, outcome, setting, subject, grown)
-    short_error, long_error = percent(before.errors.get(worst.result, 0.0)), percent(worst.error)
-    length = f"relative error {short_error} as given, {long_error} at {_rows(grown)} rows"
+    length = f"relative error {percent(before.get(worst.result, 0.0))} as given, {percent(worst.error)} at {_rows(grown)} rows"
     return [(key, replace(finding, details=(("length", length), *finding.details)))], None
+
+
+def _worst(excesses: list[Excess]) -> Excess:
+    return max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
 
 
 def _rows(sample: Sample) -> int:
@@ -73,10 +199,6 @@ def _rows(sample: Sample) -> int:
 
 def _results(outcome: Outcome) -> int:
     return sum(t.numel() for t in outcome.values)
-
-
-def _numbers(sample: Sample) -> int:
-    return sum(sample.tensor(s).numel() for s in sample.slots)
 
 
 def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
@@ -136,13 +258,15 @@ def rounded_weights(numerics: Numerics, setting: Setting) -> list[Fault]:
             continue
         again = _slopes_of(numerics, setting, seed=1).get(result)  # other rows: a rounding of statistics of the rows would be another one
         if again is not None and again[0].shape == slope.shape and float(torch.corrcoef(torch.stack([slope, again[0]]))[0, 1]) > ALIKE:
-            return [_rounded(result, spread, noise, dtype, setting, numerics)]
+            place, seen = subject.place, setting.describe()
+            words: dict[str, Any] = {"result": result, "low": name(dtype), "spread": spread, "noise": noise, "rows": ROWS, "setting": seen}
+            return [fault("AC022", place, place.symbol, place.line, **words)]
     return []
 
 
 def _slopes_of(numerics: Numerics, setting: Setting, *, seed: int) -> dict[str, tuple[Tensor, float, torch.dtype]]:
     """Of each low-precision output: the columns' slopes, the rows' noise in them, and its dtype."""
-    grown = many_rows(numerics.sample, seed)
+    grown = _many_rows(numerics.sample, seed)
     if grown is None:
         return {}
     outcome = attempt(numerics.subject, grown, setting, forward_only=True)
@@ -159,7 +283,7 @@ def _slopes_of(numerics: Numerics, setting: Setting, *, seed: int) -> dict[str, 
     return found
 
 
-def many_rows(sample: Sample, seed: int) -> Sample | None:
+def _many_rows(sample: Sample, seed: int) -> Sample | None:
     """The rows drawn again, each number scaled by its own factor, so that no two rows round alike."""
     grown = lengthened(sample, ROWS)
     if grown is None:
@@ -171,7 +295,7 @@ def many_rows(sample: Sample, seed: int) -> Sample | None:
         if not slot.group.startswith(PARAM) and tensor.shape != sample.tensor(slot).shape:
             factor = 0.5 + torch.rand(tensor.shape, generator=generator)
             scaled[slot.index] = (tensor.detach().float() * factor.to(tensor.device)).to(tensor.dtype)
-    return replace(grown, leaves=tuple(scaled.get(i, leaf) for i, leaf in enumerate(grown.leaves)))
+    return grown.with_tensors(scaled)
 
 
 def _slopes(given: Tensor, exactly: Tensor) -> tuple[Tensor, float] | None:
@@ -188,10 +312,3 @@ def _slopes(given: Tensor, exactly: Tensor) -> tuple[Tensor, float] | None:
     slope = (error * truth).sum(0) / weight
     left = (error - slope * truth) * truth
     return slope, float((left.square().sum(0).sqrt() / weight).median())
-
-
-def _rounded(result: str, spread: float, noise: float, dtype: torch.dtype, setting: Setting, numerics: Numerics) -> Fault:
-    subject = numerics.subject
-    place = Place(file=subject.place.file, line=subject.place.line, symbol=subject.label)
-    words: dict[str, Any] = {"low": name(dtype), "spread": spread, "noise": noise, "rows": ROWS, "setting": setting.describe()}
-    return fault("AC022", place, place.symbol, place.line, result=result, **words)

@@ -4,13 +4,13 @@ user's own code, with the dtypes of the tensors that it names.
 
 from __future__ import annotations
 
-import ast
 import linecache
-import textwrap
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,8 +23,7 @@ from ...finding import Place
 from ...observe.operators import Operator, names
 from ...observe.origin import may_be_at_fault, running_frames
 from ...observe.tape import Tape
-from .attempt import attempt
-from .numerics import exact
+from .attempt import attempt, exact
 from .samples import Sample, Setting
 from .subjects import Subject
 
@@ -62,7 +61,7 @@ def failure_of(error: BaseException) -> Failure | None:
     frame, tb = mine[-1]
     span = _span(tb)
     function = next((f.f_code.co_qualname for f, _ in reversed(mine) if _is_function_method(f)), None)
-    source = _source(frame.f_code.co_filename, span[0], span[1])
+    source = " ".join(linecache.getline(frame.f_code.co_filename, n).strip() for n in range(span[0], span[1] + 1)).strip()
     return Failure(
         place=Place(file=frame.f_code.co_filename, line=span[0], symbol=symbol_of(frame)),
         source=source,
@@ -104,17 +103,9 @@ def _is_function_method(frame: FrameType) -> bool:
 
 def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
     """Lines and columns of the instruction that failed."""
-    positions = list(tb.tb_frame.f_code.co_positions())
-    index = tb.tb_lasti // 2
-    if index < len(positions):
-        line, end_line, column, end_column = positions[index]
-        if line is not None:
-            return line, end_line or line, column, end_column
-    return tb.tb_lineno, tb.tb_lineno, None, None
-
-
-def _source(file: str, first: int, last: int) -> str:
-    return " ".join(linecache.getline(file, n).strip() for n in range(first, last + 1)).strip()
+    line, end, column, end_column = next(islice(tb.tb_frame.f_code.co_positions(), tb.tb_lasti // 2, None))
+    line = line or tb.tb_lineno
+    return line, end or line, column, end_column
 
 
 def _is_raise(source: str) -> bool:
@@ -122,40 +113,19 @@ def _is_raise(source: str) -> bool:
 
 
 def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -> dict[str, Tensor]:
-    file = frame.f_code.co_filename
+    """The tensors that the expression names, in order; names of attributes and of keywords are none."""
     first, last, column, end_column = span
-    lines = [linecache.getline(file, n) for n in range(first, last + 1)]
-    if column is not None and end_column is not None and lines:
-        encoded = [line.encode() for line in lines]
-        encoded[-1] = encoded[-1][:end_column]
-        encoded[0] = encoded[0][column:]
-        text = b"".join(encoded).decode(errors="replace")
-    else:
-        text = "".join(lines)
+    lines = [linecache.getline(frame.f_code.co_filename, n).encode() for n in range(first, last + 1)]
+    lines[-1] = lines[-1][:end_column]
+    lines[0] = lines[0][column:]
     known: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
-    found: dict[str, Tensor] = {}
-    for word in _names(text):
-        value = known.get(word)
-        if isinstance(value, Tensor):
-            found[word] = value
-    return found
-
-
-def _names(text: str) -> list[str]:
-    """Names an expression or a statement uses, in order."""
-    for candidate in (text, textwrap.dedent(text), f"({text.strip()})", text.strip().rstrip(":") + ": pass"):
-        try:
-            tree = ast.parse(candidate)
-        except SyntaxError:
-            continue
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        return list(dict.fromkeys(node.id for node in sorted(found, key=lambda n: (n.lineno, n.col_offset))))
-    return []
+    words = dict.fromkeys(re.findall(r"(?<![\w.])[^\W\d]\w*(?!\w|\s*=[^=])", b"".join(lines).decode(errors="replace")))
+    return {word: known[word] for word in words if isinstance(known.get(word), Tensor)}
 
 
 def shown(tensor: Tensor) -> str:
     """`bf16[2 3 4]`"""
-    return f"{name(str(tensor.dtype))}[{' '.join(map(str, tensor.shape))}]"
+    return f"{name(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]"
 
 
 _NO_ARITHMETIC = names(
@@ -262,17 +232,13 @@ def locate(subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool
         if last is not None:
             return _culprit(narrow.steps, last, given[last], errors[last])
     # the step that made its own result much worse than what it was given, and above all the error that the last steps show
-    final = max((errors[i] for i in placed), default=0.0)
+    final = max(errors[i] for i in placed)
     if final == float("inf"):
         endless = next(i for i in placed if errors[i] == final)
         return _culprit(narrow.steps, endless, given[endless], final)
     growth = {i: errors[i] / max(given[i], 1e-9) for i in placed if errors[i] > final / 8}
-    index = next((i for i in placed if i in growth and growth[i] > 4), None)
-    if index is None:
-        index = next((i for i in placed if errors[i] > final / 4), None)
-    if index is None:
-        return None
-    return _culprit(narrow.steps, index, given[index], errors[index])
+    grown = [i for i, times in growth.items() if times > 4] or [i for i in placed if errors[i] > final / 4]
+    return _culprit(narrow.steps, grown[0], given[grown[0]], errors[grown[0]]) if grown else None
 
 
 def _culprit(steps: list[_Step], index: int, before: float, after: float) -> Culprit:

@@ -18,7 +18,6 @@ from ...finding import Finding, Place, Severity
 from ...ops.contract import OpContract
 from .attempt import (
     BACKWARD,
-    BackwardCall,
     Fault,
     Outcome,
     attempt,
@@ -29,8 +28,8 @@ from .attempt import (
     owner_of_method,
     return_of,
 )
+from .inexact import Numerics
 from .locate import Failure, failure_of, shown
-from .numerics import Numerics
 from .samples import Sample, Setting, parameter_names
 from .subjects import Subject
 
@@ -89,13 +88,12 @@ def finding_for(outcome: Outcome, setting: Setting, subject: Subject, *, severit
     owner = failure.function if failure and failure.function else place.symbol or subject.label
     stage = outcome.stage or "forward"
     backward = stage == BACKWARD
-    code = "AC002" if backward else "AC001"
-    operands = _described(failure, outcome) if failure else {}
+    operands = _described(failure, outcome) if failure else []
     details = [("raised", first_line(outcome.error))]
     if failure and failure.source:
         details.append(("code", failure.expression))
     if operands:
-        details.append(("met", ", ".join(operands.values())))
+        details.append(("met", ", ".join(operands)))
     if failure and len(failure.chain) > 1:
         details.append(("called from", "\n".join(failure.chain[-4:-1])))
     source = failure.source if failure else ""
@@ -109,34 +107,34 @@ def finding_for(outcome: Outcome, setting: Setting, subject: Subject, *, severit
         owner=owner,
         stage=stage,
         error=first_line(outcome.error).split(": ", 1)[-1],
-        mixed=f": {', '.join(operands.values())}" if operands else "",
-        auto=_word(setting.autocast) if setting.autocast else "",
+        mixed=f": {', '.join(operands)}" if operands else "",
+        auto=name(setting.autocast) if setting.autocast else "",
         inside=setting.inside,
         out=_OUT.search(source),
         in_place=_IN_PLACE_PRODUCT.search(source),
         scatter=_SCATTER.search(source),
-        incoming="/".join(sorted({_word(t.dtype) for call in calls for t in call.incoming})),
-        saved="/".join(sorted({_word(t.dtype) for call in calls for t in call.saved()})),
+        incoming="/".join(sorted({name(t.dtype) for call in calls for t in call.incoming})),
+        saved="/".join(sorted({name(t.dtype) for call in calls for t in call.saved()})),
         device=next((t.device.type for t in outcome.tensors.values()), "cuda"),
         observed=setting.describe(),
     )
+    code = "AC002" if backward else "AC001"
     return (code, place.file, place.line), replace(finding, code=code)
 
 
-def _described(failure: Failure, outcome: Outcome) -> dict[str, str]:
+def _described(failure: Failure, outcome: Outcome) -> list[str]:
     """`d bf16[2 3 4] (the incoming gradient)`, for each tensor that the failing expression names."""
     call = outcome.calls[-1] if outcome.calls and outcome.stage == BACKWARD else None
-    said = {}
+    said = []
     for word, tensor in failure.operands.items():
-        role = ""
         if call is not None and _same_storage(tensor, call.incoming):
             role = " (the incoming gradient)"
         elif call is not None and _same_storage(tensor, call.saved()):
             role = " (a saved tensor)"
         else:
             owner = next((n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None)
-            role = f" (input {owner})" if owner and owner != word and not owner.startswith("input") else role
-        said[word] = f"{word} {shown(tensor)}{role}"
+            role = f" (input {owner})" if owner and owner != word and not owner.startswith("input") else ""
+        said.append(f"{word} {shown(tensor)}{role}")
     return said
 
 
@@ -149,10 +147,6 @@ def _same_storage(tensor: Tensor, others: list[Tensor]) -> bool:
 
 def _skips_autocast(failure: Failure) -> bool:
     return bool(_OUT.search(failure.source) or _IN_PLACE_PRODUCT.search(failure.source))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return name(str(dtype))
 
 
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
@@ -172,57 +166,45 @@ def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
             wider = torch.finfo(returned).bits > torch.finfo(expected).bits
             if not wider and returned in met:
                 continue
-            faults.append(_gradient_fault(call, i, returned, expected, setting, wider))
+            owner, argument = owner_of_method(call.function, "backward"), _argument(call.function, i)
+            words: dict[str, Any] = {"owner": owner, "argument": argument, "wider": wider, "got": name(returned), "wanted": name(expected)}
+            auto = name(setting.autocast) if setting.autocast else "off"
+            faults.append(fault("AC003", return_of(call.function, owner), owner, argument, wider, autocast=auto, **words))
     return faults
-
-
-def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected: torch.dtype, setting: Setting, wider: bool) -> Fault:
-    argument = _argument(call.function, i)
-    owner = owner_of_method(call.function, "backward")
-    place = return_of(call.function, owner)
-    words: dict[str, Any] = {
-        "got": _word(returned),
-        "wanted": _word(expected),
-        "autocast": _word(setting.autocast) if setting.autocast else "off",
-    }
-    return fault("AC003", place, owner, argument, wider, owner=owner, argument=argument, wider=wider, **words)
 
 
 def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, plain: Outcome | None) -> list[Fault]:
     """Outputs narrower than anything in play, or not in the dtype in which the reference returns them."""
-    inputs = sample.met(setting.by_group)
-    classes = outcome.functions
+    inputs, classes = sample.met(setting.by_group), outcome.functions
+    most = max((sample.tensor(s).dim() for s in sample.slots), default=0)
     faults: list[Fault] = []
-    for i, (tensor, dtype) in enumerate((t, t.dtype) for t in outcome.values):
-        which = "its output" if len(outcome.values) == 1 else f"output {i}"
+    for i, tensor in enumerate(outcome.values):
+        dtype = tensor.dtype
         if dtype in inputs or dtype == setting.autocast:
             continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
         if plain is not None:
-            wanted = plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype
-            if wanted == dtype:
-                continue
+            wanted, against = plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype, "the reference returns"
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
-            if wider and tensor.dim() < max((sample.tensor(s).dim() for s in sample.slots), default=0):
+            if wider and tensor.dim() < most:
                 continue  # every fused loss returns fp32, which is no fault
-            against = "the reference returns"
-        elif (
-            classes and not subject.captured_dtypes() and dtype not in inputs and torch.finfo(dtype).bits < 32 and dtype != setting.autocast
-        ):
-            wanted, against = max(inputs, key=lambda d: torch.finfo(d).bits), "every input is"
-            wider = False
+        elif classes and not subject.captured_dtypes() and torch.finfo(dtype).bits < 32:
+            wanted, against, wider = max(inputs, key=lambda d: torch.finfo(d).bits), "every input is", False
         else:
             continue
+        if wanted == dtype:
+            continue
         owner = owner_of_method(classes[0], "forward") if classes else subject.label
-        place = subject.place
-        place = method_place(classes[0], "forward", owner) if classes else Place(file=place.file, line=place.line, symbol=owner)
+        place = method_place(classes[0], "forward", owner) if classes else subject.place
         words: dict[str, Any] = {
-            "which": which,
-            "got": _word(dtype),
+            "owner": owner,
+            "wider": wider,
+            "which": "its output" if len(outcome.values) == 1 else f"output {i}",
+            "got": name(dtype),
             "against": against,
-            "wanted": _word(wanted),
+            "wanted": name(wanted),
             "setting": setting.describe(),
         }
-        faults.append(fault("AC004", place, owner, i, wider, owner=owner, wider=wider, **words))
+        faults.append(fault("AC004", place, owner, i, wider, **words))
     return faults
 
 
@@ -248,7 +230,7 @@ def _bound(setting: Setting, sample: Sample, contract: OpContract) -> tuple[dict
     sizes: dict[str, Any] = {}
     for argument, spec in contract.inputs.items():
         if argument in named:
-            spec.dtype_fault(_word(named[argument].dtype), letters)
+            spec.dtype_fault(name(named[argument].dtype), letters)
             spec.shape_fault(tuple(named[argument].shape), sizes)
     return letters, sizes
 
@@ -256,7 +238,7 @@ def _bound(setting: Setting, sample: Sample, contract: OpContract) -> tuple[dict
 def declared_output(spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]) -> TensorSpec:
     """The output's spec under this setting: autocast may lower a free letter, or raise it to fp32."""
     if setting.autocast is not None and spec.free and contract.autocast != "ignored":
-        return replace(spec, dtype=_word(setting.autocast) if contract.autocast == "follows" else "fp32")
+        return replace(spec, dtype=name(setting.autocast) if contract.autocast == "follows" else "fp32")
     if setting.autocast is not None and contract.autocast == "fp32" and spec.dtype in ("any", "float"):
         return replace(spec, dtype="fp32")
     return replace(spec, dtype=letters.get(spec.dtype, spec.dtype)) if spec.free else spec
@@ -276,7 +258,7 @@ def _output_faults(
         return [_fault(("count",), message, subject.place, contract.signature, f"{len(outcome.outputs)} outputs")]
     for i, (given, spec) in enumerate(zip(outcome.outputs, floats)):
         expected = declared_output(spec, setting, contract, letters)
-        observed = _word(given.dtype)
+        observed = name(given.dtype)
         which = "its output" if len(floats) == 1 else f"output {i}"
         wanted = expected.dtype_fault(observed, dict(letters))
         if wanted is not None:
@@ -301,13 +283,13 @@ def _gradient_faults(outcome: Outcome, setting: Setting, contract: OpContract, l
                 continue
             declared = contract.grads[argument]
             wanted = letters.get(declared) if len(declared) == 1 else parse(declared)
-            if wanted is None or wanted == _word(returned):
+            if wanted is None or wanted == name(returned):
                 continue
             owner = f"{call.function.__qualname__.split('<locals>.')[-1]}.backward"
-            message = f"{owner} returns the gradient of {argument} in {_word(returned)}; its contract says {wanted}"
-            seen = f"{_word(returned)} with {setting.describe()}"
+            message = f"{owner} returns the gradient of {argument} in {name(returned)}; its contract says {wanted}"
+            seen = f"{name(returned)} with {setting.describe()}"
             faults.append(
-                _fault(("grad", argument, _word(returned)), message, return_of(call.function, owner), f"{argument}: {declared}", seen)
+                _fault(("grad", argument, name(returned)), message, return_of(call.function, owner), f"{argument}: {declared}", seen)
             )
     return faults
 

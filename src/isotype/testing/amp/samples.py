@@ -5,6 +5,7 @@ where backward runs.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,12 +127,11 @@ def _read(item: Any, params: tuple[Any, ...], contract: OpContract | None, names
     tensors = [(i, path, leaf) for i, (path, leaf) in enumerate(paths) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     asked = any(leaf.requires_grad for _, _, leaf in tensors) or not grads_by_default
     declared = list(contract.inputs.items()) if contract else []
-    slots, guess = [], _Guess([leaf for _, _, leaf in tensors])
-    for i, path, leaf in tensors:
+    slots = []
+    for (i, path, leaf), group in zip(tensors, _guessed([leaf for _, _, leaf in tensors])):
         indices = [key.idx if isinstance(key, pytree.SequenceKey) else -1 for key in path]  # -1 for a name
         position = indices[1] if indices[0] == 0 and len(path) == 2 else None
         label = _label(path, names if not declared else [n for n, _ in declared])
-        group = guess.group(leaf)
         if first_param is not None and indices[0] == 0:
             group = PARAM if indices[1] >= first_param else INPUT
         if leaf.dtype not in TRAINED and leaf.dtype != torch.float64:
@@ -159,24 +159,19 @@ def _label(path: Sequence[Any], names: Sequence[str]) -> str:
     return head + pytree.keystr(tuple(rest)) if rest else head
 
 
-class _Guess:
-    """Which tensors are activations and which are weights, from dtypes and shapes alone.
+def _guessed(tensors: Sequence[Tensor]) -> list[str]:
+    """The group of each: which tensors are activations and which are weights, from dtypes and shapes alone.
 
     Tensors built in different dtypes are grouped by dtype. Built alike, those that share the leading size of the first one
     are activations; the others are weights, which a trainer keeps in another dtype than activations.
     """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.by_dtype = {dtype: i for i, dtype in enumerate(dict.fromkeys(t.dtype for t in tensors))}
-        self.lead = next((t.shape[0] for t in tensors if t.dim() and not isinstance(t, torch.nn.Parameter)), None)
-
-    def group(self, tensor: Tensor) -> str:
-        if len(self.by_dtype) > 1:
-            order = self.by_dtype[tensor.dtype]
-            return INPUT if order == 0 else PARAM if order == 1 else f"{PARAM} {order}"
-        if isinstance(tensor, torch.nn.Parameter):
-            return PARAM
-        return INPUT if not tensor.dim() or self.lead is None or tensor.shape[0] == self.lead else PARAM
+    dtypes = list(dict.fromkeys(t.dtype for t in tensors))
+    if len(dtypes) > 1:
+        groups = [INPUT, PARAM, *(f"{PARAM} {i}" for i in range(2, len(dtypes)))]
+        return [groups[dtypes.index(t.dtype)] for t in tensors]
+    lead = next((t.shape[0] for t in tensors if t.dim() and not isinstance(t, torch.nn.Parameter)), None)
+    weights = [isinstance(t, torch.nn.Parameter) or bool(t.dim() and lead is not None and t.shape[0] != lead) for t in tensors]
+    return [PARAM if weight else INPUT for weight in weights]
 
 
 def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]:
@@ -194,26 +189,16 @@ def lengthened(sample: Sample, rows: int) -> Sample | None:
     A row is an index of the leading dimension that the first tensor has; every tensor of that leading size that does not look
     like a weight is drawn with the same indices, so that labels stay with their rows.
     """
-    lead_slot = _rows_slot(sample)
-    if lead_slot is None:
+    first = next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)
+    if first is None:
         return None
-    lead = sample.tensor(lead_slot).shape[0]
-    per_row = max(1, sample.tensor(lead_slot).numel() // max(1, lead) // max(1, sample.tensor(lead_slot).shape[-1]))
-    wanted = -(-rows // (per_row if sample.tensor(lead_slot).dim() > 1 else 1))
+    rows_of = sample.tensor(first)
+    lead = rows_of.shape[0]
+    per_row = max(1, rows_of.numel() // max(1, lead) // max(1, rows_of.shape[-1])) if rows_of.dim() > 1 else 1
+    wanted = -(-rows // per_row)
     if lead == 0 or wanted <= lead:
         return None
-    return _with_rows(sample, torch.randint(0, lead, (wanted,), generator=torch.Generator().manual_seed(0)))
-
-
-def _rows_slot(sample: Sample) -> Slot | None:
-    """The first tensor that has rows."""
-    return next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)
-
-
-def _with_rows(sample: Sample, draw: Tensor) -> Sample:
-    lead_slot = _rows_slot(sample)
-    assert lead_slot is not None
-    lead = sample.tensor(lead_slot).shape[0]
+    draw = torch.randint(0, lead, (wanted,), generator=torch.Generator().manual_seed(0))
     weights = {s.index for s in sample.slots if s.group == PARAM}
     drawn = {}
     for i, leaf in enumerate(sample.leaves):
@@ -278,14 +263,13 @@ def settings(sample: Sample, groups: tuple[str, ...], *, every: bool) -> Iterato
     groups  the sample's groups, and `param` for a module's own parameters
     every   also those that only a reference or a contract can judge: every dtype of every group under every autocast
     """
-    seen = set()
+    distinct: dict[Any, Setting] = {}
     for setting in _ordered(sample, groups, every):
-        known = (setting.dtypes, setting.autocast)
-        if known not in seen:
-            seen.add(known)
-            yield setting
-            if setting.autocast is not None:
-                yield replace(setting, inside=True)
+        distinct.setdefault((setting.dtypes, setting.autocast), setting)
+    for setting in distinct.values():
+        yield setting
+        if setting.autocast is not None:
+            yield replace(setting, inside=True)
 
 
 def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[Setting]:
@@ -306,16 +290,7 @@ def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[S
             yield Setting(tuple((g, torch.float32 if g in weights else low) for g in groups), low)
             # a model in the low dtype that meets an fp32 norm's output
             yield Setting(tuple((g, low if g in weights else torch.float32) for g in groups), low, produced=not sample.guessed)
-    if every:
-        yield from _product(groups)
-
-
-def _product(groups: tuple[str, ...]) -> Iterator[Setting]:
-    if not 1 < len(groups) <= 3:
-        return
-    combinations: list[tuple[tuple[str, torch.dtype], ...]] = [()]
-    for group in groups:
-        combinations = [(*done, (group, dtype)) for done in combinations for dtype in TRAINED]
-    for dtypes in combinations:
-        for autocast in (None, *LOW):
-            yield Setting(dtypes, autocast, produced=False)
+    if every and 1 < len(groups) <= 3:
+        for dtypes in itertools.product(TRAINED, repeat=len(groups)):
+            for autocast in (None, *LOW):
+                yield Setting(tuple(zip(groups, dtypes)), autocast, produced=False)

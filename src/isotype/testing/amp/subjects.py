@@ -6,19 +6,16 @@ import copy
 import functools
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...doctor.loading import in_one_line, in_words, member, module_of, required
 from ...errors import UsageError
 from ...finding import Place
 from .samples import PARAM, parameter_names
@@ -30,19 +27,13 @@ class Subject:
     def __init__(self, target: Any) -> None:
         self.target = target
         owner = getattr(target, "__self__", None)
-        self.function_class = self._function_class(target, owner)
+        applied = owner if getattr(target, "__name__", "") == "apply" else target
+        is_function = inspect.isclass(applied) and issubclass(applied, torch.autograd.Function)
+        self.function_class: type[torch.autograd.Function] | None = applied if is_function else None
         self.module = target if isinstance(target, nn.Module) else owner if isinstance(owner, nn.Module) else None
         if self.function_class is None and not callable(target):
             raise UsageError(f"ampcheck cannot call a {type(target).__name__}", fix="pass an autograd.Function, an nn.Module or a callable")
         self.label = self._label()
-
-    @staticmethod
-    def _function_class(target: Any, owner: Any) -> type[torch.autograd.Function] | None:
-        if inspect.isclass(target) and issubclass(target, torch.autograd.Function):
-            return target
-        if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function) and getattr(target, "__name__", "") == "apply":
-            return owner
-        return None
 
     def _label(self) -> str:
         if self.function_class is not None:
@@ -108,16 +99,15 @@ class Subject:
 
     def holds_parameters_of(self, module: nn.Module) -> bool:
         """Whether a plain callable holds on to parameters of this very module."""
-        if self.function_class is not None or self.module is not None:
-            return False
         own = {id(p) for p in module.parameters()}
-        return any(id(t) in own for t in _captured(self.target, depth=3))
+        return any(id(t) in own for t in self._held())
 
     def captured_dtypes(self) -> set[torch.dtype]:
         """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial arguments, globals it names)."""
-        if self.function_class is not None or self.module is not None:
-            return set()
-        return {t.dtype for t in _captured(self.target, depth=3) if t.is_floating_point()}
+        return {t.dtype for t in self._held() if t.is_floating_point()}
+
+    def _held(self) -> Iterator[Tensor]:
+        return iter(()) if self.function_class is not None or self.module is not None else _captured(self.target, depth=3)
 
 
 def _captured(target: Any, depth: int) -> Iterator[Tensor]:
@@ -137,18 +127,13 @@ def _captured(target: Any, depth: int) -> Iterator[Tensor]:
         yield from _captured([target.__func__, list(getattr(target.__self__, "__dict__", {}).values())], depth)
     elif inspect.isfunction(target) and depth:
         names = target.__code__.co_names
-        held = [cell.cell_contents for cell in target.__closure__ or () if _filled(cell)]
-        held += [*(target.__defaults__ or ()), *(target.__globals__[n] for n in names if n in target.__globals__)]
+        held = list(target.__defaults__ or ())
+        with suppress(ValueError):  # a variable that is not bound yet
+            held += inspect.getclosurevars(target).nonlocals.values()
+        held += [target.__globals__[n] for n in names if n in target.__globals__]
         for item in held:
             if isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial)) or inspect.isfunction(item) or inspect.ismethod(item):
                 yield from _captured(item, depth - 1)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 _OPTIONS = ("reference", "params", "contract")
@@ -173,85 +158,23 @@ def load_target(text: str) -> Target:
     where, colon, name = text.rpartition(":")
     if not colon or not name.replace(".", "").isidentifier():
         where, name = text, "build"
-    module = _import(where)
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        public = [
-            n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
-        ]
-        raise UsageError(f"{where} has no {name}", fix=f"one of: {', '.join(public) or 'nothing callable is defined there'}")
-    if inspect.isclass(found) or not inspect.isfunction(found) or _required(found):
-        raise UsageError(
-            f"{name} needs inputs",
-            fix=f"a build() in {where} that returns ({name}, inputs)",
-        )
-    return _built(found, f"{where}:{name}")
-
-
-def _built(build: Any, where: str) -> Target:
+    with in_one_line(where):
+        module = module_of(where)
+    build = member(module, name, where)
+    if not inspect.isfunction(build) or required(build):
+        raise UsageError(f"{name} needs inputs", fix=f"a build() in {where} that returns ({name}, inputs)")
     try:
         result = build()
     except Exception as error:
-        raise UsageError(f"{where}() raised {_at(error)}{type(error).__name__}: {error}") from error
-    if isinstance(result, Mapping) and {"function", "inputs"} <= set(result):
-        result = (result["function"], result["inputs"], {k: v for k, v in result.items() if k not in ("function", "inputs")})
+        raise UsageError(f"{where}:{name}() raised {in_words(error)}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
-        raise UsageError(
-            f"{where}() returned {type(result).__name__}", fix="return (callable, inputs), where inputs is a tuple of arguments"
-        )
+        wanted = "return (callable, inputs), where inputs is a tuple of arguments"
+        raise UsageError(f"{where}:{name}() returned {type(result).__name__}", fix=wanted)
     options = dict(result[2]) if len(result) == 3 else {}
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
-        raise UsageError(f"{where}() returned the option {unknown[0]!r}", fix=f"known options: {', '.join(_OPTIONS)}")
+        raise UsageError(f"{where}:{name}() returned the option {unknown[0]!r}", fix=f"known options: {', '.join(_OPTIONS)}")
     return Target(result[0], result[1], options)
-
-
-def _import(where: str) -> ModuleType:
-    path = Path(where)
-    if path.suffix != ".py":
-        try:
-            known = find_spec(where) is not None
-        except (ImportError, ValueError):
-            known = False
-        if not known:
-            raise UsageError(f"{where}: no such module", fix="give FILE.py:NAME or package.module:NAME")
-        return _guarded(where, lambda: import_module(where))
-    if not path.is_file():
-        raise UsageError(f"{where}: no such file")
-    spec = spec_from_file_location(path.stem, path.resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
-    loader = spec.loader
-
-    def run() -> ModuleType:
-        loader.exec_module(module)
-        return module
-
-    return _guarded(where, run)
-
-
-def _guarded(where: str, load: Callable[[], ModuleType]) -> ModuleType:
-    try:
-        return load()
-    except SyntaxError as error:
-        raise UsageError(f"{error.filename or where}:{error.lineno}: {error.msg}") from error
-    except Exception as error:
-        raise UsageError(f"{where} cannot be imported: {_at(error)}{type(error).__name__}: {error}") from error
-
-
-def _at(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-
-
-def _required(function: Any) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind in kinds]
 
 
 def triton_interpreted_without_gpu() -> AbstractContextManager[None]:

@@ -14,17 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ....data.formats import FormatName
-from ....data.pairs import Answer, Labelled
-from ....data.rows import LoadedData
-from ....data.tokens import TokenRows
-from ....distributed.world import World
-from ....errors import UsageError
-from ....training.task import Idle, Words, eval_mode
-from ....wording import counted
-from ..batches import Batch, collate
-from .batch import OfAnswers, answer_log_probs
-from .objective import Preference
+from ...data.formats import FormatName
+from ...data.pairs import Answer, Labelled
+from ...data.rows import LoadedData
+from ...data.tokens import TokenRows
+from ...distributed.world import World
+from ...errors import UsageError
+from ...training.task import Idle, Words, eval_mode
+from ...wording import counted
+from .batches import Batch, collate
+from .preference import OfAnswers, Preference, answer_log_probs
 
 PARTS = ("wanted", "chosen", "rejected", "chosen logps", "rejected logps", "rewards/accuracies", "kl")
 

@@ -1,12 +1,13 @@
-"""dpo, ipo, simpo, orpo, cpo and reward: what a language run does with preference pairs, their losses, and the log-probabilities that the
-model gives as the run starts."""
+"""dpo, ipo, simpo, orpo, cpo and reward: what a language run does with preference pairs, their batches and losses, and the
+log-probabilities that the model gives as the run starts."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,32 +18,117 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ....config.kind import WITH_REFERENCE
-from ....config.schema import PreferenceSection, RunConfig
-from ....data.formats import FormatName
-from ....data.pairs import Labelled, Pairs
-from ....data.progress import watched
-from ....data.rows import LoadedData, Share
-from ....data.tokens import TokenRows
-from ....distributed.agree import fingerprint_of_weights
-from ....distributed.world import World
-from ....errors import UsageError
-from ....precision.parts import local_part
-from ....precision.precision import Precision
-from ....training.feed import RowStream
-from ....training.task import Check, Feed, Words, eval_mode, micro_batch
-from ....wording import counted
-from ..batches import Batch, longest_of, model_inputs
-from ..checks import CHECKS, end_never_learnt
-from ..objective import Beside, refuse_balance
-from .batch import PairBatch, answer_log_probs, collate_pairs
+from ...config.kind import WITH_REFERENCE
+from ...config.schema import PreferenceSection, RunConfig
+from ...data.formats import FormatName
+from ...data.pairs import Labelled, Pair, Pairs
+from ...data.progress import watched
+from ...data.rows import LoadedData, Share
+from ...data.tokens import TokenRows
+from ...distributed.agree import fingerprint_of_weights
+from ...distributed.world import World
+from ...errors import UsageError
+from ...optimize.head import loss_of
+from ...precision.parts import local_part
+from ...training.feed import RowStream
+from ...training.task import Check, Feed, Words, eval_mode, micro_batch
+from ...wording import counted
+from .batches import Batch, collate, longest_of, model_inputs, next_tokens
+from .checks import CHECKS, end_never_learnt
+from .objective import Header, Objective, refuse_balance
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")  # of models that call the function themselves
 LOGPS = ("logps/chosen", "logps/rejected")
 
 
-class Preference:
+class OfAnswers:
+    """What a batch shows of its `answers`, which are the rows of the model; `rows` are those of the data."""
+
+    answers: Batch
+
+    @property
+    def rows(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> int:
+        return self.rows
+
+    @property
+    def units(self) -> int:
+        return self.answers.tokens
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.answers.input_ids
+
+    @property
+    def labels(self) -> Tensor:
+        return self.answers.labels
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return self.answers.inputs
+
+
+@dataclass(frozen=True)
+class PairBatch(OfAnswers):
+    """answers    2 B rows: the chosen and the rejected one of each pair in turn
+    lengths    fp32[2 B]  learnt tokens of each
+    reference  fp32[2 B]  log-probabilities under the model as the run starts; None where they are not known or not used
+    """
+
+    answers: Batch
+    lengths: Tensor
+    reference: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths) // 2
+
+    def __str__(self) -> str:
+        return f"{counted(self.rows, 'pair')} of {counted(self.input_ids.shape[1], 'token')}"
+
+    def to(self, device: torch.device) -> PairBatch:
+        reference = None if self.reference is None else self.reference.to(device, non_blocking=True)
+        return replace(self, answers=self.answers.to(device), lengths=self.lengths.to(device, non_blocking=True), reference=reference)
+
+
+def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, device_type: str = "cpu") -> PairBatch:
+    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    known = [pair.reference for pair in pairs if pair.reference is not None]
+    return PairBatch(
+        collate(rows, pad_id=pad_id, device_type=device_type),
+        torch.tensor([row.supervised for row in rows], dtype=torch.float32),
+        torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(pairs) else None,
+    )
+
+
+def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+    """The log-probability of each row's learnt tokens, summed: fp32[B]. Only rows of learnt tokens reach the head.
+
+    inside  `dtype` for a token, fp32 for the sum
+    """
+    targets = next_tokens(batch, every_row=False)
+    log_probs_N = loss_of(model, model_inputs(model, batch), replace(targets, each=True, dtype=dtype))
+    assert batch.counted is not None
+    by_place = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(0, batch.counted, log_probs_N.float())
+    return row_sums(by_place.view(batch.labels.shape))
+
+
+def row_sums(values_BT: Tensor) -> Tensor:
+    """fp32[B]. Halves are added, so that zeros behind a row change no bit of its sum: a row has one sum however long its batch is."""
+    length = values_BT.shape[1]
+    half = 1 << max(0, length - 1).bit_length()
+    values = F.pad(values_BT, (0, half - length))
+    while half > 1:
+        half //= 2
+        values = values[:, :half] + values[:, half:]
+    return values.squeeze(1)
+
+
+class Preference(Objective):
     """Learns from pairs. A step's loss is the mean over its pairs."""
 
     words = Words(
@@ -51,13 +137,13 @@ class Preference:
     )  # fmt: skip
     format: FormatName | None = "preference"
     each = 2
-    scored = False
 
     train: Pairs | Labelled
     eval: Pairs | Labelled
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.name = config, config.train.objective
+        super().__init__(config)
+        self.name = config.train.objective
         self.beside_reference = self.name in WITH_REFERENCE
 
     def check(self) -> None:
@@ -101,9 +187,6 @@ class Preference:
                     fix="set it to 0 in the model's config.json",
                 )
 
-    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
-        return Beside()
-
     def feed(self) -> Feed[Any]:
         return RowStream(self.train, seed=self.config.train.seed, shuffle=self.config.data.shuffle, shares=self.shares)
 
@@ -131,12 +214,6 @@ class Preference:
     def reference_log_probs(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         """fp32[2 B]: two values a row of the data."""
         return answer_log_probs(model, batch.answers, dtype=dtype)
-
-    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
-        return batches
-
-    def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        return CHECKS
 
     def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
         if not self.beside_reference:
@@ -213,7 +290,6 @@ def log1mexp(x: Tensor) -> Tensor:
 # adapter, and after a start that changes the base
 
 FILE = "reference.safetensors"
-Header = list[tuple[str, str]]
 Rows = Pairs | Labelled
 SHARED = "shared"  # in place of a fingerprint where no process has the whole model
 

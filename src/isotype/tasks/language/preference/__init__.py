@@ -1,1 +1,0 @@
-"""Objectives that learn from pairs of a chosen and a rejected answer."""
