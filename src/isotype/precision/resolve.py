@@ -295,8 +295,7 @@ def resolve(
     Raises    UsageError with every contradiction, worst first
     """
     said = {f"precision.{role}": value for role, value in (settings or {}).items() if value is not None}
-    around = {"device": device, "frozen": frozen, "where": sources or {}, "task_roles": task_roles or {}, "checkpoint": checkpoint}
-    settled = partial(_settled, **around)  # type: ignore[arg-type]  # of each its own type
+    settled = partial(_settled, device=device, frozen=frozen, where=sources or {}, task_roles=task_roles or {}, checkpoint=checkpoint)
     resolved, findings = settled(said, adapter, optimizer)
 
     def look(written: Settings) -> list[Finding]:
