@@ -19,8 +19,8 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# As Qwen3's: thoughts come from the content or a key, are written behind the last question, empty or not, and left out before it. So to render
-# a prefix gives something else than a prefix of the rendering.
+# As Qwen3's: thoughts come from the content or a key, are written behind the last question, empty or not, and left out before it, so that
+# to render a prefix gives something else than a prefix of the rendering.
 THINKING = """\
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}

@@ -79,13 +79,9 @@ def _question(
     pictures: Sequence[Any] = (), folder: str = ".",
 ) -> SamplePrompt:  # fmt: skip
     rendered = template.render(messages, tools=tools, generation_prompt=True, place=place)
-    asked = text_of(next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"]))
+    asked: Any = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
+    asked = asked if isinstance(asked, str) else "".join(part.get("text", "") for part in asked)
     if not pictures:
         return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
     found = encoder.with_pictures(Rendered(place, rendered, [], literal=False), pictures, folder)
     return SamplePrompt(asked.strip(), tuple(encoder.ids(found.text)), answer, found.pictures)
-
-
-def text_of(content: Any) -> str:
-    """Of a turn, also where it has pictures."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
