@@ -87,7 +87,7 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
     method = norm.__dict__.get("forward")
     ours = type(method) is InstanceMethod and method.function is norm_forward and not torch.compiler.is_dynamo_compiling()
     hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    if not ours or "weight" not in norm._parameters or (hooks and _changed_by_hooks(norm)):
+    if not ours or "weight" not in norm._parameters or (hooks and changed_before(norm)):
         # no wrapper around it, on a weight that is its parameter and not made from others; a hook may change what the norm is given
         total = x if residual is None else residual + x
         return norm(total), total
@@ -97,7 +97,8 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
     return normed, x if made is None else made
 
 
-def _changed_by_hooks(norm: nn.Module) -> bool:
+def changed_before(norm: nn.Module) -> bool:
+    """Whether a hook may change what the norm is given, or its gradients."""
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values())
 
