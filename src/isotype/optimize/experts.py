@@ -196,7 +196,6 @@ def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Ten
 def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it gives their output."""
     wrappers, base = unwrapped(module)
-    # `packed_forward` is no other library's
     others = [  # `packed_forward` is no other library's
         m for m in (*wrappers.values(), base) if MARK in vars(m) or getattr(vars(m).get("forward"), "function", None) is not packed_forward
     ]
