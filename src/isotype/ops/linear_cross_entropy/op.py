@@ -262,17 +262,8 @@ def scratch() -> dict[Any, Callable[..., int]]:
     return {torch.ops.isotype.linear_cross_entropy_forward.default: _bytes_of_forward}
 
 
-def _bytes_of_forward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Any,
-    targets_T: Tensor,
-    upstream: Tensor,
-    ignore_index: int,
-    factors: Any,
-    chunk: int,
-    *want: bool,
-) -> int:
+def _bytes_of_forward(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Any, targets_T: Tensor, *rest: Any) -> int:
+    _, _, _, chunk, *want = rest
     rows, classes = min(int(chunk), targets_T.numel()), weight_VH.shape[0]
     operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result = result_dtype(operand, hidden_TH.device)
