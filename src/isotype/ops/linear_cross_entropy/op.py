@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..cross_entropy.op import Reduction, check_reduction, check_targets, cross_entropy_reference
+from ..cross_entropy.op import cross_entropy_reference
 from ..cross_entropy.rows import Cpp, Source, row_paths
-from ..cross_entropy.rule import RULE, LossRule, RuleArguments
+from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
 from ..library import library_op
 from .chunked import (
     Chunks,
