@@ -47,7 +47,7 @@ def refuse_other_family(file: Path, kinds: Mapping[str, Any], settings: Path, pi
 
     Raises  UsageError where diffusers does not read the parts out of them
     """
-    from ...training.quiet import without_warnings
+    from ...training.console import without_warnings
 
     tensors = {name: torch.empty(shape, device="meta") for name, (_, shape) in _headers(file).items()}
     for part, kind in kinds.items():
