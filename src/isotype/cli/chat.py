@@ -41,7 +41,7 @@ def chat(
 
     if without_run(run) is None:
         require_run(run_and_result(run)[0])  # checked first, since loading takes seconds
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     from ..inference.loaded import Conversation, load_run
@@ -124,7 +124,7 @@ def sample(
         return
     if control is not None:
         raise UsageError(f"--control has no effect: {run} is no diffusion run")
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
     from ..wording import printable
 
     quiet_libraries()
@@ -173,7 +173,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, con
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
     from ..inference.diffusion import draw_with
     from ..runs.folder import run_and_result
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     taken, pictures = draw_with(run, texts, seed=seed, control=control)

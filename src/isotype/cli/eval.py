@@ -61,7 +61,7 @@ def evaluate(
         return
     if data is not None:
         refuse_absent(SourceSpec(name=data))
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     from ..config.schema import DataSection
@@ -116,7 +116,7 @@ def evaluate(
 
 def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
     from ..inference.diffusion import evaluate_with
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     taken, found = evaluate_with(run, data, batch_size=batch_size)
