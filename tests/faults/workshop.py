@@ -48,7 +48,7 @@ class Workshop:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from isotype.data.small_model import small_config, train_tokenizer
+        from isotype.quickstart.text import small_config, train_tokenizer
         from isotype.training.quiet import quiet_libraries
 
         quiet_libraries()

@@ -327,8 +327,7 @@ def conform(
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
         least = threshold(fail_on)
-        from ..testing.amp.check import ampcheck
-        from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
+        from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target)
         with triton_interpreted_without_gpu():

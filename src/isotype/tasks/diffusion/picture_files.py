@@ -13,10 +13,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from ...data.folder import without_runs
-from ...data.json_rows import read_json
+from ...data.files import without_runs
 from ...data.read import JSON_ENDINGS, Record, ending
-from ...data.tables import read_csv, read_parquet
+from ...data.records import read_records
 from ...errors import UsageError
 
 _HASHED: dict[tuple[str, int, int], str] = {}
@@ -230,10 +229,8 @@ def pictures_of_rows(
 
 def _rows_of(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
     """Rows, and in Parquet their row group and their position in it."""
-    if ending(file) == ".parquet":
-        return zip(read_parquet(file, str(file)), _places(file))
-    read = read_json if ending(file) in JSON_ENDINGS else read_csv
-    return zip(read(file, str(file)), repeat((0, 0)))
+    places = _places(file) if ending(file) == ".parquet" else repeat((0, 0))
+    return zip(read_records(file, str(file)), places)
 
 
 def _places(file: Path) -> Iterator[tuple[int, int]]:
