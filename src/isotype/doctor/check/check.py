@@ -276,40 +276,6 @@ def _trouble(file: str, line: int | None, what: str) -> Finding:
     return _told(file, f"cannot be read: {what}", "correct the file; nothing in it was checked", Severity.ERROR, line)
 
 
-def _documents(path: Path, text: str, shown: str) -> Sequence[Document | None]:
-    """By the file's ending. None for a tree of settings that is no tool's."""
-    match path.suffix.lower():
-        case ".safetensors":
-            return [_safetensors(path, shown)]
-        case ".py":
-            return from_python(text, shown)
-        case ".ipynb":
-            code, line_of = read_notebook(text)
-            documents = from_python(code, shown)
-            for made in documents:
-                made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
-            return documents
-        case ".sh" | ".bash" | ".slurm" | ".sbatch":
-            return from_script(text, shown)
-        case ".json" | ".jsonc":
-            return [_tree_document(read_json(text), path.name, shown)]
-        case ".yaml" | ".yml":
-            return [_tree_document(read_yaml(text), path.name, shown)]
-        case ".toml":
-            return [_tree_document(read_toml(text), path.name, shown)]
-    return from_environment(text, shown)
-
-
-def _trouble(file: str, line: int | None, what: str, severity: Severity = Severity.ERROR) -> Finding:
-    return Finding(
-        code="CF099",
-        severity=severity,
-        message=f"cannot be read: {what}" if severity else what,
-        place=Place(file=file, line=line),
-        fix="correct the file; nothing in it was checked" if severity else None,
-    )
-
-
 def _tree_document(tree: Tree, name: str, shown: str) -> Document | None:
     tool = identify(tree.data, name)
     tables: set[str] = set()
