@@ -47,7 +47,7 @@ def chat(
         isotype chat runs/gemma --image photo.jpg
     """
     _require(run)
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     from ..inference.loaded import Conversation, load_run
@@ -122,7 +122,7 @@ def sample(
         return
     if control is not None:
         raise UsageError(f"--control has no effect: {run} is no diffusion run")
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
     from ..wording import printable
 
     quiet_libraries()
@@ -171,7 +171,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, con
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
     from ..inference.diffusion import draw_with
     from ..runs.folder import run_and_result
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     taken, pictures = draw_with(run, texts, seed=seed, control=control)
@@ -245,7 +245,7 @@ def evaluate(
         return
     if data is not None:
         refuse_absent(SourceSpec(name=data))
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     from ..config.schema import DataSection
@@ -300,7 +300,7 @@ def evaluate(
 
 def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
     from ..inference.diffusion import evaluate_with
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     taken, found = evaluate_with(run, data, batch_size=batch_size)
