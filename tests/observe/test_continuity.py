@@ -114,11 +114,6 @@ def test_a_record_lists_what_was_not_watched_and_the_report_shows_it(task, tmp_p
     assert all(what.partition("(")[0].partition("'")[0] in page for what in said)
 
 
-def updated(model, optimizer):
-    model(torch.ones(4, 16)).square().mean().backward()
-    optimizer.step()
-
-
 def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(40)))
@@ -138,20 +133,3 @@ def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once(
     with torch.no_grad():
         last.mul_(1.5)
     assert [one.tensor for one in kept.differences()] == ["39.weight"]
-
-
-@pytest.mark.parametrize("few", [True, False])
-def test_few_bits_are_those_of_what_an_update_moved(few):
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    model.to(torch.bfloat16).float()  # as from a bf16 checkpoint
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    kept = Continuity(model, optimizer)
-    for step in (1, 2):
-        kept.take(f"update {step}")
-        updated(model, optimizer)
-        if few:
-            for p in model.parameters():
-                p.data.copy_(p.bfloat16())
-                optimizer.state[p]["exp_avg"].copy_(optimizer.state[p]["exp_avg"].bfloat16())
-    assert [one.tensor for one in kept.moved_with_few_bits()] == (["weight", "bias", "exp_avg of weight", "exp_avg of bias"] if few else [])
