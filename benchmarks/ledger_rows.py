@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.library import library_op
 from isotype.ops.linear_cross_entropy import op as head
-from isotype.ops.recompute import is_recomputing
+from isotype.ops.recompute import layers_running
 
 
 def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ class Launches(TorchDispatchMode):
     def phase(self) -> str:
         if self.updating:
             return "update"
-        if is_recomputing():
+        if layers_running and layers_running[-1].recomputing:
             return "recompute"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
@@ -11,6 +11,13 @@ from pathlib import Path
 def counted(number: int, one: str, many: str | None = None) -> str:
     """`1 row`, `1,234 rows`; `many` where the plural is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """A line for each row, its cells in columns; those in the columns `right` stand at their right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return ["  ".join(put(cell, width) for put, cell, width in zip(columns, row, widths)).rstrip() for row in rows]
 
 
 def plain(value: float) -> str:

@@ -189,7 +189,7 @@ def test_conform_finds_the_fault_of_each_real_case_and_passes_its_mend(shared):
         (["explain", "missing.log"], "no such file"),
         (["explain", "."], "folder"),
         (["trace", "nowhere.py:run"], "no such file"),
-        (["trace", "program.py:nothing"], "no function 'nothing'"),
+        (["trace", "program.py:nothing"], "has no 'nothing'"),
         (["trace", "program.py:run", "extra"], "takes no arguments"),
         (["conform", "nowhere.py"], "nowhere.py: no such file"),
         (["conform", "no.such.module:x"], "no.such.module: no such file or module"),

@@ -43,11 +43,11 @@ def test_the_setting_that_differs_is_named():
         refuse_differences(Others({"configuration": its}), configuration=mine)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_another_seed_has_another_fingerprint(dtype):
+def test_another_seed_has_another_fingerprint():
     def made(seed):
         torch.manual_seed(seed)
-        return nn.ParameterList([nn.Parameter((torch.rand(7, 5) * 100).to(dtype), requires_grad=False), nn.Parameter(torch.ones(()))])
+        drawn = ((torch.rand(7, 5) * 100).to(dtype) for dtype in (torch.bfloat16, torch.uint8))
+        return nn.ParameterList([*(nn.Parameter(t, requires_grad=False) for t in drawn), nn.Parameter(torch.ones(()))])
 
     assert fingerprint_of_weights(made(0)) == fingerprint_of_weights(made(0))
     assert fingerprint_of_weights(made(0)) != fingerprint_of_weights(made(1))
@@ -85,6 +85,7 @@ TORCHRUN = {
 def test_without_a_launcher_there_is_one_process():
     assert find_rank({}).size == 1
     assert find_rank({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
+    assert find_rank({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1  # its batch script
 
 
 def test_variables_of_torchrun_and_accelerate_give_rank_and_launcher():
@@ -93,23 +94,16 @@ def test_variables_of_torchrun_and_accelerate_give_rank_and_launcher():
     assert find_rank(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
 
 
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
+def test_variables_that_contradict_each_other_are_refused(subtests):
+    for environ, said in (
         ({"RANK": "0"}, "WORLD_SIZE is not set, and others of a launcher's variables are"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 is not one of WORLD_SIZE=4"),
         (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a number"),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR does not say where they meet"),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, "SLURM started 8 tasks"),
-    ],
-)
-def test_variables_that_contradict_each_other_are_refused(environ, said):
-    with pytest.raises(UsageError, match=said):
-        find_rank(environ)
-
-
-def test_a_batch_script_of_slurm_is_one_process():
-    assert find_rank({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1
+    ):
+        with subtests.test(said), pytest.raises(UsageError, match=said):
+            find_rank(environ)
 
 
 # --- The rows of a step are the same on any number of processes; rows of several shapes take a micro-batch for each shape.

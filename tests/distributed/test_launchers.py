@@ -93,10 +93,9 @@ def test_an_interrupt_of_one_process_saves_and_ends_both(file, tmp_path):
     assert (tmp_path / "run/checkpoints/step_3/DONE").is_file()
 
 
-@pytest.mark.parametrize("kind", ["replicate", "shard"])
-def test_what_the_preflight_of_one_process_refuses_all_refuse(kind, configured, tmp_path):
+def test_what_the_preflight_of_one_process_refuses_all_refuse(configured, tmp_path):
     """The step that is tried next gathers shared weights: a process that has refused would not come."""
-    configured("run", parallel={"kind": kind})
+    configured("run", parallel={"kind": "shard"})
     status, said = run(2, tmp_path / "run.yaml", fault=[1, 0, "refuse"])
     assert status == 3, said
     assert "rank 1: refused before step 1: PF004" in said

@@ -153,12 +153,10 @@ world.close()
 """
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("late", [0, 2])
-def test_no_process_closes_its_connections_before_all_are_through(late, tmp_path):
+def test_no_process_closes_its_connections_before_all_are_through(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LEAVE)
-    status, said = ended(start(3, str(script), str(tmp_path), str(late)))
+    status, said = ended(start(3, str(script), str(tmp_path), "2"))  # the last one is late
     assert status == 0, said
     through, closed = ([float((tmp_path / f"{what}_{rank}").read_text()) for rank in range(3)] for what in ("through", "closed"))
     assert max(through) <= min(closed)

@@ -109,20 +109,11 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("how", WRAPPED)
-def test_the_dtype_of_the_sums_is_read(how):
-    made, dtype = WRAPPED[how]
-    assert summed_in(made()) == ([dtype], "")
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (partial(ddp, own_hook), "communication hook own_hook"),
-        (lambda: nn.Linear(4, 4), "neither DDP nor FSDP wraps the model"),
-    ],
-)  # fmt: skip
-def test_what_is_not_known_is_told(made, words):
-    sent, why = summed_in(made())
-    assert sent == []
-    assert words in why
+def test_the_dtype_of_the_sums_is_read_and_what_is_not_known_is_told(subtests):
+    for how, (made, dtype) in WRAPPED.items():
+        with subtests.test(how):
+            assert summed_in(made()) == ([dtype], "")
+    for model, words in ((ddp(own_hook), "communication hook own_hook"), (nn.Linear(4, 4), "neither DDP nor FSDP wraps the model")):
+        sent, why = summed_in(model)
+        assert sent == []
+        assert words in why

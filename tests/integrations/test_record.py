@@ -22,9 +22,7 @@ def run(name, models, tmp_path, *, precision="bf16-lora", **more):
     return trainer, lambda file: json.loads((tmp_path / "isotype" / f"{file}.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("name", "head", "times"), [("SFT", "linear_log_probs", 1), ("Trainer", "linear_cross_entropy", 1), ("DPO", "linear_log_probs", 2)]
-)
+@pytest.mark.parametrize(("name", "head", "times"), [("Trainer", "linear_cross_entropy", 1), ("DPO", "linear_log_probs", 2)])
 def test_the_folder_records_declared_replaced_and_observed(name, head, times, models, tmp_path):
     trainer, read = run(name, models, tmp_path)
     manifest, precision = read("manifest"), read("precision")
@@ -128,18 +126,15 @@ def test_a_learning_rate_of_zero_is_refused_unless_skipped(models, tmp_path):
     assert {"code": "PF003", "check": "updates survive rounding into the trained dtype", "reason": "a dry run"} in skipped
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_settings_without_effect_are_refused(models, subtests):
+    for given, words in (
         ({"skip": {"PF999": "x"}}, "no such check"),
         ({"skip": {"PF003": ""}}, "reason is needed"),
         ({"skip": {"PF003": "x"}, "preflight": False}, "no effect with preflight=False"),
         ({"record": False}, "no effect with record=False"),
-    ],
-)
-def test_settings_without_effect_are_refused(given, words, models):
-    with pytest.raises(UsageError, match=words):
-        attach(plain(Setting(models)), "fp32", **given)
+    ):
+        with subtests.test(words), pytest.raises(UsageError, match=words):
+            attach(plain(Setting(models)), "fp32", **given)
 
 
 def test_a_resumed_run_goes_on_in_its_record(models, tmp_path):

@@ -48,43 +48,42 @@ def file(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_have_the_bits_of_the_package(kind):
-    raw = blocks(kind, 24, 768)
-    want = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
-    packed = torch.from_numpy(raw)
-    assert torch.equal(decoded(kind, packed, torch.float32).view(torch.int32), want.view(torch.int32))
-    torch.testing.assert_close(decoded(kind, packed, torch.float64), want.double(), rtol=1e-6, atol=1e-6)
-    assert not not_finite(kind, packed).any()
-    _, size, halves = BLOCKS[kind]
-    packed[5, size + halves[-1] : size + halves[-1] + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
-    assert not_finite(kind, packed).nonzero().tolist() == [[5, 1]]
+def test_blocks_have_the_bits_of_the_package(subtests):
+    for kind, (_, size, halves) in BLOCKS.items():
+        with subtests.test(kind):
+            raw = blocks(kind, 24, 768)
+            want = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+            packed = torch.from_numpy(raw)
+            assert torch.equal(decoded(kind, packed, torch.float32).view(torch.int32), want.view(torch.int32))
+            torch.testing.assert_close(decoded(kind, packed, torch.float64), want.double(), rtol=1e-6, atol=1e-6)
+            assert not not_finite(kind, packed).any()
+            packed[5, size + halves[-1] : size + halves[-1] + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+            assert not_finite(kind, packed).nonzero().tolist() == [[5, 1]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_is_the_model_that_transformers_widens(file, family):
-    path = file(family)
-    model = load_packed(str(path), dtype=torch.float32)
-    want = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    got = model(IDS).logits
-    torch.testing.assert_close(got, want(IDS).logits, rtol=1e-5, atol=1e-5)
-    layer = model.model.layers[0].self_attn.q_proj
-    assert type(layer) is PackedLinear
-    assert layer.weight.nbytes == layer.out_features * 144, "as many bytes as in the file"
+def test_a_file_is_the_model_that_transformers_widens(file, subtests):
+    for family in FAMILIES:
+        with subtests.test(family):
+            path = file(family)
+            model = load_packed(str(path), dtype=torch.float32)
+            want = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            torch.testing.assert_close(model(IDS).logits, want(IDS).logits, rtol=1e-5, atol=1e-5)
+            layer = model.model.layers[0].self_attn.q_proj
+            assert type(layer) is PackedLinear
+            assert layer.weight.nbytes == layer.out_features * 144, "as many bytes as in the file"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_file_that_does_not_count_heads_of_keys_has_one_for_each_head(tmp_path, family):
+def test_a_file_that_does_not_count_heads_of_keys_has_one_for_each_head(tmp_path):
     splitting().save_pretrained(tmp_path / "tokenizer")
     ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
-    model = tiny(family, **SIZES | ids | FAMILIES[family] | {"num_key_value_heads": SIZES["num_attention_heads"]})
+    model = tiny("llama", **SIZES | ids | {"num_key_value_heads": SIZES["num_attention_heads"]})
     write(model, tmp_path / "tokenizer", tmp_path / "a.gguf", "Q8_0")
-    write(model, tmp_path / "tokenizer", tmp_path / "b.gguf", "Q8_0", keys={f"{family}.attention.head_count_kv": None})
+    write(model, tmp_path / "tokenizer", tmp_path / "b.gguf", "Q8_0", keys={"llama.attention.head_count_kv": None})
     said, silent = (load_packed(str(tmp_path / name), dtype=torch.float32)(IDS).logits for name in ("a.gguf", "b.gguf"))
     assert torch.equal(said, silent)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", *(pytest.param(k, marks=pytest.mark.full) for k in ("Q4_0", "Q5_K", "Q6_K", "Q3_K"))])
+@pytest.mark.parametrize("kind", ["Q4_K", *(pytest.param(k, marks=pytest.mark.full) for k in ("Q8_0", "Q5_K", "Q6_K", "Q3_K"))])
 def test_gradients_are_as_near_as_those_of_the_dense_weights(file, kind):
     model = load_packed(str(file(kind=kind)))
     plain, exact = dense(model, torch.bfloat16), dense(model, torch.float64)
@@ -148,23 +147,24 @@ def test_llama_3s_scaling_of_positions_is_found_again(tmp_path):
     assert read_architecture(str(tmp_path / "model.gguf")).rope_parameters == rope
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("general.architecture", "gemma2", "GGUF files of gemma2 are not read"),
-        ("split.count", 2, "a part of 2"),
-        ("llama.attention.sliding_window", 8, "llama.attention.sliding_window: 8 is not read"),
-        ("llama.rope.scaling.type", "longrope", "rope.scaling.type: longrope is not read"),
-        ("tokenizer.ggml.pre", "smollm", "how its tokenizer splits text (tokenizer.ggml.pre: smollm) is not known"),
-    ],
+UNREAD = (
+    ("general.architecture", "gemma2", "GGUF files of gemma2 are not read"),
+    ("split.count", 2, "a part of 2"),
+    ("llama.attention.sliding_window", 8, "llama.attention.sliding_window: 8 is not read"),
+    ("llama.rope.scaling.type", "longrope", "rope.scaling.type: longrope is not read"),
+    ("tokenizer.ggml.pre", "smollm", "how its tokenizer splits text (tokenizer.ggml.pre: smollm) is not known"),
 )
-def test_what_is_not_read_is_refused_by_name(workshop, tmp_path, key, value, message):
+
+
+def test_what_is_not_read_is_refused_by_name(workshop, tmp_path, subtests):
     splitting().save_pretrained(tmp_path / "tokenizer")
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
-    write(tiny("llama", **SIZES | ids), tmp_path / "tokenizer", tmp_path / "a.gguf", "Q8_0", keys={key: value})
-    error = user(["--model", str(tmp_path / "a.gguf"), "--data", str(workshop.chats)])
-    assert message in str(error)
-    assert error.exit_status == 2
+    model = tiny("llama", **SIZES | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2})
+    for key, value, message in UNREAD:
+        with subtests.test(key):
+            write(model, tmp_path / "tokenizer", tmp_path / f"{key}.gguf", "Q8_0", keys={key: value})
+            error = user(["--model", str(tmp_path / f"{key}.gguf"), "--data", str(workshop.chats)])
+            assert message in str(error)
+            assert error.exit_status == 2
 
 
 def test_the_package_is_named_where_it_is_missing(file, workshop, monkeypatch):

@@ -11,7 +11,7 @@ from isotype.errors import UsageError
 from isotype.model.adapter import save_adapter
 from isotype.model.architecture import attention_line, attention_of
 from isotype.model.build import build_model
-from isotype.model.load import Source, base_source, check_vocabulary, load_base, load_tokenizer
+from isotype.model.load import Source, base_source, load_base, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import is_quantised
 from isotype.tasks.language.batches import collate
@@ -63,12 +63,6 @@ def test_a_random_model_is_built_once_and_loads_again(shared, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), load(again, "fp32").parameters()))
 
 
-def test_a_tokenizer_larger_than_the_embeddings_is_refused(shared):
-    tokenizer = load_tokenizer(ModelSection(name=str(shared / "data/stories260k")))
-    with pytest.raises(UsageError, match=r"512 tokens and the model embeds 96"):
-        check_vocabulary(tiny(), tokenizer)
-
-
 def without_a_weight(folder):
     state = load_file(folder / "model.safetensors")
     del state["model.layers.1.mlp.up_proj.weight"]
@@ -80,80 +74,56 @@ def written(name, content):
 
 
 # what is asked for; what is done to the folder `base` of a whole model; what is said
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("someone/no-such-model", None, r"HF_HUB_OFFLINE is set|cannot be reached"),
-        ("{here}/nowhere", None, "no such folder"),
-        ("{here}/bsae", None, "no such folder, did you mean .*/base"),
-        ("{here}", None, "no config.json there"),
-        ("{here}/base", written("model.safetensors", "not safetensors"), "base"),
-        ("{here}/base", without_a_weight, r"model\.layers\.1\.mlp\.up_proj\.weight first"),
-        (
-            "{here}/base",
-            written("generation_config.json", '{"max_new_tokens": -3}'),
-            r"generation_config\.json: .*\n  fix       correct that file",
-        ),
-        ("{here}/base", written("config.json", '{"model_type": "no_such_architecture"}'), "no_such_architecture"),
-    ],
+CANNOT_BE_LOADED = (
+    ("someone/no-such-model", None, r"HF_HUB_OFFLINE is set|cannot be reached"),
+    ("{here}/nowhere", None, "no such folder"),
+    ("{here}/bsae", None, "no such folder, did you mean .*/base"),
+    ("{here}", None, "no config.json there"),
+    ("{here}/base", written("model.safetensors", "not safetensors"), "base"),
+    ("{here}/base", without_a_weight, r"model\.layers\.1\.mlp\.up_proj\.weight first"),
+    ("{here}/base", written("generation_config.json", '{"max_new_tokens": -3}'), r"generation_config\.json: .*\n  fix       correct that"),
+    ("{here}/base", written("config.json", '{"model_type": "no_such_architecture"}'), "no_such_architecture"),
 )
-def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, name, change, message):
-    tiny().save_pretrained(tmp_path / "base")
-    if change:
-        change(tmp_path / "base")
-    with pytest.raises(UsageError, match=message) as caught:
-        load(Source(name.format(here=tmp_path)))
-    assert len(str(caught.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize(("family", "word"), [("llama", "sdpa"), ("gemma2", "eager")])
-def test_auto_attention_picks_the_fastest_of_the_family_and_prints_it(tmp_path, family, word):
-    tiny(family).save_pretrained(tmp_path)
-    model = load(Source(str(tmp_path)), attention="auto")
-    assert attention_of(model) == word
-    assert attention_line(model, "auto").startswith(f"{word} (auto: ")
-    assert attention_line(model, word) == word
+def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, subtests):
+    for name, change, message in CANNOT_BE_LOADED:
+        tiny().save_pretrained(tmp_path / "base")
+        if change:
+            change(tmp_path / "base")
+        with subtests.test(message), pytest.raises(UsageError, match=message) as caught:
+            load(Source(name.format(here=tmp_path)))
+        assert len(str(caught.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("gemma2", {"head_dim": 8}), ("mamba", {"state_size": 4})])
-def test_a_family_without_sdpa_trains_by_default(tmp_path, family, sizes):
-    tiny(family, **sizes).save_pretrained(tmp_path)
+def test_a_family_without_sdpa_trains_by_default_and_the_header_says_so(tmp_path):
+    tiny("gemma2", head_dim=8).save_pretrained(tmp_path)
     model = load(Source(str(tmp_path)), "fp32", trainable=True, attention="auto")
     assert attention_of(model) == "eager"
+    assert attention_line(model, "auto").startswith("eager (auto: ")
+    assert attention_line(tiny(), "auto").startswith("sdpa (auto: ")
     batch_loss_sum(model, collate(rows(2), pad_id=0), dtype="fp32").backward()
     with pytest.raises(UsageError, match="does not have it") as caught:
         load(Source(str(tmp_path)), attention="sdpa")
     assert caught.value.fix == "model.attention: auto"
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("bert", "bert is an encoder"), ("xlm", "xlm is an encoder"), ("modernbert", "modernbert is an encoder"),
-        ("xlnet", "xlnet does not predict the next token"), ("vit", "vit is no language model"),
-        ("clip", "clip is no language model"), ("t5", "encoder-decoder .* missing are"), ("bart", "encoder-decoder .* missing are"),
-    ],
-)  # fmt: skip
-def test_what_does_not_predict_the_next_token_is_refused(tmp_path, family, message):
-    from transformers import AutoConfig
-
-    AutoConfig.for_model(family).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=message):
-        load(Source(str(tmp_path)))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_classifier_is_refused_as_what_it_is(tmp_path, tied):
+def test_what_does_not_predict_the_next_token_is_refused(tmp_path, subtests):
     from transformers import AutoModelForSequenceClassification
 
-    config = tiny("qwen2", tie_word_embeddings=tied).config
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    for family, message in (
+        ("bert", "bert is an encoder"), ("xlnet", "xlnet does not predict the next token"), ("vit", "vit is no language model"),
+        ("clip", "clip is no language model"), ("t5", "encoder-decoder .* missing are"),
+    ):  # fmt: skip
+        with subtests.test(family):
+            AutoConfig.for_model(family).save_pretrained(tmp_path)
+            with pytest.raises(UsageError, match=message):
+                load(Source(str(tmp_path)))
+    tied = tiny("qwen2", tie_word_embeddings=True)
+    AutoModelForSequenceClassification.from_config(tied.config).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="Qwen2ForSequenceClassification answers with classes of a text"):
         load(Source(str(tmp_path)))
-
-
-def test_a_model_without_a_head_is_refused_as_what_it_is(tmp_path):
-    tiny("qwen2", tie_word_embeddings=True).model.save_pretrained(tmp_path)
+    tied.model.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="Qwen2Model is a model without a head for tokens, as embedding models are saved"):
         load(Source(str(tmp_path)))
 
@@ -234,10 +204,9 @@ def with_buffers(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16-pure"])
-def test_buffers_have_the_constructors_values(with_buffers, name):
+def test_buffers_have_the_constructors_values(with_buffers):
     notes = []
-    own = load(Source(str(with_buffers)), name, trainable=True, attention="eager", notes=notes).own
+    own = load(Source(str(with_buffers)), "bf16-pure", trainable=True, attention="eager", notes=notes).own
     assert torch.equal(own.angles, torch.arange(4).float() / 3)
     assert torch.equal(own.numbers, torch.arange(5))
     assert torch.equal(own.below, torch.ones(3, 3).tril().bool())

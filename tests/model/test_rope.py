@@ -57,16 +57,12 @@ def test_a_model_trained_in_full_has_them_in_its_config(configured, workshop, tm
     assert json.loads((tmp_path / "run/model/config.json").read_text())["rope_parameters"]["rope_theta"] == 5e5
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
+def test_wrong_rotary_parameters_are_one_line(configured, workshop, subtests):
+    for given, says in (
         ({"rope_type": "yarm", "factor": 2.0}, "rope_type: yarm: unknown"),
         ({"facto": 2.0}, "facto: unknown"),
         ({"rope_type": "yarn"}, "model.rope_parameters: .*factor"),
         ({"rope_type": "default"}, "has no effect"),
-    ],
-    ids=["type", "name", "missing", "same"],
-)
-def test_wrong_rotary_parameters_are_one_line(configured, workshop, given, says):
-    with pytest.raises(UsageError, match=says):
-        train(configured(model={"name": str(workshop.base), "rope_parameters": given}))
+    ):
+        with subtests.test(says), pytest.raises(UsageError, match=says):
+            train(configured(model={"name": str(workshop.base), "rope_parameters": given}))

@@ -55,11 +55,8 @@ def as_engines_read(folder):
         return model.eval()(input_ids=TOKENS).logits
 
 
-@pytest.mark.parametrize(
-    "settings", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "q_proj"]}], ids=["head", "embedding"]
-)
-def test_a_merged_head_that_is_no_longer_the_embedding_is_not_called_tied(tied_base, tmp_path, settings):
-    expected = adapter_on(tied_base, tmp_path / "adapter", **settings)
+def test_a_merged_head_that_is_no_longer_the_embedding_is_not_called_tied(tied_base, tmp_path):
+    expected = adapter_on(tied_base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
     merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
     assert config_of(tmp_path / "merged")["tie_word_embeddings"] is False
     torch.testing.assert_close(as_engines_read(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
@@ -72,7 +69,7 @@ def test_full_fine_tuning_stores_a_tied_head_once(tied_base, configured, tmp_pat
     assert "lm_head.weight" not in load_file(tmp_path / "run/model/model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["none", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.full), "lora"])
 def test_a_result_ends_where_its_answers_end(workshop, configured, tmp_path, kind):
     """With a named template the tokenizer's end token is the template's: `generate` of the saved and of the merged model stops there."""
     base = tmp_path / "base"
@@ -121,7 +118,7 @@ def with_code(workshop, tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["none", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.full), "lora"])
 def test_a_model_with_its_own_code_is_trained_saved_and_loaded_again(with_code, configured, tmp_path, monkeypatch, kind):
     model = {"name": str(with_code), "trust_remote_code": True}
     assert train(configured(model=model, adapter={"kind": kind}, train={"steps": 2})) == 0

@@ -33,13 +33,18 @@ def built(folder, *settings, preset="bf16-lora"):
     return (*build_model(loaded.config, precision, Source(str(folder)), tokenizer, torch.device("cpu")), precision)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_of_the_adapter_arrives_on_the_released_class(family, vlm, tmp_path):
+def test_every_tensor_of_the_adapter_arrives_on_the_released_class(vlm, tmp_path, subtests):
+    for family in FAMILIES:
+        with subtests.test(family):
+            adapter_arrives(vlm(family), tmp_path / family)
+
+
+def adapter_arrives(base, folder):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    model, manifest, precision = built(vlm(family))
-    released = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.bfloat16)
+    model, manifest, precision = built(base)
+    released = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.bfloat16)
     assert type(inner_model(model)) is type(released)
     assert any("does not run" in note for note in manifest.notes)
     calls = []
@@ -53,15 +58,15 @@ def test_every_tensor_of_the_adapter_arrives_on_the_released_class(family, vlm, 
         for parameter in trained.values():
             parameter.add_(torch.randn_like(parameter) * 0.1)
 
-    save_adapter(model, tmp_path, precision)
-    with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as file:
+    save_adapter(model, folder, precision)
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
-    there = PeftModel.from_pretrained(released, tmp_path).state_dict()
+    there = PeftModel.from_pretrained(released, folder).state_dict()
     arrived = [name for name, value in stored.items() if torch.equal(there[name.replace(".weight", ".default.weight")], value)]
     assert len(arrived) == len(stored) == len(trained) > 0
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES)])
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES if f != "gemma3")])
 def test_text_on_the_whole_model_is_the_loss_of_its_class_and_packing_keeps_documents_apart(family, vlm):
     """As the class itself computes it; packed rows give the losses of their documents."""
     model, _, _ = built(vlm(family), preset="fp32")
@@ -103,19 +108,15 @@ def test_names_of_layers_mean_those_of_the_language_part():
     assert all(".language_model." in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("family", "section", "message"),
-    [
-        ("gemma3", AdapterSection(targets=r".*vision_tower.*q_proj"), "of the tower, which adapter.vision: none leaves without"),
-        ("llama", AdapterSection(vision="lora"), "has no vision tower"),
-        ("gemma3", AdapterSection(vision="full"), "no row has a picture"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(family, section, message, vlm, workshop):
-    base = workshop.base if family == "llama" else vlm(family)
-    config = RunConfig(model={"name": str(base)}, adapter=section)
-    with pytest.raises(UsageError, match=message):
-        build_model(config, PRESETS["fp32"], Source(str(base)), load_tokenizer(config.model), torch.device("cpu"))
+def test_settings_that_contradict_each_other_are_refused(vlm, workshop, subtests):
+    for base, section, message in (
+        (vlm("gemma3"), AdapterSection(targets=r".*vision_tower.*q_proj"), "of the tower, which adapter.vision: none leaves without"),
+        (workshop.base, AdapterSection(vision="lora"), "has no vision tower"),
+        (vlm("gemma3"), AdapterSection(vision="full"), "no row has a picture"),
+    ):
+        config = RunConfig(model={"name": str(base)}, adapter=section)
+        with subtests.test(message), pytest.raises(UsageError, match=message):
+            build_model(config, PRESETS["fp32"], Source(str(base)), load_tokenizer(config.model), torch.device("cpu"))
 
 
 def test_an_adapter_of_the_class_for_text_still_loads(vlm, tmp_path):

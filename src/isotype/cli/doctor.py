@@ -140,14 +140,13 @@ def check(
 
     least = threshold(fail_on)
     checked = check_paths(paths, device=device)
-    findings = list(checked.findings)
-    if nothing := trouble_without_files(checked, paths):
-        findings.append(nothing)
+    nothing = trouble_without_files(checked, paths)
+    findings = [*checked.findings, *([nothing] if nothing else [])]
     if not json_output:
         for record in checked.records:
             if shown := table(record):
                 print(shown + "\n")
-    subject = f"{checked.files} file{'s' * (checked.files != 1)}, {len(checked.records)} run{'s' * (len(checked.records) != 1)}"
+    subject = f"{counted(checked.files, 'file')}, {counted(len(checked.records), 'run')}"
     records = [as_json(record) for record in checked.records]
     raise typer.Exit(answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records))
 
@@ -225,11 +224,8 @@ def _list(json_output: bool) -> None:
     from ..pages import codes, page
 
     titles = {code: (page(code) or "").partition("\n")[0].removeprefix("# ").removeprefix(code).lstrip(": ") for code in codes()}
-    print(
-        json.dumps({"findings": [], "codes": titles}, indent=1)
-        if json_output
-        else "\n".join(f"{code}  {title}" for code, title in titles.items())
-    )
+    lines = "\n".join(f"{code}  {title}" for code, title in titles.items())
+    print(json.dumps({"findings": [], "codes": titles}, indent=1) if json_output else lines)
 
 
 def env(
@@ -331,23 +327,14 @@ def conform(
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
         least = threshold(fail_on)
-        from ..testing.amp.check import ampcheck
-        from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
+        from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target)
         with triton_interpreted_without_gpu():
             report = ampcheck(loaded.function, loaded.inputs, **loaded.options, raises=False)
-    status = answer(
-        report.findings,
-        subject=f"{target} ({report.tried} runs)",
-        json_output=json_output,
-        fail_on=least,
-        subject_name=report.subject,
-        tried=report.tried,
-        refused=dict(report.refused),
-        skipped=list(report.skipped),
-    )
-    raise typer.Exit(status)
+    facts = {"subject_name": report.subject, "tried": report.tried, "refused": dict(report.refused), "skipped": list(report.skipped)}
+    subject = f"{target} ({report.tried} runs)"
+    raise typer.Exit(answer(report.findings, subject=subject, json_output=json_output, fail_on=least, **facts))
 
 
 def kernels(
@@ -380,7 +367,7 @@ def kernels(
 
         report = check_target(target, targets)
     names = ", ".join(report.kernels[:6]) + (f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else "")
-    subject = f"{len(report.kernels)} kernel{'s' if len(report.kernels) != 1 else ''} ({names}), {report.compiled} compilations"
+    subject = f"{counted(len(report.kernels), 'kernel')} ({names}), {report.compiled} compilations"
     shown = report.findings
     if not json_output:
         hidden = [f for f in shown if f.severity == Severity.NOTE]
@@ -388,7 +375,7 @@ def kernels(
         for remark in dict.fromkeys(report.remarks):
             print(f"  {remark}")
         if hidden:
-            subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--json)"
+            subject += f"; {counted(len(hidden), 'note')} not shown (--json)"
     facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
     status = answer(shown, subject=subject, json_output=json_output, fail_on=least, **facts)
     raise typer.Exit(status)

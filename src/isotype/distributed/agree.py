@@ -38,7 +38,10 @@ def refuse_differences(world: World, **facts: str) -> None:
         others = [rank for rank, one in enumerate(found) if one[name] != found[0][name]]
         if not others:
             continue
-        said = _shown(found[others[0]][name], found[0][name]) if name in ("versions", "configuration") else ""
+        said = ""
+        if name in ("versions", "configuration"):
+            lines = (found[rank][name].splitlines() for rank in (others[0], 0))
+            said = next(f": {one} and {other}" for one, other in zip_longest(*lines, fillvalue="") if one != other)
         raise UsageError(
             f"rank {', '.join(map(str, others))} ({found[others[0]]['host']}) and rank 0 ({found[0]['host']}) have different {name}{said}",
             fix=_FIXES[name],
@@ -92,12 +95,6 @@ def lines_of(config: RunConfig) -> str:
         for key, value in values.items()
         if (section, key) != ("parallel", "timeout")
     )
-
-
-def _shown(its: str, first: str) -> str:
-    """The first line that is not the same: `: train.seed: 1 and train.seed: 0`."""
-    one, other = next((a, b) for a, b in zip_longest(its.splitlines(), first.splitlines(), fillvalue="") if a != b)
-    return f": {one} and {other}"
 
 
 def _appears(file: Path, text: str) -> bool:

@@ -48,8 +48,8 @@ class Sharding:
             # sums, not means: losses are divided by the tokens of all processes; and gloo has no sum with a factor
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            for parameter in _parameters_of(unit):
-                self._sums[id(parameter)] = sums
+            for group in unit._get_fsdp_state()._fsdp_param_groups:  # of this unit, and of none inside it
+                self._sums |= {id(parameter.sharded_param): sums for parameter in group.fsdp_params}
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         return self._sums[id(parameter)].take(parameter)
@@ -88,9 +88,8 @@ def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    if nodes == 1:
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
+    shape = {"shard": world.size} if nodes == 1 else {"replicate": nodes, "shard": world.size // nodes}
+    return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
@@ -133,7 +132,7 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
     return units
 
 
-def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
+def units_of(inner: Any) -> list[tuple[str, nn.Module]]:
     """(name, module) of every decoder layer or denoiser block, and of the embedding where the head does not share its weight."""
     of_denoiser = {id(block) for block in denoiser_blocks(inner)}
     if of_denoiser:
@@ -146,16 +145,11 @@ def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
             found += blocks
             # experts and other lists inside a layer belong to its unit: which of them run depends on the rows
             inside = f"{full}." if blocks else inside
-    embedding = _embedding_apart(inner)
-    return [*found, ("the embedding", embedding)] if embedding is not None else found
-
-
-def _embedding_apart(inner: Any) -> nn.Module | None:
-    if not hasattr(inner, "get_input_embeddings"):
-        return None
-    embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
-    apart = type(embedding) is nn.Embedding and head is not None and getattr(head, "weight", None) is not embedding.weight
-    return embedding if apart else None
+    if hasattr(inner, "get_input_embeddings"):
+        embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+        if type(embedding) is nn.Embedding and head is not None and getattr(head, "weight", None) is not embedding.weight:
+            found.append(("the embedding", embedding))
+    return found
 
 
 def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
@@ -221,13 +215,6 @@ def whole_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iter
         yield
     finally:
         handle.remove()
-
-
-def _parameters_of(unit: Any) -> Iterator[nn.Parameter]:
-    """The parts that belong to this unit and to none inside it."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        for parameter in group.fsdp_params:
-            yield parameter.sharded_param
 
 
 def _give_scales(model: nn.Module, states: Mapping[str, Any]) -> None:

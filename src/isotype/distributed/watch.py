@@ -15,22 +15,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from ..errors import IsotypeError, RunError
 from ..wording import first_line
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 BEAT = 0.5  # seconds between signs of life
 SILENT = 8.0  # seconds without a sign of life after which a process counts as dead; a busy machine delays them
-
-
-class Store(Protocol):
-    """What is used of torch.distributed's Store."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass

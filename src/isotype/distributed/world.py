@@ -46,16 +46,12 @@ class World:
     rank = local_rank = 0
     size = local_size = nodes = 1
     launcher = backend = ""
+    speaks = True  # tells a person what went wrong
 
     @property
     def first(self) -> bool:
         """Whether this process has the folder, the console and the report."""
         return self.rank == 0
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this process tells a person what went wrong."""
-        return True
 
     def at(self, step: int, doing: str) -> None:
         """Where this process is, for the others to name."""
@@ -119,23 +115,15 @@ class JoinedWorld(World):
         self.nodes, self.launcher, self.backend = max(1, mine.size // max(1, mine.local_size)), mine.launcher, backend
         self._store, self._timeout = store, timeout
         self._turn = 0
-        self._speaks = mine.rank == 0
+        self.speaks = mine.rank == 0
         self._lost: IsotypeError | None = None
         self._failed = False
         self._watch = Watch(store.clone(), mine.rank)
         self._watch.tell()
         self._watch.start()
-        self._small = self._small_group()
-
-    def _small_group(self) -> Any:
-        """A group for tensors on the CPU, where the sums of a step are exchanged without the GPU."""
-        if "gloo" in str(dist.get_backend_config()):
-            return None
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
-
-    @property
-    def speaks(self) -> bool:
-        return self._speaks
+        # for tensors on the CPU, where the sums of a step are exchanged without the GPU
+        on_cpu = "gloo" in str(dist.get_backend_config())
+        self._small = None if on_cpu else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def at(self, step: int, doing: str) -> None:
         self._watch.sign.step, self._watch.sign.doing = step, doing
@@ -194,13 +182,9 @@ class JoinedWorld(World):
         return result
 
     def first_before_others(self, work: Callable[[], Made]) -> Made:
-        turn = self._next_turn()
-        if not self.first:
-            self._wait(turn, of=0, patiently=True)
-            return work()
-        result = work()
-        self._store.set(turn, "null")
-        return result
+        made: list[Made] = []
+        self.first_does(lambda: made.append(work()), patiently=True)
+        return made[0] if self.first else work()
 
     def in_turn(self, work: Callable[[], Made]) -> Made:
         turn = self._next_turn()
@@ -225,17 +209,13 @@ class JoinedWorld(World):
                 for rank in range(self.size):
                     self._wait(f"left/{rank}", of=rank)
             elif self.first:
-                self._see_off(LEAVING if self._lost is None else 1.0)
+                until = time.monotonic() + (LEAVING if self._lost is None else 1.0)
+                while time.monotonic() < until and not self._store.check([f"left/{rank}" for rank in range(self.size)]):
+                    time.sleep(0.05)
         self._watch.stop()
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
-
-    def _see_off(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        keys = [f"left/{rank}" for rank in range(self.size)]
-        while time.monotonic() < until and not self._store.check(keys):
-            time.sleep(0.05)
 
     def _next_turn(self) -> str:
         self._turn += 1
@@ -274,14 +254,13 @@ class JoinedWorld(World):
                 if newest != sign:
                     sign, signed = newest, now
                 # a process that gives signs of life may work for hours, one that gives none is looked at more closely
-                gone = now - signed > SUSPECT and self._is_dead(of)
+                gone = now - signed > SUSPECT and any(
+                    one.dead and one.sign.rank == of for one in find_lost(self._store, self._watch.sign, self.size)
+                )
             except RuntimeError as error:
                 raise self._what_happened(error) from error
             if failed or gone or (not patiently and now - begin > self._timeout):
                 raise self._what_happened(TimeoutError(f"waited {now - begin:.0f} s"))
-
-    def _is_dead(self, rank: int) -> bool:
-        return any(one.dead and one.sign.rank == rank for one in find_lost(self._store, self._watch.sign, self.size))
 
     def _what_happened(self, error: BaseException) -> BaseException:
         """The error with what other processes reported, in place of one that names no process."""
@@ -294,7 +273,7 @@ class JoinedWorld(World):
                 lost = find_lost(self._store, self._watch.sign, self.size)
                 failure = read_failure(self._store, range(self.size))  # reported meanwhile
         except Exception:
-            self._speaks = self.rank == 1
+            self.speaks = self.rank == 1
             return self._remember(RunError("rank 0, where all processes meet, is gone", code="MP001", fix=_RESUME))
         if failure is not None:
             rank, what = failure
@@ -303,7 +282,7 @@ class JoinedWorld(World):
                 self._remember(made)
             return made
         gone = {one.sign.rank for one in lost if one.dead}
-        self._speaks = self.rank == min(rank for rank in range(self.size) if rank not in gone)
+        self.speaks = self.rank == min(rank for rank in range(self.size) if rank not in gone)
         step = self._watch.sign.step  # processes are never more than one meeting apart, and a dead one's last sign may be older
         where = "" if gone else " (it is at step {0.step}: {0.doing})"
         named = f"step {step}: " + "; ".join(f"{one.sign} {one.how}{where.format(one.sign)}" for one in lost)

@@ -34,7 +34,12 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     kind    of the whole model; None: gguf writes an adapter alone, and a model in the type that keeps its values
     Raises  UsageError
     """
-    result = _result(run)
+    result: Path | None = run.absolute()
+    if without_run(run) is None:
+        folder, on_the_way = run_and_result(run)
+        if (result := result_of(folder, on_the_way)) is None:
+            raise UsageError(f"{folder}: no result yet", fix=f"isotype train --resume {folder}")
+    assert result is not None
     adapter = (result / SETTINGS).is_file()
     if to == "vllm":
         if not adapter:
@@ -62,7 +67,9 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
         tokenizer_keys(tokenizer, config.vocab_size, command)
     content = modelfile(tokenizer, "." if converted else "./model.gguf") if to == "ollama" else ""
     with _whole(run, result, out.absolute().parent) as folder:
-        kind = kind or _type_of(folder)
+        if kind is None:  # the type that keeps the file's values; F16 of fp32 ones
+            dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
+            kind = "BF16" if dtype == "bfloat16" else "F16"
         if to == "gguf":
             tensors = export_model(folder, out, kind)
             return {"file": str(out), "tensors": tensors, "type": kind}, [f"exported  {tensors} tensors in {kind} to {out}"]
@@ -80,16 +87,6 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     return {"folder": str(out), "command": create}, [f"exported  {out}", f"create    {create}"]
 
 
-def _result(run: Path) -> Path:
-    if without_run(run) is not None:
-        return run.absolute()
-    folder, on_the_way = run_and_result(run)
-    found = result_of(folder, on_the_way)
-    if found is None:
-        raise UsageError(f"{folder}: no result yet", fix=f"isotype train --resume {folder}")
-    return found
-
-
 @contextmanager
 def _whole(run: Path, result: Path, beside: Path) -> Iterator[Path]:
     """The model's folder; an adapter is merged into a temporary one."""
@@ -99,8 +96,3 @@ def _whole(run: Path, result: Path, beside: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=beside, prefix=".merged-") as aside:
         merge(load_run(run), Path(aside) / "model")
         yield Path(aside) / "model"
-
-
-def _type_of(folder: Path) -> str:
-    """The type that keeps the file's values; F16 of fp32 ones."""
-    return "BF16" if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype") == "bfloat16" else "F16"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
@@ -126,7 +127,8 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     factors = _rope_factors(config)
     tensors = [] if factors is None else [_Written("rope_freqs.weight", factors)]
-    for name, stored in _stored(folder):
+    files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
+    for name, stored in ((name, file.get_slice(name)) for file in files for name in file.keys()):  # noqa: SIM118  # not a mapping
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -241,16 +243,6 @@ class _Written:
         if self.kind == "F16" and float(value.abs().max()) > _OVER:
             raise UsageError(f"{out}: {self.name} has values beyond fp16's {_OVER:.0f}", fix="--type BF16 keeps them")
         return gguf.quants.quantize(value.contiguous().numpy(), gguf.GGMLQuantizationType[self.kind])
-
-
-def _stored(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Name and place of each tensor."""
-    from safetensors import safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = safe_open(file, framework="pt")
-        for name in tensors.keys():  # noqa: SIM118  # not a mapping
-            yield name, tensors.get_slice(name)
 
 
 def _write(out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_Written]) -> None:

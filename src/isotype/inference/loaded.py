@@ -36,7 +36,7 @@ from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, run_and_result, without_run
 from ..tasks.language.result import load_result
-from ..tasks.language.sample import Generates, generation_config, prompt_inputs
+from ..tasks.language.sample import generation_config, prompt_inputs
 from ..wording import printable
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class Conversation:
         inputs = prompt_inputs(SamplePrompt(text, ids, pictures=tuple(shown)), self.pictures, self.run.device)
         streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
         with torch.no_grad(), generating(model):
-            out = cast(Generates, model).generate(**inputs, generation_config=self.config, streamer=streamer)
+            out = cast(Any, model).generate(**inputs, generation_config=self.config, streamer=streamer)
         answer = str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
         if tokenizer.chat_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         plain.generation_config.eos_token_id = base.generation_config.eos_token_id
         align_special_tokens(plain, run.tokenizer)
         names = embedding_and_head(plain)
-        tied = _tie(state, *names) if names else None
+        # an adapter on embedding or head, or one of them trained in full, makes two weights of what was one in the base
+        tied = names and names[0] in state and (names[1] not in state or state[names[0]].data_ptr() == state[names[1]].data_ptr())
         # where the head is not the embedding nothing is tied again when the folder is loaded, not the head's bias either
         plain.save_pretrained(folder, state_dict=apart(state) if tied is False else dict(state))
         write_config(folder, to_torch(dtype), tied=tied)
@@ -154,16 +155,11 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
         state[plain] = value.to(dtype).contiguous().cpu()
         if layer is None:
             unchanged[id(parameter)] = state[plain]
-    for plain, buffer in _stored_buffers(inner).items():
-        state[plain] = (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous().cpu()
-    return state, (error / effect) ** 0.5 if effect else 0.0, count
-
-
-def _stored_buffers(inner: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong to the model's file, such as the constants of Apertus' activation or the router bias of DeepSeek V3."""
     persistent = inner.state_dict(keep_vars=True)
-    named = {name: buffer for name, buffer in inner.named_buffers(remove_duplicate=False) if name in persistent}
-    return {plain: buffer.detach() for name, buffer in named.items() if (plain := _plain_name(name)) is not None}
+    for name, buffer in inner.named_buffers(remove_duplicate=False):  # constants of Apertus' activation, router bias of DeepSeek V3
+        if name in persistent and (plain := _plain_name(name)) is not None:
+            state[plain] = (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous().cpu()
+    return state, (error / effect) ** 0.5 if effect else 0.0, count
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
@@ -250,22 +246,16 @@ def _plain_name(name: str) -> str | None:
 
 
 def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
-    data = run.config.data
+    """Random tokens where the adapter comes without data."""
+    data, model = run.config.data, cast(Any, run.model)
     if data.train is None:
-        return _any_rows(run), None
+        most, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
+        drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
+        return [Row(tuple(ids), tuple(ids), 0) for ids in drawn], None
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
     loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, only=FORMATS.get(run.config.train.objective),
                        pictures=pictures_of(run.config.model, section, run.tokenizer))  # fmt: skip
     return list((loaded.eval or loaded.train)[:ROWS]), loaded.pictures
-
-
-def _any_rows(run: LoadedRun) -> list:
-    """Random tokens, on which two models are compared when the adapter comes without data."""
-    generator = torch.Generator().manual_seed(0)
-    model: Any = run.model
-    most = model.get_input_embeddings().weight.shape[0]
-    drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
-    return [Row(tuple(ids), tuple(ids), 0) for ids in drawn]
 
 
 def _loss(model: nn.Module, run: LoadedRun, rows: tuple[list, Pictures | None]) -> float:
@@ -282,15 +272,3 @@ def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:
     precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
     source = Source(str(out), trust_remote_code=run.source.trust_remote_code)
     return load_result(out, source, precision, config=run.config.model, device=run.device)
-
-
-def _tie(state: dict[str, Tensor], embedding: str, head: str) -> bool:
-    """Whether the merged head is the merged embedding: only then is it stored once, and only then may config.json call it tied.
-
-    An adapter on one of the two, or one of them trained in full, makes two weights of what was one in the base.
-    """
-    if embedding not in state:
-        return False
-    if head not in state:
-        return True
-    return state[head].data_ptr() == state[embedding].data_ptr()

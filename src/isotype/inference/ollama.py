@@ -7,6 +7,7 @@ the Go template that puts it there is compared with the chat template on other c
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,12 @@ def turns_of(tokenizer: Any) -> Turns:
     template = chat_template(tokenizer, None)
     begins = tokenizer.bos_token or ""
 
+    def messages(contents: list[str], system: str | None) -> list[dict[str, str]]:
+        said = [{"role": "system", "content": system}] if system else []
+        return [*said, *({"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents))]
+
     def render(contents: list[str], system: str | None = None) -> str:
-        roles = ["user", "assistant"] * len(contents)
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": role, "content": content} for role, content in zip(roles, contents)]
-        text = template.render(messages, generation_prompt=len(contents) % 2 == 1, place="the chat template")
+        text = template.render(messages(contents, system), generation_prompt=len(contents) % 2 == 1, place="the chat template")
         return text.removeprefix(begins)
 
     def around(text: str, contents: list[str]) -> list[str]:
@@ -102,9 +104,7 @@ def turns_of(tokenizer: Any) -> Turns:
     for count in (1, 3, 5):
         for said in (None, "Be brief.\n\nBe right.") if system else (None,):
             contents = list(_TRIED[-1:] if count == 1 else _TRIED[:count])
-            messages = [{"role": "system", "content": said}] if said else []
-            messages += [{"role": "assistant" if i % 2 else "user", "content": content} for i, content in enumerate(contents)]
-            if turns.text(messages) != render(contents, said):
+            if turns.text(messages(contents, said)) != render(contents, said):
                 raise _no_turns()
     return turns
 
@@ -133,7 +133,11 @@ def modelfile(folder: Path | str, weights: str) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     turns = turns_of(tokenizer) if tokenizer.chat_template else None
     template = turns.as_go() if turns else "{{ .Prompt }}"
-    stops = [tokenizer.convert_ids_to_tokens(index) for index in _ends(folder, tokenizer)]
+    said = None
+    with suppress(OSError):
+        said = GenerationConfig.from_pretrained(folder).eos_token_id
+    ends = said if isinstance(said, list) else [said, tokenizer.eos_token_id]
+    stops = [tokenizer.convert_ids_to_tokens(index) for index in ends if index is not None]
     if turns:
         # a template may end a turn with a token that is not the tokenizer's end
         stops += [token for token in tokenizer.get_added_vocab() if turns.next.lstrip().startswith(token)]
@@ -141,15 +145,6 @@ def modelfile(folder: Path | str, weights: str) -> str:
         raise _no_turns()
     lines = [f"FROM {weights}", f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops))]
     return "\n".join(lines) + "\n"
-
-
-def _ends(folder: Path | str, tokenizer: Any) -> list[int]:
-    try:
-        said = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        said = None
-    ends = said if isinstance(said, list) else [said, tokenizer.eos_token_id]
-    return [index for index in ends if index is not None]
 
 
 def write_for_converter(folder: Path) -> None:

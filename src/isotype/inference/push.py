@@ -46,7 +46,8 @@ def check_push(config: RunConfig, before: Path | None) -> str | None:
         name = run.push_to_hub if "/" in run.push_to_hub else f"{user['name']}/{run.push_to_hub}"
         if (user.get("auth", {}).get("accessToken") or {}).get("role") == "read":
             raise UsageError(f"{where}: the token may only read", fix="https://huggingface.co/settings/tokens makes one that may write")
-        if _of(before) != name and api.repo_exists(name):
+        pushed = RunFolder(before).read_json(RECORD).get("repository") if before else None
+        if pushed != name and api.repo_exists(name):
             raise UsageError(f"{where}: {name} exists, and is not this run's: nothing of it is overwritten", fix="give another name")
     except UsageError:
         raise
@@ -91,12 +92,6 @@ def _merged(folder: Path, adapter: Path, aside: Path) -> Path:
     card = merged_card((adapter / "README.md").read_text(encoding="utf-8"), merged.dtype, merged.noise)
     (merged.folder / "README.md").write_text(card, encoding="utf-8")
     return merged.folder
-
-
-def _of(before: Path | None) -> str | None:
-    """The repository that a run pushed to."""
-    said = RunFolder(before).read_json(RECORD).get("repository") if before else None
-    return None if said is None else str(said)
 
 
 def _short(error: Exception) -> str:

@@ -18,7 +18,7 @@ from .attachment import Attachment, is_running, models_of, overridden, trained_i
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
 from .record import Record
 from .steps import Guards
-from .weights import Autocast, PureWeights, Weights
+from .weights import PureWeights, Weights, take_autocast
 
 
 def attach(
@@ -44,7 +44,12 @@ def attach(
     Raises      UsageError in one sentence, and the trainer is as it was
     """
     check_trainer(trainer)
-    _check_precision(trainer)
+    for name, model in models_of(trainer).items():
+        if precision_of(model) is not None:  # a failed attach() would take it off
+            raise UsageError(
+                f"{type(trainer).__name__}.{name} has a precision already, from another attached trainer or isotype.optimize()",
+                fix="detach(the other trainer) first, or isotype.restore(model); or give this trainer a model of its own",
+            )
     skips = check_preflight(skip or {}, preflight=preflight, record=record)
     resolved = resolve_for(trainer, precision)
     claimed = list(claims(trainer, resolved.precision))
@@ -79,23 +84,11 @@ def detach(trainer: Any) -> list[str]:
     return _take_off(attached)
 
 
-def _check_precision(trainer: Any) -> None:
-    """Raises UsageError where a model of the trainer has a precision from elsewhere, which a failed attach() would take off."""
-    for name, model in models_of(trainer).items():
-        if precision_of(model) is not None:
-            raise UsageError(
-                f"{type(trainer).__name__}.{name} has a precision already, from another attached trainer or isotype.optimize()",
-                fix="detach(the other trainer) first, or isotype.restore(model); or give this trainer a model of its own",
-            )
-
-
 def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     unprepare(trainer)
     models, device = models_of(trainer), trainer.args.device.type
-    autocast = Autocast(trainer.accelerator)
-    attached.undo.append(autocast.give_back)
-    autocast.take(list(models.values()), precision)
+    take_autocast(trainer.accelerator, list(models.values()), precision, attached.undo)
     weights = Weights()
     attached.undo.append(weights.restore)
     for name, model in models.items():
@@ -114,22 +107,18 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.accumulator = pure.accumulator
         attached.put(pure)
     guards = attached.put(Guards(attached))
-    _one_graph_for_every_rank(attached)
+    args = trainer.args
+    if args.world_size > 1 and args.ddp_find_unused_parameters is None:
+        # DDP's search for unused parameters, Trainer's default for PEFT models, walks the outputs and makes deferred logits real
+        args.ddp_find_unused_parameters = False
+        attached.undo.append(partial(setattr, args, "ddp_find_unused_parameters", None))
+        attached.notes.append("ddp_find_unused_parameters=False: the search makes every rank's logits real")
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         attached.notes.append(f"fsdp has no effect on a {device.upper()}: accelerate replicates the model there (DDP) and says nothing")
     for method in ("training_step", "compute_loss"):
         if own := overridden(trainer, method):
             attached.notes.append(f"{own} runs as it is; logits that it reads as a whole are computed, counted and named with their line")
     return guards
-
-
-def _one_graph_for_every_rank(attached: Attachment) -> None:
-    """DDP's search for unused parameters, Trainer's default for PEFT models, walks the outputs and makes deferred logits real."""
-    args = attached.trainer.args
-    if args.world_size > 1 and args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = False
-        attached.undo.append(lambda: setattr(args, "ddp_find_unused_parameters", None))
-        attached.notes.append("ddp_find_unused_parameters=False: the search makes every rank's logits real")
 
 
 def _take_off(attached: Attachment) -> list[str]:

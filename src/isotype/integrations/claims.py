@@ -42,25 +42,16 @@ def dtypes_of(parameters: Iterable[nn.Parameter]) -> str:
     return ", ".join(f"{word} x {n}" for word, n in counted.most_common()) or "none"
 
 
-def adapter_kind(model: nn.Module) -> str:
-    """`lora` where an adapter library's weights are trained, else `none`."""
-    return "lora" if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()) else "none"
-
-
 def asked_by_arguments(trainer: Any) -> str | None:
     """The dtype that TrainingArguments ask for, or None where they ask for none."""
     return "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
 
 
-def _typed_false(trainer: Any) -> bool:
-    """Whether bf16=False was typed: TRL's configurations mean bf16 by default, whereas transformers' own False may be the default."""
-    args = trainer.args
-    return type(args).__dataclass_fields__["bf16"].default is None and not (args.bf16 or args.fp16)
-
-
 def _auto(trainer: Any, adapter: str, *, quantised: Quantisation | None) -> tuple[str, dict[str, str], str]:
     """What the arguments and the model make of `auto`: preset, what differs from it, and why. Without them the device decides."""
-    given, typed = asked_by_arguments(trainer), _typed_false(trainer)
+    given = asked_by_arguments(trainer)
+    # TRL's configurations mean bf16 by default: False was typed; transformers' own False may be the default
+    typed = given is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
     fp32 = "bf16=False in the trainer's arguments"
     if quantised is not None:
         own = quantised.held or quantised.kind == "int8"
@@ -76,7 +67,8 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
     """One precision for this trainer. Raises UsageError with both values for a contradiction."""
     model, device = trainer.model, trainer.args.device.type
     hardware = detect("cpu" if device == "cpu" else "auto")
-    adapter, quantised = adapter_kind(model), of_model(inner_model(model))
+    adapter = "lora" if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()) else "none"
+    quantised = of_model(inner_model(model))
     why = ""
     if isinstance(precision, Precision):
         preset, overrides = _parts(str(precision))
@@ -125,7 +117,7 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
     if there == "fp8":
         raise UsageError("accelerate's mixed_precision is fp8, and no precision declares that", fix="mixed_precision: bf16")
     if given is not None and given != precision.compute:
-        by = " (TRL's configurations set it by default)" if given == "bf16" and type(trainer).__module__.startswith("trl.") else ""
+        by = " (TRL's configurations set it by default)" if given == "bf16" and is_of_trl(trainer) else ""
         raise UsageError(
             f"{given}=True in the trainer's arguments{by}, and precision {preset} computes in {precision.compute}",
             fix=f"{given}=False, or precision='{'fp16-mixed' if given == 'fp16' else 'bf16-mixed'}'",
@@ -168,7 +160,8 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
         rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
         yield Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest))
     if adapters:
-        by = "TRL's cast" if _cast_by_trl(trainer, adapters) else "PEFT"
+        # TRL casts the adapters of quantised models
+        by = "TRL's cast" if is_of_trl(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters) else "PEFT"
         yield Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters))
         if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
             yield Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead")
@@ -177,7 +170,10 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
         yield Claim("training arguments", f"optim={optim}", "Isotype's AdamW, which rounds stochastically")
     for name, other in models_of(trainer).items():
         if name != "model":
-            yield Claim(f"checkpoint, {name}", dtypes_of(other.parameters()), _read_only_becomes(trainer, name, precision))
+            now = f"base {precision.unquantised}"
+            if precision.trainable != precision.unquantised and trained_in(trainer, name):
+                now = f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
+            yield Claim(f"checkpoint, {name}", dtypes_of(other.parameters()), now)
     if getattr(args, "cast_lm_head_to_fp32", False):
         yield Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32")
     if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
@@ -187,16 +183,8 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
             yield Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay")
 
 
-def _read_only_becomes(trainer: Any, name: str, precision: Precision) -> str:
-    """What becomes of the weights of a model that the trainer only reads."""
-    rounded = precision.trainable == precision.unquantised or not trained_in(trainer, name)
-    return f"base {precision.unquantised}" if rounded else f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
-
-
-def _cast_by_trl(trainer: Any, adapters: list[nn.Parameter]) -> bool:
-    """TRL casts the adapters of quantised models to bf16."""
-    low = any(dtype_name(p.dtype) == "bf16" for p in adapters)
-    return low and any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+def is_of_trl(trainer: Any) -> bool:
+    return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
 
 
 def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
@@ -253,27 +241,23 @@ def _check_versions(trainer: Any) -> None:
 
 
 def _check_model(trainer: Any) -> None:
-    model = trainer.model
+    model, args, why = trainer.model, trainer.args, ""
     if not isinstance(model, nn.Module):
-        raise UsageError("this trainer has no model yet (model_init builds it in train())", fix="Trainer(model=...)")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise UsageError(
-            f"the trainer's model is wrapped in {type(model).__name__} already", fix="give the trainer the plain model: it wraps it"
-        )
-    if trainer.optimizer is not None and trainer.optimizer.state:
-        raise UsageError(
-            "this trainer has trained already: its optimizer has states of the earlier precision", fix="attach(trainer) before train()"
-        )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        why, fix = "this trainer has no model yet (model_init builds it in train())", "Trainer(model=...)"
+    elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        why = f"the trainer's model is wrapped in {type(model).__name__} already"
+        fix = "give the trainer the plain model: it wraps it"
+    elif trainer.optimizer is not None and trainer.optimizer.state:
+        why = "this trainer has trained already: its optimizer has states of the earlier precision"
+        fix = "attach(trainer) before train()"
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "accelerate's FSDP"
-        raise UsageError(
-            f"attach() does not support {engine}, which owns the dtypes and the casts of the weights that the ops read",
-            fix="DDP or a single process; or isotype train, which shards with FSDP2",
-        )
-    if trainer.args.use_liger_kernel and trainer.args.device.type in ("cpu", "mps"):
-        raise UsageError(
-            f"use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do not run on {trainer.args.device.type}",
-            fix="use_liger_kernel=False: attach() brings kernels of its own",
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("no parameter of this model is trained", fix="give the trainer a peft_config, or requires_grad_(True)")
+        why = f"attach() does not support {engine}, which owns the dtypes and the casts of the weights that the ops read"
+        fix = "DDP or a single process; or isotype train, which shards with FSDP2"
+    elif args.use_liger_kernel and args.device.type in ("cpu", "mps"):
+        why = f"use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do not run on {args.device.type}"
+        fix = "use_liger_kernel=False: attach() brings kernels of its own"
+    elif not any(p.requires_grad for p in model.parameters()):
+        why, fix = "no parameter of this model is trained", "give the trainer a peft_config, or requires_grad_(True)"
+    if why:
+        raise UsageError(why, fix=fix)

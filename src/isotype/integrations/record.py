@@ -38,11 +38,9 @@ class Record(TrainerCallback):
     def __init__(self, attached: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]) -> None:
         self.attached, self.guards, self.preflight, self.skip = attached, guards, preflight, skip
         self.folder = RunFolder(Path(attached.trainer.args.output_dir) / FOLDER)
-        self.metrics: Metrics | None = None
-        self.watched: WatchedSteps | None = None
+        self.metrics: Metrics | None = None  # in the first process
+        self.watched: WatchedSteps | None = None  # while the trainer trains
         self.methods = Methods(attached.trainer)
-        self._said = 0
-        self._started = 0.0
 
     def install(self) -> None:
         self.methods.wrap("_inner_training_loop", self._training)
@@ -67,7 +65,7 @@ class Record(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
-        self.watched = WatchedSteps(self.attached, partial(self.folder.write_json, "precision.json"))
+        self.watched = watched = WatchedSteps(self.attached, partial(self.folder.write_json, "precision.json"))
         resuming = state.global_step > 0
         self._said = len(state.log_history)
         if state.is_world_process_zero:
@@ -81,34 +79,32 @@ class Record(TrainerCallback):
             self.folder.write_json("plan.json", {"total": state.max_steps})
             self._write_manifest()
         if self.preflight:
-            seen = run_preflight(self.attached, self.folder.path, self.skip, self.watched.observer, resuming=resuming)
-            self.watched.rehearsed(seen)
+            watched.rehearsed(run_preflight(self.attached, self.folder.path, self.skip, watched.observer, resuming=resuming))
             trim_freed_blocks()
-        self.watched.start()
+        watched.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watched is not None:
-            self.watched.begin(state.global_step + 1)
+        self.watching.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watched is not None:
-            self.watched.look_at_gradients()
+        self.watching.look_at_gradients()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watched is None:
-            return
         if not self.attached.trainer.accelerator.optimizer_step_was_skipped:
-            self.watched.check_update(self.guards.extra.get("share_changed", 0.0))
-        if (seen := self.watched.end()) is None:
-            return
-        trim_freed_blocks()
-        if state.is_world_process_zero:
-            self._write_manifest()
-        self.guards.extra["promotions"] = sum(seen.promotions.values())
+            self.watching.check_update(self.guards.extra.get("share_changed", 0.0))
+        if (seen := self.watching.end()) is not None:
+            trim_freed_blocks()
+            if state.is_world_process_zero:
+                self._write_manifest()
+            self.guards.extra["promotions"] = sum(seen.promotions.values())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watched is not None:
-            self.watched.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.watching.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    @property
+    def watching(self) -> WatchedSteps:
+        assert self.watched is not None, "on_train_begin comes first"
+        return self.watched
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.metrics is None:
@@ -121,12 +117,8 @@ class Record(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        self.finish("done" if state.global_step >= state.max_steps else "stopped", state.global_step)
-
-    def finish(self, status: str, steps: int) -> None:
-        """result.json and the report."""
-        result = {"status": status, "steps": steps, "trained_seconds": round(time.monotonic() - self._started, 2)}
-        self.folder.write_json("result.json", result)
+        status, seconds = "done" if state.global_step >= state.max_steps else "stopped", round(time.monotonic() - self._started, 2)
+        self.folder.write_json("result.json", {"status": status, "steps": state.global_step, "trained_seconds": seconds})
         try:
             write_report(self.folder.path)
         except Exception as problem:  # a report is worth a line, not a trained model
@@ -135,5 +127,5 @@ class Record(TrainerCallback):
     def _write_manifest(self) -> None:
         said = self.attached.to_dict()
         if self.watched is not None and self.watched.calls:
-            said["first_step"] = self.watched.calls_json()
+            said["first_step"] = [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.watched.calls.items())]
         self.folder.write_json("manifest.json", said)

@@ -31,28 +31,6 @@ from .attachment import Attachment, Methods, trainers_that_run
 from .preflight import in_trainers_words
 
 
-class LastCall:
-    """Forward pre-hook of the inner model: records its last inputs, to find the module in which a value became non-finite.
-
-    Raises  UsageError where another trainer trains the model: it would have this one's precision, and neither its guards nor its record
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training:
-            return
-        if not self.trainer.is_in_train and (running := trainers_that_run()):
-            other = running[0]
-            raise UsageError(
-                f"this model is attached to {type(self.trainer).__name__}, and {type(other).__name__} trains it",
-                fix=f"detach(the {type(self.trainer).__name__}) first; attach(the other) trains it under a precision",
-            )
-        self.arguments = args, kwargs
-
-
 class Guards(TrainerCallback):
     """Wraps the methods of one trainer that make a step. `install` wraps them, `remove` gives them back.
 
@@ -65,7 +43,7 @@ class Guards(TrainerCallback):
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []
         self._filter = self.trainer.args.logging_nan_inf_filter
-        self._last_call = LastCall(self.trainer)
+        self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of a training step's last forward
         self._hook: Any = None
 
     def install(self) -> None:
@@ -77,7 +55,7 @@ class Guards(TrainerCallback):
         self.methods.wrap("_get_grad_norm", self._get_grad_norm)
         self.methods.wrap("log", self._log)
         self.methods.wrap("evaluation_loop", self._evaluation_loop)
-        self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._last_call, with_kwargs=True)
+        self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._before_forward, with_kwargs=True)
         defer_teachers(self.trainer, self.methods)
 
     def remove(self) -> None:
@@ -94,8 +72,21 @@ class Guards(TrainerCallback):
             loss = original(*args, **kwargs)
         if not math.isfinite(float(loss)):
             raise self._not_finite("the loss")
-        self._last_call.arguments = None
+        self._called = None
         return loss
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps the inputs, to find the module in which a value became non-finite. Raises UsageError where another trainer trains the
+        model: it would have this one's precision, and neither its guards nor its record."""
+        if not module.training:
+            return
+        if not self.trainer.is_in_train and (running := trainers_that_run()):
+            mine, other = type(self.trainer).__name__, type(running[0]).__name__
+            raise UsageError(
+                f"this model is attached to {mine}, and {other} trains it",
+                fix=f"detach(the {mine}) first; attach(the other) trains it under a precision",
+            )
+        self._called = args, kwargs
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Logits are deferred: a gather, a logsumexp and a cross-entropy do without all of them. For any other operation they are computed,
@@ -163,7 +154,7 @@ class Guards(TrainerCallback):
 
     def _not_finite(self, what: str) -> RunError:
         """NF001 with the step and where the first such number is; the fix names the trainer's own arguments."""
-        called, model = self._last_call.arguments, inner_model(self.trainer.model)
+        called, model = self._called, inner_model(self.trainer.model)
         passes = [lambda: model(*called[0], **called[1])] if called is not None else []
         args = self.trainer.args
         error = non_finite_error(

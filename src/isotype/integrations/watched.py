@@ -113,7 +113,7 @@ class WatchedSteps:
         hooked = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
         before = self.optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
         after = self.optimizer.register_step_post_hook if hooked else register_optimizer_step_post_hook
-        self._of_updates = [before(self._before_update), after(self._after_update)]
+        self._of_updates = [before(lambda *_: self._compare(self.carried, "the update of")), after(self._after_update)]
         self._take("the start of the training")
         if self.step > 2:
             seen = Observation(self.step - 1)
@@ -128,16 +128,13 @@ class WatchedSteps:
         """Compares buffers at the beginning of a step: its forwards may change them."""
         if not self._buffers_compared:
             self._buffers_compared = True
-            self._compare(self.buffers, f"step {self.step}")
-
-    def _before_update(self, *_: Any) -> None:
-        self._compare(self.carried, f"the update of step {self.step}")
+            self._compare(self.buffers, "")
 
     def _compare(self, kept: Continuity, moment: str) -> None:
         kept.begin()
         if any(map(float, kept.flags)):
             seen = Observation(self.step)
-            differing(seen, self._first_time(kept.differences()), kept.moment, moment, strict=False)
+            differing(seen, self._first_time(kept.differences()), kept.moment, f"{moment} step {self.step}".strip(), strict=False)
             self._keep(seen)
 
     def _first_time(self, found: list[Difference], of: str = "") -> list[Difference]:
@@ -224,16 +221,13 @@ class WatchedSteps:
         if not drawn and not self.observer.changed():
             return
         if first:
-            self._begin_counting()
+            for entry in self.attached.manifest.entries:
+                if entry.part in _COUNTED:
+                    self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
+            for _, layer in lora_layers(self.model):
+                self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
+            self._materialised, self._before = Counter(materialised), self._heads()
         self._seen = self._stack.enter_context(self.observer.watch(step, optimizer=self.optimizer, gradient=self.attached.gradient))
-
-    def _begin_counting(self) -> None:
-        for entry in self.attached.manifest.entries:
-            if entry.part in _COUNTED:
-                self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
-        for _, layer in lora_layers(self.model):
-            self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
-        self._materialised, self._before = Counter(materialised), self._heads()
 
     def end(self) -> Observation | None:
         """After the update of a step: what was observed in it."""
@@ -279,9 +273,6 @@ class WatchedSteps:
                 {op if op == "linear_log_probs" else f"TRL's own code: {op}": n for op, n in head.calls.items()} if head else {}
             )
         return found
-
-    def calls_json(self) -> list[dict[str, Any]]:
-        return [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.calls.items())]
 
     def precision_json(self) -> dict[str, Any]:
         """precision.json, as a run of Isotype's own writes it."""

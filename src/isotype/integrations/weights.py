@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,23 +160,19 @@ class ResumableAdamW(MixedAdamW):
 def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
     """Raises  UsageError where a trainer cannot train such weights"""
     args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
+    why, fix = "", "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
     if precision.grads != "fp32" or precision.rounding != "stochastic":
-        raise UsageError(
-            f"precision {preset}: trainable {precision.trainable}, grads {precision.grads}, rounding {precision.rounding}: "
-            "in a trainer, low-precision weights are trained with fp32 gradients and stochastic rounding",
-            fix="precision='bf16-pure', or 'bf16-mixed' (fp32 weights)",
+        why = f": trainable {precision.trainable}, grads {precision.grads}, rounding {precision.rounding}: " + (
+            "in a trainer, low-precision weights are trained with fp32 gradients and stochastic rounding"
         )
-    if args.world_size > 1:
-        raise UsageError(
-            f"precision {preset} on {args.world_size} processes: DDP sums gradients in the weights' own dtype",
-            fix="precision='bf16-mixed' (fp32 weights), one process, or isotype train with bf16-pure",
-        )
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        raise UsageError(
-            f"precision {preset} brings an optimizer of its own, and this trainer was given one", fix="leave out optimizers=(...)"
-        )
-    if optim not in ("adamw_torch", "adamw_torch_fused"):
-        raise UsageError(f"precision {preset} trains with AdamW, and the arguments ask for optim={optim}", fix="optim='adamw_torch'")
+    elif args.world_size > 1:
+        why = f" on {args.world_size} processes: DDP sums gradients in the weights' own dtype"
+    elif trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        why, fix = " brings an optimizer of its own, and this trainer was given one", "leave out optimizers=(...)"
+    elif optim not in ("adamw_torch", "adamw_torch_fused"):
+        why, fix = f" trains with AdamW, and the arguments ask for optim={optim}", "optim='adamw_torch'"
+    if why:
+        raise UsageError(f"precision {preset}{why}", fix=fix)
 
 
 class PureWeights(TrainerCallback):
@@ -240,28 +237,15 @@ def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-class Autocast:
-    """Takes autocast from the accelerator and gives it back."""
+def take_autocast(accelerator: Any, models: list[nn.Module], precision: Precision, undo: list[Any]) -> None:
+    """Takes autocast from the accelerator; `undo` gets what gives it back.
 
-    def __init__(self, accelerator: Any) -> None:
-        self.accelerator, self.native_amp = accelerator, accelerator.native_amp
-        self.prepared: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.hooks: list[Any] = []
-
-    def take(self, models: list[nn.Module], precision: Precision) -> None:
-        """Reference models were prepared when the trainer was built: their forward is unwrapped."""
-        if precision.loss_scaling == "none":
-            self.accelerator.native_amp = False
-        for model in models:
-            self.prepared.append((model, unwrap_forward(model)))
-            if precision.compute != "fp32":
-                self.hooks.append(inner_model(model).register_forward_hook(widen_logits))
-
-    def give_back(self) -> None:
-        self.accelerator.native_amp = self.native_amp
-        for hook in self.hooks:
-            hook.remove()
-        for model, wrapped in self.prepared:
-            model.__dict__.update(wrapped)
-        self.hooks.clear()
-        self.prepared.clear()
+    Reference models were prepared when the trainer was built: their forward is unwrapped.
+    """
+    undo.append(partial(setattr, accelerator, "native_amp", accelerator.native_amp))
+    if precision.loss_scaling == "none":
+        accelerator.native_amp = False
+    for model in models:
+        undo.append(partial(model.__dict__.update, unwrap_forward(model)))
+        if precision.compute != "fp32":
+            undo.append(inner_model(model).register_forward_hook(widen_logits).remove)

@@ -247,19 +247,15 @@ def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None
 
 def check_branch(config: RunConfig, precision: Precision) -> None:
     """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything is loaded."""
-    if config.model.lora_branch == "compute":
-        return
-    why = None
-    if config.adapter.kind == "none":
-        why = "adapter.kind: none, which trains no adapter"
-    elif config.adapter.kind == "lokr":
-        why = "adapter.kind: lokr, which PEFT computes"
-    elif not config.model.optimize:
-        why = "model.optimize: false, which leaves the adapter to PEFT"
-    elif precision.compute == "fp32":
-        why = "precision.compute: fp32, which the adapter has already"
-    if why:
-        raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
+    reasons = {
+        "adapter.kind: none, which trains no adapter": config.adapter.kind == "none",
+        "adapter.kind: lokr, which PEFT computes": config.adapter.kind == "lokr",
+        "model.optimize: false, which leaves the adapter to PEFT": not config.model.optimize,
+        "precision.compute: fp32, which the adapter has already": precision.compute == "fp32",
+    }
+    for why, given in reasons.items():
+        if given and config.model.lora_branch != "compute":
+            raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
 
 
 def refuse_without_ops(model: nn.Module) -> None:

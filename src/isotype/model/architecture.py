@@ -9,6 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from ..errors import UsageError
 from ..wording import first_line
@@ -77,7 +85,6 @@ def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False
     Raises   UsageError for a family without one
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     if scored:
         family = getattr(architecture, "model_type", None) or "this model"
@@ -92,8 +99,6 @@ def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False
 
 def is_vision_language(architecture: Any) -> bool:
     """Whether the configuration is of a class that takes pictures and text, and answers with text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
     family = getattr(architecture, "model_type", None) or ""
     released, of_text = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     if not str(released).endswith("ForConditionalGeneration"):
@@ -102,9 +107,7 @@ def is_vision_language(architecture: Any) -> bool:
     return bool(of_text == released or named != of_text)
 
 
-DECODERS = "a decoder-only model (Llama, Qwen, Gemma, ...)"
-
-
+DECODERS = "a decoder-only language model (Llama, Qwen, Gemma, ...)"
 # the end of a class's name -> what it answers with
 _NO_NEXT_TOKEN = {
     "ForSequenceClassification": "classes of a text", "ForTokenClassification": "classes of tokens", "ForMultipleChoice": "a choice",
@@ -118,63 +121,38 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
     scored  a classifier of one label is what is trained
     """
     family = getattr(architecture, "model_type", "") or "this model"
-    for named in (getattr(architecture, "architectures", None) or []) if not scored else []:
-        if (answers := next((what for ending, what in _NO_NEXT_TOKEN.items() if named.endswith(ending)), None)) is not None:
-            raise UsageError(
-                f"model {name}: {named} answers with {answers}: as a language model it would train without its head, which is dropped",
-                fix="the base that it was made from; train.objective: reward trains one score, attach(Trainer(...)) trains classes",
-            )
-    if (named := _backbone(architecture, family)) is not None and not scored:
-        raise UsageError(
-            f"model {name}: {named} is a model without a head for tokens, as embedding models are saved",
-            fix="the base that it was made from; a language model that was saved so: "
-            "name its class with a head under architectures in config.json",
+    classes = getattr(architecture, "architectures", None) or []
+    with_head, fix, why = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family), DECODERS, ""
+    answers = next((what for end, what in _NO_NEXT_TOKEN.items() if any(named.endswith(end) for named in classes)), None)
+    if answers is not None and not scored:
+        why = f"{classes[0]} answers with {answers}: as a language model it would train without its head, which is dropped"
+        fix = "the base that it was made from; train.objective: reward trains one score, attach(Trainer(...)) trains classes"
+    elif classes and with_head and classes[0] != with_head and classes[0] == MODEL_MAPPING_NAMES.get(family) and not scored:
+        # with tied embeddings its weights would make a language model
+        why = f"{classes[0]} is a model without a head for tokens, as embedding models are saved"
+        fix = (
+            "the base that it was made from; a language model that was saved so: "
+            "name its class with a head under architectures in config.json"
         )
-    if getattr(architecture, "is_encoder_decoder", False):
-        raise UsageError(
-            f"model {name}: {family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
-            "missing are batches with an input for the encoder and labels for the decoder",
-            fix=DECODERS,
+    elif getattr(architecture, "is_encoder_decoder", False):
+        why = (
+            f"{family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
+            "missing are batches with an input for the encoder and labels for the decoder"
         )
-    if family in ("xlnet", "cpmant"):
-        raise UsageError(f"model {name}: {family} does not predict the next token from those before it alone", fix=DECODERS)
-    if _sees_later_tokens(architecture, family):
-        raise UsageError(
-            f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",
-            fix=f"{DECODERS}; a model that was trained as a decoder has is_decoder: true in config.json",
-        )
-    if _has_no_language_model(architecture, family):
-        kinds = ", ".join(getattr(architecture, "architectures", None) or []) or "config.json names no architecture"
-        raise UsageError(
-            f"model {name}: {family} is no language model ({kinds}): transformers has no next-token head for it",
-            fix="a decoder-only language model (Llama, Qwen, Gemma, ...)",
-        )
-
-
-def _backbone(architecture: Any, family: str) -> str | None:
-    """The class in config.json where it is the family's without a head; with tied embeddings its weights would make a language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-
-    named = (getattr(architecture, "architectures", None) or [""])[0]
-    without, with_head = MODEL_MAPPING_NAMES.get(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    return named if with_head and named != with_head and named == without else None
-
-
-def _has_no_language_model(architecture: Any, family: str) -> bool:
-    """Whether transformers knows the family, and neither a causal nor a vision-language model of it; a model's own code may have one."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if getattr(architecture, "auto_map", None) or is_vision_language(architecture):
-        return False
-    return family in CONFIG_MAPPING_NAMES and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-
-def _sees_later_tokens(architecture: Any, family: str) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    causal = getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
-    return family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not causal
+    elif family in ("xlnet", "cpmant"):
+        why = f"{family} does not predict the next token from those before it alone"
+    elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
+        getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
+    ):
+        why = f"{family} is an encoder: every position sees the later ones, so next-token training would teach it to copy"
+        fix = f"{DECODERS}; a model that was trained as a decoder has is_decoder: true in config.json"
+    elif family in CONFIG_MAPPING_NAMES and not (
+        with_head or getattr(architecture, "auto_map", None) or is_vision_language(architecture)  # a model's own code may have one
+    ):
+        kinds = ", ".join(classes) or "config.json names no architecture"
+        why = f"{family} is no language model ({kinds}): transformers has no next-token head for it"
+    if why:
+        raise UsageError(f"model {name}: {why}", fix=fix)
 
 
 def layer_settings(config: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, refuse_without_ops, trained_in_full
-from .load import Source, base_notes, check_vocabulary, load_base, published_word
+from .load import Source, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
 from .tokens import align_special_tokens, ids_of
 
@@ -42,7 +42,7 @@ def build_model(
     every_weight = config.adapter.kind == "none"
     # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
     mapped = part is not None and every_weight
-    notes = base_notes(source, precision)
+    notes: list[str] = []
     if source.scored:
         torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
@@ -56,21 +56,8 @@ def build_model(
         raise UsageError(
             "parallel.kind: shard: a process without a picture in its batch would not run the tower", fix="parallel.kind: replicate"
         )
-    check_vision(base, config.adapter, pictures=pictures)
-    if not pictures and vision_parts(base) is not None:
-        notes.append(f"{type(base).__name__} is trained on text: its vision tower is frozen and does not run")
-    model: nn.Module = base
-    if every_weight:
-        notes += freeze_vision(base, config.adapter, precision)
-    else:
-        new_tokens = bool(config.model.add_tokens)
-        model = adapted = attach_adapter(
-            base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures,
-            token_ids=ids_of(tokenizer, config.adapter.train_tokens),
-        )  # fmt: skip
-        notes += notes_of_targets(adapted, config.adapter)
-        if not config.model.optimize:
-            refuse_without_ops(adapted)
+    token_ids = ids_of(tokenizer, config.adapter.train_tokens)
+    model = with_trained_parts(base, config, precision, pictures=pictures, token_ids=token_ids, notes=notes)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     # before the precision, which wraps the forward that the ops look at
@@ -84,6 +71,29 @@ def build_model(
     if config.train.embedding_noise is not None:
         put_embedding_noise(model, config.train.embedding_noise)
     return model, manifest
+
+
+def with_trained_parts(
+    base: Any, config: RunConfig, precision: Precision, *, pictures: bool, token_ids: Sequence[int], notes: list[str]
+) -> nn.Module:
+    """The base with its adapter, or with what stays frozen where every weight is trained; also on the meta device.
+
+    notes  gets header lines
+    """
+    check_vision(base, config.adapter, pictures=pictures)
+    if not pictures and vision_parts(base) is not None:
+        notes.append(f"{type(base).__name__} is trained on text: its vision tower is frozen and does not run")
+    if config.adapter.kind == "none":
+        notes += freeze_vision(base, config.adapter, precision)
+        found: nn.Module = base
+        return found
+    adapted = attach_adapter(
+        base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens), pictures=pictures, token_ids=token_ids
+    )
+    notes += notes_of_targets(adapted, config.adapter)
+    if not config.model.optimize:
+        refuse_without_ops(adapted)
+    return adapted
 
 
 def put_embedding_noise(model: Any, alpha: float) -> None:

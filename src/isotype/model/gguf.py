@@ -150,7 +150,8 @@ def read_architecture(name: str, revision: str | None = None, *, trust_remote_co
     head = settings.setdefault("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
     if of("rope.dimension_count", head) != head:
         raise UsageError(f"model {path}: rotary angles for {of('rope.dimension_count')} of {head} channels are not read", fix=DENSE)
-    ids = {f"{name}_token_id": fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    special = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    ids = {f"{name}_token_id": fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in special.items()}
     biased = {"attention_bias": "blk.0.attn_q.bias" in tensors} if file.family.permuted else {}
     made = AutoConfig.for_model(
         file.family.model_type, **settings, **ids, **biased, **(file.family.own or {}), vocab_size=tensors["token_embd.weight"].shape[0],
@@ -162,9 +163,6 @@ def read_architecture(name: str, revision: str | None = None, *, trust_remote_co
     made.quantization_config = {"quant_method": "gguf", "kinds": kinds}
     made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[file.family.model_type]]
     return made
-
-
-_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
 def _rope(file: _File, path: Path, head: int) -> dict[str, Any]:

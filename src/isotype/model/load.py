@@ -51,7 +51,7 @@ from .gguf import parts as gguf_parts
 from .gguf import read_architecture, tokenizer_in
 from .packed import from_pretrained, pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
-from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
+from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -166,16 +166,20 @@ def load_base(
 
     mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
-    notes   gets a line about buffers that plain transformers would leave uninitialised
+    notes   gets header lines about a base that was saved quantised, and about buffers that plain transformers would leave uninitialised
     in_full  `trained_in_full`: quantising leaves these modules as they are
     offload  `model.offload`: blocks stay on the CPU too
+    Raises  UsageError for a base that the precision does not declare, and for an architecture that does not predict the next token
     """
     where = loaded_on(device, part, offload)
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
-    architecture, said = _checked(source, precision)
-    quantised_before = bool(said)
+    architecture = _architecture(source)
+    refuse_other_objectives(architecture, source.name, scored=source.scored)
+    said = check_base(of_config(architecture), precision, source.name)
+    quantised_before, notes = bool(said), [] if notes is None else notes
+    notes += said
     options["dtype"] = dtype
     if quantised_before and precision.base != "nf4":
         with explained(source.name, "model", source.revision):
@@ -188,7 +192,7 @@ def load_base(
             return in_files
     if quantises:
         if not quantised_before:
-            options["quantization_config"] = _nf4(precision, _kept_whole(source, architecture, in_full))
+            options["quantization_config"] = _nf4(source, architecture, precision, in_full)
         options["device_map"] = {"": where}
     model = _load(source, architecture, attention, options, notes)
     if packs:
@@ -200,7 +204,7 @@ def load_base(
 
 
 def _as_in_files(
-    source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str] | None
+    source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str]
 ) -> PreTrainedModel | None:
     """The model with weights in the dtype of their files, and `options["dtype"]` in its configuration; None where that would be another
     model than the one that is loaded in `options["dtype"]`."""
@@ -209,15 +213,16 @@ def _as_in_files(
     if dtype is None or dtype == options["dtype"]:
         return None
     model = _load(source, architecture, attention, options | {"dtype": dtype}, notes)
-    if depends_on_dtype(model):
+    # buffers may have been computed in the dtype that the model was loaded in: a later cast of the weights would leave them so
+    if any(b.is_floating_point() and full.rpartition(".")[2] not in _ALWAYS_FP32 for full, b in model.named_buffers()):
         return None
-    declare(model.config, options["dtype"])
+    for part in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
+        if part is not None:
+            part.dtype = options["dtype"]
     return model
 
 
-def _load(
-    source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str] | None
-) -> PreTrainedModel:
+def _load(source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str]) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
     with explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
         of_it = auto_class(architecture, of_text=source.of_text, scored=source.scored)
@@ -244,28 +249,13 @@ def _load(
         what = f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')} another shape, {absent[0]} first"
         made_as = ", ".join(getattr(architecture, "architectures", None) or []) or "no class named"
         raise UsageError(f"model {source.name}: {what}: not a whole language model (config.json: {made_as})")
-    if (filled := fill_buffers(model, source.name)) and notes is not None:
+    if filled := fill_buffers(model, source.name):
         notes.append(
             f"{len(filled)} buffers that no file holds, {filled[0]} first, were computed by the model's constructor: plain transformers "
             "leaves them uninitialised, unless its code fills them in _init_weights"
         )
     forget_longer_batches(model)
     return model
-
-
-def base_notes(source: Source, precision: Precision) -> list[str]:
-    """Header lines about a base that was saved quantised; raises as `_checked`."""
-    return _checked(source, precision)[1]
-
-
-def _checked(source: Source, precision: Precision) -> tuple[PretrainedConfig, list[str]]:
-    """(the configuration, `base_notes`).
-
-    Raises  UsageError for a base that the precision does not declare, and for an architecture that does not predict the next token
-    """
-    architecture = _architecture(source)
-    refuse_other_objectives(architecture, source.name, scored=source.scored)
-    return architecture, check_base(of_config(architecture), precision, source.name)
 
 
 def _architecture(source: Source) -> PretrainedConfig:
@@ -314,7 +304,8 @@ def outline_packed(
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises  UsageError when the tokenizer knows more tokens than the model has embeddings for."""
-    rows = weight_of(model.get_input_embeddings()).shape[0]
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together",
@@ -331,21 +322,15 @@ def require_bitsandbytes() -> None:
         raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
 
 
-def _kept_whole(source: Source, architecture: PretrainedConfig, in_full: Sequence[str]) -> list[str] | None:
-    """What nf4 leaves as it is; None for transformers' own choice."""
-    with explained(source.name, "model", source.revision), torch.device("meta"):
-        if not in_full and not is_vision_language(architecture):
-            return None
-        return kept_whole(
-            auto_class(architecture, scored=source.scored).from_config(architecture, trust_remote_code=source.trust_remote_code), in_full
-        )
-
-
-def _nf4(precision: Precision, kept: list[str] | None) -> Any:
-    """kept  `kept_whole`; None for what transformers keeps"""
+def _nf4(source: Source, architecture: PretrainedConfig, precision: Precision, in_full: Sequence[str]) -> Any:
     require_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
+    kept = None  # what transformers keeps
+    if in_full or is_vision_language(architecture):
+        of_it = auto_class(architecture, scored=source.scored)
+        with explained(source.name, "model", source.revision), torch.device("meta"):
+            kept = kept_whole(of_it.from_config(architecture, trust_remote_code=source.trust_remote_code), in_full)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -428,44 +413,35 @@ def explained(name: str, what: str, revision: str | None, attention: str = AUTO)
         raise explain_attention(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
 
 
+_UNREACHED = {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}
+
+
 def loading_error(name: str, what: str, error: BaseException) -> UsageError:
-    causes: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in causes:
+    named, causes = f"{what} {name}", [error]
+    while (at := causes[-1].__cause__ or causes[-1].__context__) is not None and at not in causes:
         causes.append(at)
-        at = at.__cause__ or at.__context__
-    kinds = {type(c).__name__ for c in causes}
-    text = " ".join(str(c) for c in causes)
-    if Path(name).exists():
-        if not (Path(name) / "config.json").is_file():
-            there = _names_in(name) or "an empty folder"
-            return UsageError(f"{what} {name}: no config.json there ({there})", fix="give the folder of a saved Hugging Face model")
-        return _damaged(name, what, error)
-    if "custom code" in text:
+    kinds, text = {type(c).__name__ for c in causes}, " ".join(str(c) for c in causes)
+    absent = "backend tokenizer" in text or "does not appear to have a file named" in text
+    if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        there = _names_in(name) or "an empty folder"
+        return UsageError(f"{named}: no config.json there ({there})", fix="give the folder of a saved Hugging Face model")
+    if Path(name).exists() or "custom code" in text:
         return _damaged(name, what, error)
     if is_folder_name(name):
-        return UsageError(f"{what} {name}: no such folder{near_model(name) or where_looked(name)}")
+        return UsageError(f"{named}: no such folder{near_model(name) or where_looked(name)}")
     # the error for a repository that is not there speaks of gated ones too
     if "GatedRepoError" in kinds or ("gated" in text.lower() and "RepositoryNotFoundError" not in kinds):
-        return UsageError(
-            f"{what} {name}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login"
-        )
+        return UsageError(f"{named}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login")
     if "RepositoryNotFoundError" in kinds:
-        return UsageError(
-            f"{what} {name}: neither a folder here nor a model on the hub{near_model(name)}",
-            fix="check the spelling; for a private one: hf auth login",
-        )
-    if (
-        kinds & {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}
-        or "couldn't connect" in text.lower()
-    ):
-        return not_in_cache(f"{what} {name}", f"a local folder{near_model(name)}")
-    absent = "backend tokenizer" in text or "does not appear to have a file named" in text
+        said = f"{named}: neither a folder here nor a model on the hub{near_model(name)}"
+        return UsageError(said, fix="check the spelling; for a private one: hf auth login")
+    if kinds & _UNREACHED or "couldn't connect" in text.lower():
+        return not_in_cache(named, f"a local folder{near_model(name)}")
     if absent and constants.HF_HUB_OFFLINE:
-        return not_in_cache(f"{what} {name}", "a local folder", part=True)
+        return not_in_cache(named, "a local folder", part=True)
     if "backend tokenizer" in text:
-        return UsageError(f"{what} {name}: it has no tokenizer.json", fix="model.tokenizer: a folder or hub id that has it")
-    return UsageError(f"{what} {name}: {first_line(error)}")
+        return UsageError(f"{named}: it has no tokenizer.json", fix="model.tokenizer: a folder or hub id that has it")
+    return UsageError(f"{named}: {first_line(error)}")
 
 
 _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
@@ -525,15 +501,3 @@ def _files(name: str, revision: str | None) -> list[str]:
     names = {SINGLE} if index is None else set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
     files = [cached_file(name, each, **options) for each in sorted(names)]
     return [] if None in files else [file for file in files if file is not None]
-
-
-def depends_on_dtype(model: PreTrainedModel) -> bool:
-    """Whether a buffer may have been computed in the dtype that the model was loaded in: a later cast of the weights would leave it so."""
-    return any(b.is_floating_point() and full.rpartition(".")[2] not in _ALWAYS_FP32 for full, b in model.named_buffers())
-
-
-def declare(config: Any, dtype: torch.dtype) -> None:
-    """Writes into a model's configuration the dtype that its weights will have, as `from_pretrained` does."""
-    for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
-        if part is not None:
-            part.dtype = dtype

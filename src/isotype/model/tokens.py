@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from ..errors import UsageError
 
@@ -63,31 +62,22 @@ def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -
     return config
 
 
-def weight_of(layer: nn.Module) -> Tensor:
-    """The matrix of an embedding or a head. Raises AttributeError for a layer that has none."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
 @torch.no_grad()
-def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
+def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
     """Rows for the last `added` tokens of the tokenizer, in embedding and head: the mean of the rows before them, in fp32."""
     first = len(tokenizer) - added
-    embedding = model.get_input_embeddings()
-    if len(tokenizer) > weight_of(embedding).shape[0]:
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for layer in {id(one): one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None}.values():
-        bias: Tensor | None = getattr(layer, "bias", None)
-        for values in (weight_of(layer), bias):
+        for values in (layer.weight, getattr(layer, "bias", None)):
             if values is not None:
                 values[first : len(tokenizer)] = values[:first].float().mean(0).to(values.dtype)
 
 
-def token_modules(model: PreTrainedModel) -> tuple[list[str], bool]:
+def token_modules(model: Any) -> tuple[list[str], bool]:
     """Names of the embedding and, if it has its own weights, of the head; and whether the head shares the embedding's weights."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and weight_of(head) is weight_of(embedding)
+    tied = head is not None and head.weight is embedding.weight
     wanted = [embedding] if tied or head is None else [embedding, head]
     names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
     return [names[id(module)] for module in wanted], tied

@@ -232,15 +232,6 @@ def _times(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
     return DeferredLogits(x.recipe.scaled(float(other)))
 
 
-def _divided(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
-    return _times(x, 1.0 / other, **rest) if isinstance(other, (int, float)) and other else None
-
-
-def _tanh(x: DeferredLogits) -> DeferredLogits | None:
-    # the sign of a softcap is the op's to refuse; a second tanh is not of this form
-    return _with(x, post=1.0) if x.recipe.post is None else None
-
-
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
     return lambda x, **rest: None if rest else x if x.dtype == dtype else _with(x, dtype=dtype) if loses_nothing(x, dtype) else None
 
@@ -248,15 +239,6 @@ def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
     dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and set(kwargs) == {"dtype"} else None
     return _cast(dtype)(x) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
-
-
-def _contiguous(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-    return None if rest else _with(x)
-
-
-def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-    # DDP clones what a forward returns; a copy without a graph is one to keep
-    return None if rest or not _requires_grad(x) else _with(x)
 
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
@@ -276,20 +258,16 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if isinstance(index, Tensor):
         return _selected(x, index)
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(p is Ellipsis or isinstance(p, slice) or _is_whole(p) for p in parts):
+    if not all(p is Ellipsis or type(p) in (slice, int) for p in parts):
         return None
     dims = x.recipe.hidden.dim()
     # Python's rule for an ellipsis, so that the part for the vocabulary is known
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
-    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)) or sum(map(_is_whole, parts)) > dims - 2:
+    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)) or sum(type(p) is int for p in parts) > dims - 2:
         return None
     return _with(x, hidden=x.recipe.hidden[parts])
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _selected(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
@@ -351,14 +329,19 @@ def _requires_grad(x: DeferredLogits) -> bool:
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
+    **dict.fromkeys(
+        (Tensor.div, Tensor.__truediv__, torch.div),
+        lambda x, by, **rest: _times(x, 1.0 / by, **rest) if isinstance(by, int | float) and by else None,
+    ),
+    # the sign of a softcap is the op's to refuse; a second tanh is not of this form
+    **dict.fromkeys((Tensor.tanh, torch.tanh), lambda x: _with(x, post=1.0) if x.recipe.post is None else None),
     Tensor.float: _cast(torch.float32),
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.half: _cast(torch.float16),
     Tensor.to: _to,
-    **dict.fromkeys((Tensor.clone, torch.clone), _clone),
-    Tensor.contiguous: _contiguous,
+    # DDP clones what a forward returns; a copy without a graph is one to keep
+    **dict.fromkeys((Tensor.clone, torch.clone), lambda x, **rest: None if rest or not _requires_grad(x) else _with(x)),
+    Tensor.contiguous: lambda x, **rest: None if rest else _with(x),
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _rows,

@@ -156,13 +156,9 @@ def recognise_block(module: Any) -> Form | str:
     picture, text = (torch.randn(2, n, _WIDTH, generator=generator, dtype=torch.float64) for n in (3, 2))
     emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
     own = partial(type(module).forward, twin, hidden_states=picture, encoder_hidden_states=text, temb=emb)
-    same = same_in_both_modes(twin, lambda: _flat(own()), lambda: _flat(form(twin, picture, text, emb, {})), picture, text, emb)
+    ours = partial(form, twin, picture, text, emb, {})
+    same = same_in_both_modes(twin, partial(_in_one_row, own), partial(_in_one_row, ours), picture, text, emb)
     return form if same else unknown
-
-
-def _flat(made: tuple[Tensor | None, Tensor]) -> Tensor:
-    text, picture = made
-    return picture.flatten() if text is None else torch.cat((text.flatten(), picture.flatten()))
 
 
 def stream_forward(
@@ -334,7 +330,7 @@ def _in_one_row(make: Callable[[], Any]) -> Tensor:
     """The outputs in one row, their number first: 0 for a tensor that is in no tuple."""
     made = make()
     many = made if isinstance(made, tuple) else (made,)
-    return torch.cat([torch.tensor([float(len(many) if many is made else 0)]), *(t.flatten() for t in many)])
+    return torch.cat([torch.tensor([float(len(many) if many is made else 0)]), *(t.flatten() for t in many if t is not None)])
 
 
 def compute(module: Any, s: AdaptiveSettings, x: Tensor, emb: Tensor) -> Any:

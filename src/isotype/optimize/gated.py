@@ -34,19 +34,9 @@ def activations(module: nn.Module) -> list[str]:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    sizes = linears(module)
-    if len(sizes) not in (2, 3) or not activations(module) or next(module.parameters(recurse=False), None) is not None:
+    if len(linears(module)) not in (2, 3) or not activations(module) or next(module.parameters(recurse=False), None) is not None:
         return False
-    narrowing = [
-        n
-        for n, (i, o) in sizes.items()
-        if sum((o, i) == other for other in sizes.values()) == 2 or (len(sizes) == 2 and 2 * i == _other(sizes, n)[1])
-    ]
-    return len(narrowing) == 1
-
-
-def _other(sizes: dict[str, tuple[int, int]], name: str) -> tuple[int, int]:
-    return next(size for other, size in sizes.items() if other != name)
+    return len({down for _, _, down in candidates(module)}) == 1
 
 
 def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:

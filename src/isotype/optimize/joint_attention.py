@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -89,21 +90,18 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
         lacks = (rotary and not takes) or (out and not has_out) or (text_out and "to_add_out" not in stubs)
         if lacks or (not joint and (first or text_out)):
             continue
-        tables = {_TABLES: (angle.cos(), angle.sin())} if rotary else {}
-        own = partial(_flat, type(module).forward, twin, given | tables)
-        if same_in_both_modes(twin, own, partial(_flat, _by_form, twin, (settings, given | tables)), *given.values()):
+        tables = (angle.cos(), angle.sin()) if rotary else None
+        own = partial(type(module).forward, twin, **given, **({_TABLES: tables} if rotary else {}))
+        ours = partial(compute, twin, settings, picture, text if joint else None, tables)
+        if same_in_both_modes(twin, partial(_in_one, own), partial(_in_one, ours), *given.values()):
             return settings, type(module.processor)
     return unknown
 
 
-def _flat(forward: Any, twin: nn.Module, given: Any) -> Tensor:
+def _in_one(make: Callable[[], Any]) -> Tensor:
     """The outputs in one tensor."""
-    made = forward(twin, **given) if isinstance(given, dict) else forward(twin, *given)
+    made = make()
     return torch.cat(made, 1) if isinstance(made, tuple) else made
-
-
-def _by_form(twin: nn.Module, settings: JointSettings, given: dict[str, Any]) -> Any:
-    return compute(twin, settings, given["hidden_states"], given.get("encoder_hidden_states"), given.get(_TABLES))
 
 
 def compute(

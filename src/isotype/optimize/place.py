@@ -95,7 +95,8 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     tables, inner = rotary.tables_of(model), set[int]()
     for path, module in model.named_modules():
         if is_4bit(module):
-            manifest.entries.append(_four_bit(path, module))
+            note = "for when the adapter's op does not run" if path.endswith(".base_layer") else ""
+            manifest.entries.append(put_found("4-bit", path, module, taken(module), forward_4bit, "linear_4bit", note))
         if not why_not or (out_dtype is not None and norms.is_candidate(module)):
             manifest.entries += _row_ops(path, module, out_dtype, remade=denoises)
         if not why_not:
@@ -141,18 +142,13 @@ def _attention(path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
     device_type = "cpu" if on_cpu else "cuda"
     placements: list[Placement] = []
     replacements: list[Replacement] = []
-    if rotary.is_candidate(module):
+    if rotary.rotary_name(module) is not None:
         placements.append(rotary.place(path, module, tables, replacements))
     if attention.is_candidate(module, device_type):
         placements.append(attention.place(path, module, device_type, replacements))
     if replacements:
         put_rebuilt(module, replacements)
     return placements
-
-
-def _four_bit(path: str, module: nn.Module) -> Placement:
-    note = "for when the adapter's op does not run" if path.endswith(".base_layer") else ""
-    return put_found("4-bit", path, module, taken(module), forward_4bit, "linear_4bit", note)
 
 
 def restore(model: nn.Module) -> int:

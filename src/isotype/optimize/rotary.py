@@ -55,10 +55,6 @@ def has_the_form(function: Callable[..., Any]) -> bool:
     return len(names) >= 4 and names[2:4] == ["cos", "sin"]
 
 
-def is_candidate(module: nn.Module) -> bool:
-    return rotary_name(module) is not None
-
-
 def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
     """cos and sin as wide as transformers makes them: the angles twice, each of them repeated, or once."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / (1.0 + torch.arange(pairs, dtype=torch.float64))

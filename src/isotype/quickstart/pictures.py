@@ -86,13 +86,10 @@ def judged(picture_HWC: NDArray[np.uint8]) -> str:
     middle = ((columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2)
     radius = max(np.ptp(columns) + 1, np.ptp(rows) + 1) / 2
     # smooth edges make the box of the ink a little larger
-    apart, shape = min((_apart(ink, _template(shape, middle, radius + grown)), shape) for shape in SHAPES for grown in (-1.0, -0.5, 0.0))
+    templates = {(shape, grown): _template(shape, middle, radius + grown) for shape in SHAPES for grown in (-1.0, -0.5, 0.0)}
+    # 1 - intersection over union
+    apart, shape = min((1.0 - float((ink & one).sum()) / float((ink | one).sum()), shape) for (shape, _), one in templates.items())
     return f"a {colour} {shape}" if apart <= MOST_APART else "no shape"
-
-
-def _apart(ink: NDArray[np.bool_], template: NDArray[np.bool_]) -> float:
-    """1 - intersection over union."""
-    return 1.0 - float((ink & template).sum()) / float((ink | template).sum())
 
 
 @cache

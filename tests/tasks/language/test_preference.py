@@ -197,16 +197,15 @@ def test_a_model_with_dropout_is_refused_beside_a_reference():
         Preference(RunConfig(train=TrainSection(objective="simpo"))).check_model(model)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "distil"])
-def test_a_mixture_whose_config_asks_for_its_balancing_loss_is_refused(objective):
+def test_a_mixture_whose_config_asks_for_its_balancing_loss_is_refused():
     from isotype.tasks.language.distil import Distil
 
     model = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.02)
-    kind = Distil if objective == "distil" else Preference
-    with pytest.raises(UsageError, match="no balancing loss beside its own") as refused:
-        kind(RunConfig(train=TrainSection(objective=objective))).check_model(model)
-    assert refused.value.fix == "train.aux_loss: 0 trains without it"
-    kind(RunConfig(train=TrainSection(objective=objective, aux_loss=0.0))).check_model(model)
+    for kind, objective in ((Preference, "dpo"), (Distil, "distil")):
+        with pytest.raises(UsageError, match="no balancing loss beside its own") as refused:
+            kind(RunConfig(train=TrainSection(objective=objective))).check_model(model)
+        assert refused.value.fix == "train.aux_loss: 0 trains without it"
+        kind(RunConfig(train=TrainSection(objective=objective, aux_loss=0.0))).check_model(model)
 
 
 def test_an_answers_log_probability_is_the_sum_of_its_learnt_tokens():

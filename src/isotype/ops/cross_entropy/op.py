@@ -44,12 +44,6 @@ def row_losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
     return loss_T.masked_fill(ignored_T, 0.0)
 
 
-def loss_by_rule(logits: Tensor, targets: Tensor, rule: LossRule, reduction: str, num_items: int | float | Tensor | None) -> Tensor:
-    """The loss of all rows, reduced."""
-    with autocast_off(logits):
-        return reduce(row_losses(logits, targets, rule), targets, reduction, num_items, rule.ignore_index)
-
-
 def cross_entropy_reference(
     logits: Tensor,
     targets: Tensor,
@@ -64,7 +58,8 @@ def cross_entropy_reference(
 ) -> Tensor:
     """What `cross_entropy` computes, differentiated by PyTorch."""
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
-    return loss_by_rule(logits, targets, rule, reduction, num_items)
+    with autocast_off(logits):
+        return reduce(row_losses(logits, targets, rule), targets, reduction, num_items, ignore_index)
 
 
 def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:

@@ -73,19 +73,7 @@ class Batch:
         return f"{counted(self.rows, 'row')} of {counted(self.input_ids.shape[1], 'token')}"
 
     def to(self, device: torch.device) -> Batch:
-        def sent(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.to(device, non_blocking=True)
-
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            attention_mask=sent(self.attention_mask),
-            labels=self.labels.to(device, non_blocking=True),
-            position_ids=sent(self.position_ids),
-            counted=sent(self.counted),
-            documents=None if self.documents is None else self.documents.to(device),
-            pictures={name: value.to(device, non_blocking=True) for name, value in self.pictures.items()},
-        )
+        return replace(self, **(sent(vars(self), device) | {"pictures": sent(self.pictures, device)}))
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -98,6 +86,15 @@ class Batch:
         assert self.position_ids is not None, "only packed rows may lie in one"
         ids, labels, positions = (t.reshape(1, -1) for t in (self.input_ids, self.labels, self.position_ids))
         return replace(self, input_ids=ids, attention_mask=None, labels=labels, position_ids=positions)
+
+
+def sent(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Those that lie on a device, on this one: tensors, and batches of them."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
+        for name, value in values.items()
+        if hasattr(value, "to")
+    }
 
 
 def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictures: Pictures | None = None) -> Batch:

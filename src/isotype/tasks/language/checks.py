@@ -19,6 +19,7 @@ from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import counted
 from .batches import collate, model_inputs, takes_one_row
+from .sample import generation_config
 
 FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
@@ -80,7 +81,7 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     data, tokenizer = subject.task.data, subject.task.tokenizer
     if not formats(subject) & ANSWERED:
         return
-    ends = end_tokens(subject)
+    ends = set(generation_config(subject.prepared.model, tokenizer, max_new_tokens=1).eos_token_id or [])
     if not ends or ends & tokens_used(data.documents, learnt=True):
         return
     masked = [row for row in data.documents if _ends_masked(row, ends)]
@@ -108,13 +109,6 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
         message=f"no training row teaches where to stop: {shown} is never learnt", cause=cause,
         fix=fix,
     )  # fmt: skip
-
-
-def end_tokens(subject: Subject) -> set[int]:
-    from .sample import generation_config
-
-    config = generation_config(subject.prepared.model, subject.task.tokenizer, max_new_tokens=1)
-    return set(config.eos_token_id or [])
 
 
 def _ends_masked(row: Row, ends: set[int]) -> bool:
@@ -146,7 +140,7 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
     learnt = added & tokens_used(subject.task.data.documents, learnt=True)
     for name, used in (("embed_tokens", read), ("lm_head", learnt)):
         table = _table(subject, output=name == "lm_head")
-        if table is None or _is_trained(table):
+        if table is None or any(p.requires_grad for p in table.parameters()):
             continue
         weight = gathered(table.weight)
         fresh = untouched_rows(weight, sorted(i for i in used if i < weight.shape[0]))
@@ -196,10 +190,6 @@ def missing_template(subject: Subject) -> Iterator[Finding]:
 def _table(subject: Subject, *, output: bool) -> Any:
     inner: Any = inner_model(subject.prepared.model)
     return inner.get_output_embeddings() if output else inner.get_input_embeddings()
-
-
-def _is_trained(module: torch.nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 def beyond_the_positions(subject: Subject) -> Iterator[Finding]:
@@ -253,28 +243,21 @@ def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
 @torch.no_grad()
 def leakage(model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch.device) -> float:
     """By how much the logits of a document move when the tokens of the one before it in a packed row change, relative to the largest."""
-    first, second = (_beginning(rows[k % len(rows)]) for k in (0, 1))
-    other = (
-        Row(first.input_ids[::-1], first.labels, 0)
-        if len(set(first.input_ids)) > 1
-        else Row((pad_id,) * len(first.input_ids), first.labels, 0)
-    )
-    as_is, changed = (_packed_logits(model, joined([begin, second]), pad_id, device) for begin in (first, other))
+    lengths = (min([TRIAL, *row.documents[:1], len(row.input_ids)]) for row in rows)
+    begun = [Row(row.input_ids[:n], row.labels[:n], 0) for row, n in zip(rows, lengths)]
+    first, second = begun[0], begun[1 % len(begun)]
     n = len(first.input_ids)
+    other = Row(first.input_ids[::-1] if len(set(first.input_ids)) > 1 else (pad_id,) * n, first.labels, 0)
+
+    def logits(begin: Row) -> Tensor:
+        batch = collate([joined([begin, second])], pad_id=pad_id, device_type=device.type).to(device)
+        batch = batch.as_one_row() if takes_one_row(model) else batch
+        found: Tensor = model(**model_inputs(model, batch)).logits[0]
+        return found
+
+    as_is, changed = logits(first), logits(other)
     ours, theirs = (logits_TV[n : n + len(second.input_ids)].float() for logits_TV in (as_is, changed))
     return float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-9))
-
-
-def _beginning(row: Row) -> Row:
-    n = min([TRIAL, *row.documents[:1], len(row.input_ids)])
-    return Row(row.input_ids[:n], row.labels[:n], 0)
-
-
-def _packed_logits(model: nn.Module, row: Row, pad_id: int, device: torch.device) -> Tensor:
-    batch = collate([row], pad_id=pad_id, device_type=device.type).to(device)
-    batch = batch.as_one_row() if takes_one_row(model) else batch
-    logits: Tensor = model(**model_inputs(model, batch)).logits[0]
-    return logits
 
 
 CHECKS: dict[str, tuple[Check, ...]] = {

@@ -133,16 +133,17 @@ class TeacherHead(Targets):
     made: list[Head] = field(default_factory=list)
 
     def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
-        self.made.append(Head(self._rows(hidden), head.weight, head.bias, scale, softcap))
+        self.made.append(Head(_chosen(hidden, self.rows), head.weight, head.bias, scale, softcap))
         return hidden.new_zeros(())
 
     def of_logits(self, logits_BTV: Tensor) -> Tensor:
-        self.made.append(Head(self._rows(logits_BTV)))
+        self.made.append(Head(_chosen(logits_BTV, self.rows)))
         return logits_BTV.new_zeros(())
 
-    def _rows(self, x_BTH: Tensor) -> Tensor:
-        x_NH = x_BTH.reshape(-1, x_BTH.shape[-1])
-        return x_NH if self.rows is None else x_NH.index_select(0, self.rows)
+
+def _chosen(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
+    x_NH = x_BTH.reshape(-1, x_BTH.shape[-1])
+    return x_NH if rows is None else x_NH.index_select(0, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +155,7 @@ class Taught(Targets):
 
     def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         teacher, beta, temperature = self.head, self.settings.beta, self.settings.temperature
-        x_NH = hidden.reshape(-1, hidden.shape[-1])
-        x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
+        x_NH = _chosen(hidden, self.rows)
         classes = min(head.weight.shape[0], teacher.classes)
         if teacher.weight is None:
             return self._of_rows(Head(x_NH, head.weight, head.bias, scale, softcap).logits(head.weight.shape[0], self.dtype))
@@ -172,8 +172,7 @@ class Taught(Targets):
         return self._loss(found, nll)
 
     def of_logits(self, logits_BTV: Tensor) -> Tensor:
-        logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
-        return self._of_rows((logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(to_torch(self.dtype)))
+        return self._of_rows(_chosen(logits_BTV, self.rows).to(to_torch(self.dtype)))
 
     def _of_rows(self, logits_NV: Tensor) -> Tensor:
         classes = min(logits_NV.shape[-1], self.head.classes)

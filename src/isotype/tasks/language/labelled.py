@@ -22,7 +22,7 @@ from ...distributed.world import World
 from ...errors import UsageError
 from ...training.task import Idle, Words, eval_mode
 from ...wording import counted
-from .batches import Batch, collate
+from .batches import Batch, collate, sent
 from .preference import OfAnswers, Preference, answer_log_probs
 
 PARTS = ("wanted", "chosen", "rejected", "chosen logps", "rejected logps", "rewards/accuracies", "kl")
@@ -61,9 +61,7 @@ class AnswerBatch(OfAnswers):
         return f"{counted(self.rows, 'answer')} of {counted(self.input_ids.shape[1], 'token')}"
 
     def to(self, device: torch.device) -> AnswerBatch:
-        reference = None if self.reference is None else self.reference.to(device, non_blocking=True)
-        wanted = self.wanted.to(device, non_blocking=True)
-        return replace(self, answers=self.answers.to(device), partners=self.partners.to(device), wanted=wanted, reference=reference)
+        return replace(self, **sent(vars(self), device))
 
 
 class FromLabels(Preference):

@@ -130,8 +130,10 @@ class NextToken(Objective):
         if not self.balance:
             return batch_loss_sum(model, batch, divisor, dtype=dtype)
         with scores_of(model) as scores:
-            loss = batch_loss_sum(model, batch, divisor, dtype=dtype)
-        return with_balance(loss, scores.loss(batch.attention_mask), batch.weight / divisor, self.balance, training=model.training)
+            loss = batch_loss_sum(model, batch, divisor, dtype=dtype).float()
+        # as a share of a step's; an evaluation's loss stays the tokens' own
+        mine = balancing_loss(model, scores, batch.attention_mask).to(loss.device) * (batch.weight / divisor)
+        return torch.stack((loss + self.balance * mine if model.training else loss, mine.detach()))
 
 
 def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dtype: str = "fp32") -> Tensor:
@@ -199,38 +201,20 @@ def _function(model: nn.Module) -> Any:
     return next((getattr(module, _FUNCTION) for module in modules if hasattr(module, _FUNCTION)), None)
 
 
-class Scores:
-    """What the routers of a forward gave, layer by layer."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.lm, self.logits = mixture(model), list[Tensor]()
-        if model not in _known:
-            kind = next(found["router_logits"].target_class for m in model.modules() if "router_logits" in (found := _recorded(m)))
-            _known[model] = [m for m in model.modules() if type(m) is kind]
-        self.routers = _known[model]
-
-    def loss(self, mask: Tensor | None) -> Tensor:
-        """fp32[]: of the tokens that are no padding."""
-        function = _function(self.lm)
-        wide = tuple(logits.float() for logits in self.logits)
-        made: Tensor = function(wide, self.lm.num_experts, self.lm.num_experts_per_tok, mask)
-        return made
-
-
-def _recorded(module: Any) -> Any:
-    return getattr(module, "_can_record_outputs", None) or {}
-
-
 @contextmanager
-def scores_of(model: nn.Module) -> Iterator[Scores]:
-    """The scores of the forward that runs within this block; a recompute's, inside backward, are not read."""
-    scores = Scores(model)
+def scores_of(model: nn.Module) -> Iterator[list[Tensor]]:
+    """What the routers give in the forward that runs within this block, layer by layer; a recompute's, inside backward, are not read."""
+    if model not in _known:
+        recorded = [getattr(m, "_can_record_outputs", None) or {} for m in model.modules()]
+        kind = next(found["router_logits"].target_class for found in recorded if "router_logits" in found)
+        _known[model] = [m for m in model.modules() if type(m) is kind]
+    scores: list[Tensor] = []
 
     def keep(_: nn.Module, args: Any, output: Any) -> None:
         # (scores before the choice, weights, indices)
-        scores.logits.append(output[0])
+        scores.append(output[0])
 
-    hooks = [router.register_forward_hook(keep) for router in scores.routers]
+    hooks = [router.register_forward_hook(keep) for router in _known[model]]
     try:
         yield scores
     finally:
@@ -238,11 +222,8 @@ def scores_of(model: nn.Module) -> Iterator[Scores]:
             hook.remove()
 
 
-def with_balance(loss: Tensor, aux: Tensor, share: float, coefficient: float, *, training: bool) -> Tensor:
-    """float[2]: the loss with the balancing loss of these tokens, and the balancing loss, both as shares of a step's.
-
-    share  of the step's tokens that are this batch's
-    An evaluation's loss stays the tokens' own.
-    """
-    mine = aux.to(loss.device) * share
-    return torch.stack((loss.float() + coefficient * mine if training else loss.float(), mine.detach()))
+def balancing_loss(model: nn.Module, scores: list[Tensor], mask: Tensor | None) -> Tensor:
+    """fp32[]: of the tokens that are no padding."""
+    lm = mixture(model)
+    made: Tensor = _function(lm)(tuple(logits.float() for logits in scores), lm.num_experts, lm.num_experts_per_tok, mask)
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,17 +11,9 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
-from ...model.adapter import (
-    attach_adapter,
-    check_vision,
-    freeze_vision,
-    kept_by_config,
-    kept_whole,
-    layers_to_quantise,
-    refuse_without_ops,
-    trained_in_full,
-)
+from ...model.adapter import kept_by_config, kept_whole, layers_to_quantise, trained_in_full
 from ...model.architecture import AUTO, SCORE, attention_options, auto_class, explain_attention
+from ...model.build import with_trained_parts
 from ...model.load import outline_packed, require_bitsandbytes
 from ...ops.attention import Documents
 from ...optimize import optimize
@@ -70,22 +62,12 @@ def outline(
             )
         elif precision.packed and not every_weight:
             outline_packed(base, architecture, config.model, precision, trained_in_full(config.adapter))
-        model: nn.Module = base
-        check_vision(base, config.adapter, pictures=pictures)
-        if every_weight:
-            freeze_vision(base, config.adapter, precision)
-        else:
-            new_tokens = bool(config.model.add_tokens)
-            model = attach_adapter(
-                base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures,
-                token_ids=range(len(config.adapter.train_tokens)),  # as many
-            )  # fmt: skip
+        as_many = range(len(config.adapter.train_tokens))
+        model = with_trained_parts(base, config, precision, pictures=pictures, token_ids=as_many, notes=[])
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)
         optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
-    else:
-        refuse_without_ops(model)
     apply_precision(model, precision, device_type=device_type)
     model.train()
     as_set(model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
@@ -137,25 +119,17 @@ def step_outline(
         with eval_mode(model):
             loss_sum(model, _batch(eval_rows * learnt.each, padded_length(eval_length, device_type), device, packing=packing))
 
-    return StepOutline(
-        rows=rows,
-        length=length,
-        batch=lambda device: _batch(rows, length, device, packing=packing),
-        loss_sum=loss_sum,
-        evaluation=evaluation if eval_rows else None,
-        sampling=_sampling(sample_length) if sample_length else None,
-    )
-
-
-def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
-    def run(model: nn.Module, device: torch.device) -> None:
+    def sampling(model: nn.Module, device: torch.device) -> None:
         """Runs the prompt with its answer in one pass: at its end the cache has its largest size."""
-        ids = torch.empty(1, length, dtype=torch.long, device=device)
+        ids = torch.empty(1, sample_length, dtype=torch.long, device=device)
         with eval_mode(model), generating(model):
             outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
             del outputs
 
-    return run
+    return StepOutline(
+        rows=rows, length=length, batch=lambda device: _batch(rows, length, device, packing=packing), loss_sum=loss_sum,
+        evaluation=evaluation if eval_rows else None, sampling=sampling if sample_length else None,
+    )  # fmt: skip
 
 
 def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...config.kind import WITH_REFERENCE
 from ...config.schema import PreferenceSection, RunConfig
 from ...data.formats import FormatName
-from ...data.pairs import Labelled, Pair, Pairs
+from ...data.pairs import Labelled, Pairs
 from ...data.progress import watched
 from ...data.rows import LoadedData, Share
 from ...data.tokens import TokenRows
@@ -33,7 +33,7 @@ from ...precision.parts import local_part
 from ...training.feed import RowStream
 from ...training.task import Check, Feed, Words, eval_mode, micro_batch
 from ...wording import counted
-from .batches import Batch, collate, longest_of, model_inputs, next_tokens
+from .batches import Batch, collate, longest_of, model_inputs, next_tokens, sent
 from .checks import CHECKS, end_never_learnt
 from .objective import Header, Objective, refuse_balance
 
@@ -91,18 +91,7 @@ class PairBatch(OfAnswers):
         return f"{counted(self.rows, 'pair')} of {counted(self.input_ids.shape[1], 'token')}"
 
     def to(self, device: torch.device) -> PairBatch:
-        reference = None if self.reference is None else self.reference.to(device, non_blocking=True)
-        return replace(self, answers=self.answers.to(device), lengths=self.lengths.to(device, non_blocking=True), reference=reference)
-
-
-def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, device_type: str = "cpu") -> PairBatch:
-    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    known = [pair.reference for pair in pairs if pair.reference is not None]
-    return PairBatch(
-        collate(rows, pad_id=pad_id, device_type=device_type),
-        torch.tensor([row.supervised for row in rows], dtype=torch.float32),
-        torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(pairs) else None,
-    )
+        return replace(self, **sent(vars(self), device))
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -194,7 +183,13 @@ class Preference(Objective):
         return longest_of(self.train, count)
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
-        return collate_pairs(rows, pad_id=pad_id, device_type=device_type)
+        answers = [answer for pair in rows for answer in (pair.chosen, pair.rejected)]
+        known = [pair.reference for pair in rows if pair.reference is not None]
+        return PairBatch(
+            collate(answers, pad_id=pad_id, device_type=device_type),
+            torch.tensor([answer.supervised for answer in answers], dtype=torch.float32),
+            torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None,
+        )
 
     def outlined(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
@@ -269,14 +264,10 @@ def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
     else:
         h = beta * (c - r)
         losses = -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h) if smoothing else -F.logsigmoid(h)
-    weight = nll_weight(objective, settings)
+    weight = float(objective in ("orpo", "cpo")) if settings.nll is None else settings.nll
     if weight:
         losses = losses - weight * a.chosen / a.chosen_length
     return Judged(losses, beta * c, beta * r, *logps)
-
-
-def nll_weight(objective: str, settings: PreferenceSection) -> float:
-    return settings.nll if settings.nll is not None else float(objective in ("orpo", "cpo"))
 
 
 def log1mexp(x: Tensor) -> Tensor:
@@ -315,7 +306,13 @@ def add_reference(
         pairs.reference = np.asarray(known[name], np.float32)
     if not lacking:
         return [("reference", f"from {path}")]
-    world.first_does(lambda: _keep(path, known, made_of))
+
+    def keep() -> None:
+        new = path.with_name(f"{path.name}.new")
+        save_file({name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()}, new, metadata=made_of)
+        os.replace(new, path)
+
+    world.first_does(keep)
     answers = sum(2 * len(sides[name]) for name in lacking)
     seconds = time.perf_counter() - begin
     return [
@@ -355,12 +352,6 @@ def _kept(path: Path, made_of: Mapping[str, str]) -> dict[str, list[float]]:
             fix="the base or adapter that the run was begun with; or start a new run",
         )
     return {name: values for name, values in found.items() if said.get(name) == made_of.get(name)}
-
-
-def _keep(path: Path, known: Mapping[str, list[float]], made_of: Mapping[str, str]) -> None:
-    new = path.with_name(f"{path.name}.new")
-    save_file({name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()}, new, metadata=dict(made_of))
-    os.replace(new, path)
 
 
 MEASURES = ("accuracy", "margin", "mean_reward")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,6 @@ from ...training.task import eval_mode, random_state_restored
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
-
-
-class Generates(Protocol):
-    """A language model of transformers, or PEFT's wrapper of one."""
-
-    def generate(self, **options: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -45,14 +39,14 @@ def generation_config(
     """Greedy at temperature 0; ends at the tokenizer's end token and at those the model names."""
     from transformers import GenerationConfig
 
-    own = getattr(model, "generation_config", None)
-    ends = {tokenizer.eos_token_id, *_as_list(getattr(own, "eos_token_id", None))} - {None}
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list | tuple) else [own])} - {None}
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     return GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(ends) or None, **drawn)
 
 
 def sample(
-    model: nn.Module,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[SamplePrompt],
     *,
@@ -72,7 +66,7 @@ def sample(
     with random_state_restored(), eval_mode(model), generating(model):
         for prompt in prompts:
             inputs = prompt_inputs(prompt, pictures, device)
-            out = cast(Generates, model).generate(**inputs, generation_config=config, synced_gpus=world.size > 1)
+            out = model.generate(**inputs, generation_config=config, synced_gpus=world.size > 1)
             answer = str(tokenizer.decode(out[0, len(prompt.input_ids) :], skip_special_tokens=True))
             samples.append(Sample(prompt.text, answer.strip(), prompt.reference))
     return samples
@@ -85,7 +79,3 @@ def prompt_inputs(prompt: SamplePrompt, pictures: Pictures | None, device: torch
     if prompt.pictures and pictures is not None:
         inputs |= pictures.inputs(ids, inputs["attention_mask"], [prompt.pictures])
     return {name: value.to(device) for name, value in inputs.items()}
-
-
-def _as_list(value: Any) -> list[int | None]:
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -235,8 +235,12 @@ class LanguageTask:
     # what is told
 
     def header(self) -> list[tuple[str, str]]:
-        facts = self.data.facts
-        return [("data", data_line(self.data, self.objective)), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
+        facts, data, row = self.data.facts, self.data, self.words.row
+        rows = "a stream of training rows" if data.stream is not None else counted(self.rows, f"training {row}")
+        if data.stream is None and (packing := facts.get("packing")):
+            rows = f"{counted(packing['rows'], 'training row')} in {counted(len(data.train), 'packed one')}"
+        line = f"{rows}, {counted(self.eval_rows, f'evaluation {row}')}"
+        return [("data", line), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
     def records(self) -> Mapping[str, Any]:
         return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer, self.data.pictures)}}
@@ -295,24 +299,12 @@ class LanguageTask:
             rows += f" packed from {facts['packed_from']:,}"
         evaluation = counted(facts["eval_rows"], f"evaluation {row}")
         line = f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']}; {evaluation}"
-        shown = [] if facts["pictures"] is None else [_pictures_line(facts)]
+        shown, lengths = [], facts["lengths"]
+        if facts["pictures"] is not None:  # which are most of a row's tokens
+            spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
+            with_some = f"{counted(facts['pictures']['rows'], 'training row')} with pictures"
+            shown = [f"{with_some}; rows have {spread}; the memory plan counts no vision tower"]
         return [line, *shown, *facts["sources"], *facts["notes"]]
-
-
-def _pictures_line(facts: dict[str, Any]) -> str:
-    """How many training rows have pictures, and how long rows are: pictures are most of a row's tokens."""
-    lengths, shown = facts["lengths"], facts["pictures"]
-    spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
-    return f"{counted(shown['rows'], 'training row')} with pictures; rows have {spread}; the memory plan counts no vision tower"
-
-
-def data_line(data: LoadedData, objective: Objective) -> str:
-    rows = counted(len(objective.train), f"training {objective.words.row}")
-    if data.stream is not None:
-        rows = "a stream of training rows"
-    elif packing := data.facts.get("packing"):
-        rows = f"{counted(packing['rows'], 'training row')} in {counted(len(data.train), 'packed one')}"
-    return f"{rows}, {counted(len(objective.eval), f'evaluation {objective.words.row}')}"
 
 
 def flops_of_a_token(model: nn.Module, config: Any) -> float:
