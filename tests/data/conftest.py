@@ -1,6 +1,6 @@
 """Tokenizers of four families, trained on the spot, with chat templates in each family's style: what stock templates do, in few lines.
 
-None has a `{% generation %}` block, like the stock ones; `with_generation_block` adds one to ChatML's.
+None has a `{% generation %}` block, like the stock ones.
 """
 
 from __future__ import annotations
@@ -19,18 +19,27 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# Thinking is dropped from earlier answers and framed, empty or not, in the last: rendering a prefix differs from a prefix of the rendering.
+# As Qwen3's: thoughts come from the content or a key, are written behind the last question, empty or not, and left out before it, so that
+# to render a prefix gives something else than a prefix of the rendering.
 THINKING = """\
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{%- set said = message.content.split('</think>')[-1].lstrip('\\n') %}
-{%- if loop.last %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + said }}
-{%- else %}{{ '<|im_start|>assistant\\n' + said }}{% endif %}
-{{- '<|im_end|>\\n' }}
-{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}
+{%- set content, thought = m.content, '' %}
+{%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}
+{%- elif '</think>' in m.content %}
+{%- set thought = m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}
 {%- endif %}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
+{{- content + '<|im_end|>\\n' }}
+{%- else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
 
 LLAMA3 = """\
 {%- for message in messages %}
@@ -102,20 +111,7 @@ def tokenizer_of(family: str, *, template: bool = True) -> PreTrainedTokenizerFa
     return made
 
 
-def with_generation_block(*, end_of_turn_inside: bool) -> str:
-    """ChatML with the block that says what is learnt: with its end-of-turn token, or, as some do it, without."""
-    inside, outside = ("<|im_end|>", "") if end_of_turn_inside else ("", "<|im_end|>")
-    answer = "{%- generation %}{{ message.content + '" + inside + "' }}{%- endgeneration %}{{ '" + outside + "\\n' }}"
-    return (
-        "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
-        "{%- if message.role == 'assistant' %}" + answer + "{%- else %}{{ message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-
-
 @pytest.fixture(scope="session")
 def families() -> SimpleNamespace:
     """`of(family)` is a family's tokenizer with its template, one for all tests; `new(family, template=)` is a fresh one."""
-    return SimpleNamespace(
-        of=cache(tokenizer_of), new=tokenizer_of, end_of_turn=END_OF_TURN, templates=_TEMPLATES, with_generation_block=with_generation_block
-    )
+    return SimpleNamespace(of=cache(tokenizer_of), new=tokenizer_of, end_of_turn=END_OF_TURN, templates=_TEMPLATES)
