@@ -23,9 +23,10 @@ from ...errors import UsageError
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import SCORE
 from ...model.build import build_model
-from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
+from ...model.load import Source, base_source, load_architecture, load_tokenizer
 from ...model.processor import copy_files, has_vision, pictures_of
 from ...model.targets import has_stack, is_stack
+from ...model.tokens import check_vocabulary
 from ...optimize import Manifest
 from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
