@@ -34,7 +34,7 @@ from isotype.tasks.diffusion.families.noise import SDXL
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory.blocks import as_set, plan_offload
 from isotype.training.memory.outline import quantise_outline
-from isotype.training.memory.plan import held_bytes, plan_memory
+from isotype.training.memory.plan import held_memory, plan_memory
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable
 from isotype.training.setup import resolve_precision
 from isotype.training.task import Outline, StepOutline
@@ -90,7 +90,7 @@ def held(name: str, preset: str) -> tuple[int, int, int]:
     """(all weights, trained weights, held bytes)."""
     model, total, config, precision = outlined(name, f"precision.preset={preset}")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return total, trained, held_bytes(model, config.train, precision)
+    return total, trained, held_memory(model, config.train, precision).held
 
 
 BASES = {"bf16": "precision.preset=bf16-lora", "fp8": "precision.base=fp8", "nf4": "precision.preset=nf4-lora"}

@@ -28,13 +28,13 @@ from isotype.errors import UsageError
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
-from isotype.training.memory.device import shown
 from isotype.training.memory.plan import MemoryPlan, make_fake, plan_memory, without_data
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
 from isotype.training.quiet import without_warnings
 from isotype.training.step import Stepper
 from isotype.training.task import Outline, StepOutline
+from isotype.wording import shown
 
 LLAMA_31_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.library import library_op
 from isotype.ops.linear_cross_entropy import op as head
-from isotype.ops.recompute import is_recomputing
+from isotype.ops.recompute import layers_running
 
 
 def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,8 +40,13 @@ class Planned:
     """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
 
     @staticmethod
-    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
-        return _kernel_forward(logits_TV, targets_T)
+    def cross_entropy_forward(
+        logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
+        if out_TV is not None:
+            _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return loss_T, lse_T
 
     @staticmethod
     def cross_entropy_backward(
@@ -49,12 +54,6 @@ class Planned:
     ) -> Tensor:
         _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
         return out_TV
-
-    @staticmethod
-    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
-        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
-        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
-        return loss_T, lse_T
 
 
 Kind = Literal["product", "attention", "attention backward", "memory", "copy"]
@@ -194,7 +193,7 @@ class Launches(TorchDispatchMode):
     def phase(self) -> str:
         if self.updating:
             return "update"
-        if is_recomputing():
+        if layers_running and layers_running[-1].recomputing:
             return "recompute"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 

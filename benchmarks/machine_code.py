@@ -30,7 +30,7 @@ def cases() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
     from tests.ops.test_kernels import COMPILED
 
     from isotype.ops.adamw import triton as adamw
-    from isotype.ops.nf4 import triton as nf4
+    from isotype.ops.packed import triton as packed_triton
 
     found: dict[str, tuple[Any, tuple[torch.Tensor, ...]]] = {
         name: (op, tuple(torch.randn(shape, requires_grad=True) for shape in shapes)) for name, (op, shapes) in COMPILED.items()
@@ -42,15 +42,13 @@ def cases() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
 
         found[f"adamw{'-stochastic' if stochastic else ''}"] = update, tuple(tensors(300, *[torch.float32] * 3))
     for double in (False, True):
-        for beside in (0, 32):
-            packed, state = quantize_4bit(torch.randn(64, 640), compress_statistics=double, quant_type="nf4")
-            inner = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if double else (None, None, None, 1)
+        packed, state = quantize_4bit(torch.randn(64, 640), compress_statistics=double, quant_type="nf4")
+        inner = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if double else (None, None, None, 1)
 
-            def widen(out: torch.Tensor, packed: Any = packed, state: Any = state, inner: Any = inner, beside: int = beside) -> None:
-                nf4.widen_4bit(packed, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out, beside)
+        def widen(out: torch.Tensor, packed: Any = packed, state: Any = state, inner: Any = inner) -> None:
+            packed_triton.widen_4bit(packed, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out)
 
-            name = f"widen_4bit{'-double' if double else ''}{'-beside' if beside else ''}"
-            found[name] = widen, (torch.empty(64, 640 + beside),)
+        found[f"widen_4bit{'-double' if double else ''}"] = widen, (torch.empty(64, 640),)
     return found
 
 

@@ -26,10 +26,9 @@ import isotype
 import lora as lora_bench
 from isotype.lora.quantised import PackedLinear
 from isotype.ops.backend import using
-from isotype.ops.packed import PackedState, quantised, widen
+from isotype.ops.packed import PackedState, in_rows, quantised, widen
 from isotype.ops.packed.formats import Layout
 from isotype.ops.packed.ggml import BLOCKS
-from isotype.ops.packed.repack import in_rows
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, PackedState]:

@@ -1,7 +1,5 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import isotype
 from isotype import dtypes
@@ -22,11 +20,6 @@ def test_words_round_trip_through_torch():
         assert dtypes.torch_word(word) == str(dtypes.to_torch(word)).removeprefix("torch.")
         assert dtypes.itemsize(word) == dtypes.to_torch(word).itemsize
         assert dtypes.eps(word) == torch.finfo(dtypes.to_torch(word)).eps
-
-
-@given(st.sampled_from([*FLOATS, "complex64", "complex128"]), st.sampled_from([*FLOATS, "complex64", "complex128"]))
-def test_promotes_as_torch_does(left, right):
-    assert dtypes.to_torch(dtypes.promote(left, right)) == torch.promote_types(dtypes.to_torch(left), dtypes.to_torch(right))
 
 
 def test_expect_returns_its_tensor_or_refuses_a_wrong_dtype_or_shape():

@@ -13,7 +13,7 @@ PACKAGE = Path(isotype.__file__).parent
 # a room imports rooms before it in this list, and rooms of its own line
 LEVELS = [
     {"version"},
-    {"errors", "json_objects", "instance_method", "placement", "wording", "libraries"},
+    {"errors", "instance_method", "wording"},
     {"dtypes", "finding"},
     {"pages"},
     {"environment"},

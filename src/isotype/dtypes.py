@@ -91,10 +91,6 @@ def itemsize(dtype: str) -> float:
     return _TABLE[parse(dtype)][1] / 8
 
 
-def is_float(dtype: str) -> bool:
-    return _TABLE[parse(dtype)][3] > 0 or parse(dtype) in ("nf4", "fp4")
-
-
 def eps(dtype: str) -> float:
     """Distance from 1 to the next larger value."""
     return 2.0 ** -_TABLE[parse(dtype)][3]
@@ -103,19 +99,6 @@ def eps(dtype: str) -> float:
 def significant_bits(dtype: str) -> int:
     """The number of significant bits, with the leading one. Whole numbers up to 2 to this power are exact."""
     return _TABLE[parse(dtype)][3] + 1
-
-
-def promote(left: str, right: str) -> str:
-    """What torch's type promotion makes of two floating or complex tensors with dimensions: bf16 with fp16 gives fp32."""
-    left, right = parse(left), parse(right)
-    if left == right:
-        return left
-    if "complex" in left + right:
-        return "complex128" if {left, right} & {"complex128", "fp64"} else "complex64"
-    if {left, right} == {"bf16", "fp16"}:
-        return "fp32"
-    order = ("bf16", "fp16", "fp32", "fp64")
-    return max(left, right, key=order.index)
 
 
 _SPEC = re.compile(r"^\s*(?P<dtype>[A-Za-z_][A-Za-z0-9_|]*)\s*\[(?P<dims>[^\]]*)\]\s*$")
@@ -161,7 +144,7 @@ class TensorSpec:
             expected = bound.setdefault(self.dtype, observed)
             return None if expected == observed else expected
         if self.dtype == "float":
-            return None if observed in _TABLE and is_float(observed) else "float"
+            return None if observed in _TABLE and significant_bits(observed) > 1 else "float"
         if self.dtype == "int":
             return None if observed.startswith(("int", "uint")) else "int"
         return None if observed in self.dtype.split("|") else self.dtype

@@ -25,6 +25,13 @@ class UsageError(IsotypeError, ValueError):
     exit_status = 2
 
 
+def refuse_where(*cases: tuple[object, str, str]) -> None:
+    """Raises  UsageError for the first of the cases that is so: (whether it is so, message, fix)."""
+    for is_so, message, fix in cases:
+        if is_so:
+            raise UsageError(message, fix=fix)
+
+
 class PreflightError(IsotypeError, ValueError):
     """Refused before step 1."""
 
@@ -33,8 +40,6 @@ class PreflightError(IsotypeError, ValueError):
 
 class RunError(IsotypeError, RuntimeError):
     """The run failed after it started. Not a ValueError, since the caller's arguments were valid."""
-
-    exit_status = 1
 
 
 class DtypeError(IsotypeError, ValueError):

@@ -1,14 +1,23 @@
 """`Finding`: the form in which every part of Isotype reports a fault, such as the doctor and the preflight.
 
-A `Finding` answers five questions: what (code, message), where (place), why (cause), what was declared, what to do (fix).
+A `Finding` answers five questions: what (code, message), where (place), why (cause), what was declared, what to do (fix). Every command of
+the doctor answers with `answer`: the worst first on one screen, or one JSON object; the exit status says whether it is bad.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+
+from .errors import UsageError
+from .version import __version__
+from .wording import counted
+
+SCREEN = 12  # this many findings are printed in full, further ones in one line each
 
 
 class Severity(IntEnum):
@@ -35,7 +44,6 @@ class Place:
 
     file: str | None = None
     line: int | None = None
-    column: int | None = None
     symbol: str | None = None
 
     def __str__(self) -> str:
@@ -45,7 +53,7 @@ class Place:
         return "  ".join(part for part in (self.symbol, spot) if part)
 
     def as_json(self) -> dict[str, Any]:
-        return {k: v for k in ("file", "line", "column", "symbol") if (v := getattr(self, k)) is not None}
+        return {k: v for k in ("file", "line", "symbol") if (v := getattr(self, k)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +118,30 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (-f.severity, f.place.file or "", f.place.line or 0))
 
 
-def exit_code(findings: Iterable[Finding], fail_on: Severity = Severity.ERROR) -> int:
-    """0 when nothing is at or above `fail_on`, else 1."""
+def as_text(findings: Sequence[Finding], *, subject: str) -> str:
+    """Findings worst first; past a screenful each gets one line; a last line counts them."""
+    if not findings:
+        return f"{subject}: no findings"
+    ordered = worst_first(findings)
+    blocks = [f.render() for f in ordered[:SCREEN]]
+    if more := ordered[SCREEN:]:
+        blocks.append("\n".join(f"{f.severity} {f.code} {f.place}: {f.message}" for f in more))
+    total = ", ".join(counted(n, str(severity)) for severity, n in sorted(Counter(f.severity for f in findings).items(), reverse=True))
+    return "\n\n".join([*blocks, f"{subject}: {total}"])
+
+
+def threshold(fail_on: str) -> Severity:
+    """The severity of `--fail-on`, from which on a command exits with 1. Raises  UsageError for another word."""
+    try:
+        return Severity.parse(fail_on)
+    except ValueError as error:
+        raise UsageError(f"--fail-on: {error}") from None
+
+
+def answer(findings: Sequence[Finding], *, subject: str, json_output: bool, fail_on: Severity = Severity.ERROR, **extra: Any) -> int:
+    """Prints the findings, as text or as `{"findings": [...], "version": ...}` with `extra`, and returns the exit status."""
+    if json_output:
+        print(json.dumps({"findings": [f.as_json() for f in worst_first(findings)], **extra, "version": __version__}, indent=1))
+    else:
+        print(as_text(findings, subject=subject))
     return int(any(f.severity >= fail_on for f in findings))

@@ -1,4 +1,5 @@
-"""A method of one instance that replaces its class's. `optimize` and `apply_precision` put such methods on modules.
+"""A method of one instance that replaces its class's, and a line on what became of a module. `optimize` and `apply_precision` put such
+methods on modules.
 
 A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file can be written but not
 read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -18,32 +20,34 @@ from typing import Any
 class InstanceMethod:
     """`function(instance, ...)`; a deep copy or a pickle of the instance carries it along, bound to the copy.
 
-    function  importable by its name, which is what a pickle holds; see MadeMethod for one that is not
-    name      the method's
-    before    what the instance had in its place when this one was put there; None for its class's
-    over      the class's method that the function computes; None where the class had another one as this was pickled
+    function   `make`, or with arguments `make(the class's method, *arguments)`, which is made again where a pickle is read
+    make       importable by its name, which is what a pickle holds
+    name       the method's
+    before     what the instance had in its place when this one was put there; None for its class's
+    over       the class's method that the function computes; None where the class had another one as this was pickled
     """
 
     # no __dict__: functools.update_wrapper, which other libraries call, would copy its content to their wrapper
-    __slots__ = ("__weakref__", "before", "function", "instance", "name", "over")
+    __slots__ = ("__weakref__", "arguments", "before", "function", "instance", "make", "name", "over")
 
-    def __init__(self, function: Callable[..., Any], instance: Any, name: str = "forward") -> None:
-        self.function, self.instance, self.name, self.before = function, instance, name, None
+    def __init__(self, make: Callable[..., Any], instance: Any, name: str = "forward", arguments: tuple[Any, ...] | None = None) -> None:
         self.over: Any = getattr(type(instance), name)
+        self.make, self.arguments, self.instance, self.name, self.before = make, arguments, instance, name, None
+        self.function = make if arguments is None else make(self.over, *arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self.instance, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
         made = memo[id(self)] = object.__new__(type(self))
-        for slot in (slot for kind in type(self).__mro__ for slot in getattr(kind, "__slots__", ()) if slot != "__weakref__"):
+        for slot in self.__slots__[1:]:
             value = getattr(self, slot)
             setattr(made, slot, copy.deepcopy(value, memo) if slot in ("instance", "before") else value)
         return made
 
     def __getstate__(self) -> tuple[Any, ...]:
         # `over` is looked up where it is read: a pickle would hold it by its name, under which a class may have another method by then
-        return self.stands, (self.function, self.instance, self.name), self.before
+        return self.stands, (self.make, self.instance, self.name, self.arguments), self.before
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         stood, made, before = state
@@ -96,7 +100,8 @@ class InstanceMethod:
             # accelerate keeps the forward it found, to give it back when its own hook is removed
             attributes[key] = there
         # a wrapper's closure still holds this object
-        self.function = there.__func__
+        self.function = self.make = there.__func__
+        self.arguments = None
         if self.before is None:
             self.over = None
 
@@ -105,23 +110,6 @@ def _within_checkpointing(method: Any) -> Any:
     while getattr(method, "__globals__", {}).get("__name__") == "transformers.modeling_layers" and hasattr(method, "__wrapped__"):
         method = method.__wrapped__
     return method
-
-
-class MadeMethod(InstanceMethod):
-    """The function is `make(the class's method, *arguments)`, and is made again where a pickle is read.
-
-    make       importable by its name
-    arguments  can be pickled
-    """
-
-    __slots__ = ("arguments", "make")
-
-    def __init__(self, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...], instance: Any, name: str = "forward") -> None:
-        super().__init__(make(getattr(type(instance), name), *arguments), instance, name)
-        self.make, self.arguments = make, arguments
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.stands, (self.make, self.arguments, self.instance, self.name), self.before
 
 
 MARK = "_isotype_settings"
@@ -161,3 +149,26 @@ def take_back(module: Any) -> int:
     method.take_back()
     count: int = entries
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One module, and the op that runs there now.
+
+    part    norm, layer, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or foreign; of a denoiser also block,
+            modulated norm, joint attention, activation
+    module  its path in the model; "" is the model itself
+    kind    its class; of a LoRA layer, the class of its base layer
+    op      the op; None where the module runs its own code
+    reason  without an op: why there is none. With one: what the probe found out, or ""
+    """
+
+    part: str
+    module: str
+    kind: str
+    op: str | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        said = f"{self.module or '(the model)'}: {self.op or 'left alone'}"
+        return f"{said}: {self.reason}" if self.reason else said

@@ -1,8 +1,9 @@
-"""`counted`: a number with the word that it counts; the first line of an error. Imports no torch."""
+"""Numbers and text as people read them; the first line of an error. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
@@ -10,6 +11,62 @@ from pathlib import Path
 def counted(number: int, one: str, many: str | None = None) -> str:
     """`1 row`, `1,234 rows`; `many` where the plural is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """A line for each row, its cells in columns; those in the columns `right` stand at their right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return ["  ".join(put(cell, width) for put, cell, width in zip(columns, row, widths)).rstrip() for row in rows]
+
+
+def plain(value: float) -> str:
+    """A number in a short form: `2.41`, `0.0002`, `1.2e-05`, `12,300`."""
+    if not math.isfinite(value):
+        return "not finite"
+    absolute = abs(value)
+    if 1000 <= absolute < 1e7:
+        return f"{value:,.0f}"
+    digits = 4 if 1 <= absolute < 1e7 else 3 if 1e-3 <= absolute < 1 else 2
+    return f"{value:.{digits}g}"
+
+
+def percent(value: float) -> str:
+    """Three digits: those of a share of 98 to 99% are the ticks of an axis."""
+    return f"{100 * value:.3g}%" if abs(value) >= 0.1 else f"{100 * value:.2g}%"
+
+
+def size(count: float) -> str:
+    """Bytes: `1.2 GB` (10^9)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def shown(size: int) -> str:
+    """Bytes in binary units: `1.40 GiB`, `83.0 MiB`."""
+    gib, mib = size / (1 << 30), size / (1 << 20)
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.1f} MiB" if mib < 100 else f"{mib:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """`1.5 s`, `2 min 05 s`, `3 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def count(value: float) -> str:
+    """`874`, `12.3k`, `4.26M`."""
+    for unit in ("", "k", "M", "B"):
+        if abs(value) < 1000:
+            return f"{value:.3g}{unit}" if unit else f"{value:.0f}"
+        value /= 1000
+    return f"{value:.3g}T"
 
 
 def first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from isotype.environment.threads import wait_passively
+from isotype.environment.hardware import wait_passively
 
 CORES = os.cpu_count() or 1
 

@@ -235,8 +235,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from isotype.report.record import read_run
     from isotype.runs.checkpoint.atomic_folder import SEAL, seal
     from isotype.runs.checkpoint.store import CheckpointStore
-    from isotype.runs.folder import LOCK, RunFolder
-    from isotype.runs.record import Metrics
+    from isotype.runs.folder import LOCK, Metrics, RunFolder
     from isotype.training.preflight.check import skipped_before
 
     place = folder / "run"
@@ -250,7 +249,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
             read()
     with run.held():
         if draw.random() < 0.3:
-            from isotype.report.write import render
+            from isotype.report.page import render
 
             render(read_run(place))
         skipped_before(place / "preflight.json")

@@ -165,10 +165,9 @@ def _die_after_a_save() -> None:
 
     save = CheckpointStore.save
 
-    def save_then_die(self: CheckpointStore, checkpoint: Checkpoint, *, best: bool = False) -> Path:
-        target = save(self, checkpoint, best=best)
+    def save_then_die(self: CheckpointStore, checkpoint: Checkpoint, *, best: bool = False) -> None:
+        save(self, checkpoint, best=best)
         if checkpoint.step == KILLED_AFTER:
             die()
-        return target
 
     CheckpointStore.save = save_then_die

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -29,14 +28,13 @@ def fused_copy(model):
     return made
 
 
-@pytest.mark.parametrize(
-    ("config", "nf4"), [({"use_rslora": True}, False), ({"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"k_proj": 3}}, True)]
-)
-def test_result_is_pefts_in_one_product(config, nf4):
-    model = adapted(Attention(lambda out: nf4_linear(out=out, compute=torch.float32)) if nf4 else Attention(), **config)
-    fused = fused_copy(model)
-    assert_same(results(fused, inputs()), results(model, inputs()))
-    assert fused_nodes(fused(inputs())) == {"LoraGroup": 1}
+def test_result_is_pefts_in_one_product():
+    packed = Attention(lambda out: nf4_linear(out=out, compute=torch.float32))
+    patterns = {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"k_proj": 3}}
+    for model in (adapted(Attention(), use_rslora=True), adapted(packed, **patterns)):
+        fused = fused_copy(model)
+        assert_same(results(fused, inputs()), results(model, inputs()))
+        assert fused_nodes(fused(inputs())) == {"LoraGroup": 1}
 
 
 def test_trainable_weights_and_biases():

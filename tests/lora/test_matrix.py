@@ -7,43 +7,24 @@ import torch
 from benchmarks import lora_matrix as matrix
 
 
-@pytest.fixture(scope="module", params=matrix.OPS)
-def outcomes(request) -> list[matrix.Outcome]:
-    block = matrix.peft_block(request.param)
-    return [matrix.measure(cell, block=block) for cell in matrix.cells()]
-
-
-def test_fused_runs_fused_wherever_peft_runs(outcomes):
-    assert len(outcomes) == 81
-    assert sum(o.peft_runs for o in outcomes) == 63
-    assert {o.ran for o in outcomes if o.peft_runs} <= {"lora_linear", "lora_group", "lora_mlp"}
-    assert [o.cell for o in outcomes if o.fused_runs] == [o.cell for o in outcomes if o.peft_runs]
-
-
-def test_one_function_except_where_the_branch_is_wide(outcomes):
-    one = {"linear": "lora_linear", "mlp": "lora_mlp"}.get(outcomes[0].op, "lora_group")
-    for o in outcomes:
-        if o.peft_runs:
-            wide = o.cell.autocast is None and o.cell.x != "fp32" and o.cell.adapter != o.cell.x
-            assert o.ran == ("lora_linear" if wide else one), str(o.cell)
-
-
-def test_the_other_eighteen_get_one_clear_error(outcomes):
-    refused = [o for o in outcomes if not o.fused_runs]
-    assert len(refused) == 18
-    for o in refused:
-        assert o.cell.autocast is None
-        assert o.cell.x != o.cell.weight
-        assert o.fused.startswith(f"<DtypeError: DT001 LoRA linear got an input in {o.cell.x} and a weight in {o.cell.weight}")
-
-
-def test_outputs_have_pefts_dtype(outcomes):
-    assert [o.fused for o in outcomes if o.peft_runs] == [o.peft for o in outcomes if o.peft_runs]
-
-
-def test_no_gradient_is_farther_from_fp64_than_pefts(outcomes):
+@pytest.mark.parametrize("op", matrix.OPS)
+def test_fused_runs_wherever_peft_runs_in_its_dtypes_and_no_farther_from_fp64(op):
+    block = matrix.peft_block(op)
+    outcomes = [matrix.measure(cell, block=block) for cell in matrix.cells()]
+    ran, refused = [o for o in outcomes if o.peft_runs], [o for o in outcomes if not o.peft_runs]
+    assert (len(ran), len(refused)) == (63, 18)
+    assert [o.fused_runs for o in ran] == [True] * 63
+    # one function, except where the branch is wide
+    one = {"linear": "lora_linear", "mlp": "lora_mlp"}.get(op, "lora_group")
+    for o in ran:
+        wide = o.cell.autocast is None and o.cell.x != "fp32" and o.cell.adapter != o.cell.x
+        assert o.ran == ("lora_linear" if wide else one), str(o.cell)
+    assert [o.fused for o in ran] == [o.peft for o in ran]
     far = [f"{o.cell}: {o.worst} {o.share:.3f}" for o in outcomes if o.share is not None and o.share > matrix.EQUAL]
     assert not far
+    for o in refused:
+        assert o.cell.autocast is None
+        assert o.fused.startswith(f"<DtypeError: DT001 LoRA linear got an input in {o.cell.x} and a weight in {o.cell.weight}")
 
 
 def test_adapter_gradients_are_no_bf16_roundings():

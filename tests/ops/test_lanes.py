@@ -1,4 +1,4 @@
-"""lanes.h: every narrow value, and the error of each function against fp64."""
+"""lanes.h: every narrow value is widened and narrowed as PyTorch does it, and a source is built once."""
 
 import math
 from pathlib import Path
@@ -9,12 +9,11 @@ import torch
 from isotype.ops import cpp as ops_cpp
 
 pytestmark = pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
-EPS = 2.0**-24  # half a step of fp32: the error of one rounding
 
 
 class Probe(ops_cpp.CppKernels):
     def __init__(self) -> None:
-        super().__init__(__file__, apply="ippi", convert="ddppi")
+        super().__init__(__file__, convert="ddppi")
         self.source = Path(__file__).parent / "lanes_probe.cpp"
 
 
@@ -25,27 +24,18 @@ def probe():
     return made
 
 
-def narrow_values():
-    return torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-
-
 def same(got, want):
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_narrow_value_is_widened_exactly(probe, dtype):
-    x = narrow_values().view(dtype)
-    y = torch.empty(x.shape)
-    probe("convert", dtype, torch.float32, x, y, x.numel())
-    same(y, x.float())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrowing_is_pytorchs_to_nearest_even(probe, dtype):
-    torch.manual_seed(0)
-    exact = narrow_values().view(dtype).float()
+def test_every_narrow_value_is_widened_exactly_and_narrowing_is_pytorchs_to_nearest_even(probe, dtype):
+    narrow = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    y = torch.empty(narrow.shape)
+    probe("convert", dtype, torch.float32, narrow, y, narrow.numel())
+    same(y, narrow.float())
+    exact = narrow.float()
     ordered = exact[exact.isfinite()].sort().values
     ties = (ordered[1:].double() + ordered[:-1].double()).div(2).float()
     special = torch.tensor([65504.0, 65519.99, 65520.0, 65536.0, 3.4e38, math.inf, -math.inf, math.nan, 1e-45, -0.0, 6e-8, 2.9e-8, 3e-8])
@@ -54,22 +44,6 @@ def test_narrowing_is_pytorchs_to_nearest_even(probe, dtype):
     y = torch.empty(x.shape, dtype=dtype)
     probe("convert", torch.float32, dtype, x, y, x.numel())
     same(y, x.to(dtype))
-
-
-def result(probe, which, x):
-    y = torch.empty_like(x)
-    probe("apply", which, x, y, x.numel())
-    return y.double()
-
-
-def relative(got, want):
-    return float(((got - want) / want).abs().max())
-
-
-def test_log_is_within_four_roundings(probe):
-    x = torch.cat((torch.linspace(0.5, 2, 200_003), torch.logspace(-37, 38, 10_000)))
-    x = x[x != 1]
-    assert relative(result(probe, 5, x), x.double().log()) < 4 * EPS
 
 
 def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeypatch, capsys):

@@ -23,13 +23,14 @@ def make(tokens=20, hidden=8, classes=50, dtype=torch.float64):
     return x.to(dtype), w.to(dtype), b.to(dtype), targets
 
 
-@pytest.mark.parametrize(
-    ("options", "factor"),
-    [({}, 1.1), ({"num_items": torch.tensor(300)}, 1.1), ({"reduction": "sum"}, 1.1), ({"chunk": 32, "reduction": "none"}, FACTOR)],
-    ids=str,
-)
-def test_no_gradient_of_a_mean_or_a_chunk_is_rounded_a_second_time(options, factor):
+def test_no_gradient_of_a_mean_or_a_chunk_is_rounded_a_second_time(subtests):
     """Dividing a gradient that is already bf16 rounded it once more: 2.3e-3 where plain PyTorch has 1.7e-3."""
+    for options in ({}, {"num_items": torch.tensor(300)}, {"reduction": "sum"}, {"chunk": 32, "reduction": "none"}):
+        with subtests.test(str(options)):
+            rounded_once(options, FACTOR if "chunk" in options else 1.1)
+
+
+def rounded_once(options, factor):
     x, w, b, targets = make(512, 64, 300)
     leaves = [t.bfloat16().requires_grad_() for t in (x, w, b)]
     exact = [t.detach().double().requires_grad_() for t in leaves]
@@ -43,18 +44,6 @@ def test_no_gradient_of_a_mean_or_a_chunk_is_rounded_a_second_time(options, fact
         (loss / items).backward()
     for mine, theirs, truth in zip(leaves, peer, exact):
         assert error(mine.grad, truth.grad) <= factor * error(theirs.grad, truth.grad)
-
-
-@pytest.mark.parametrize(("trained", "reduction"), [((0,), "mean"), ((1,), "none"), ((2,), "mean")], ids=str)
-def test_hidden_head_and_bias_may_be_frozen(trained, reduction):
-    results = []
-    for f in BOTH:
-        x, w, b, targets = make()
-        leaves = [t.requires_grad_(i in trained) for i, t in enumerate((x, w, b))]
-        f(x, w, targets, bias=b, reduction=reduction, **({"chunk": 5} if f is linear_cross_entropy else {})).sum().backward()
-        assert [t.grad is not None for t in leaves] == [i in trained for i in range(3)]
-        results.append([t.grad for t in leaves if t.grad is not None])
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(("reduction", "upstream"), [("mean", 2.0**16), ("none", 2.0**-8)])
@@ -79,16 +68,15 @@ def test_logits_never_exist_at_once():
     assert max(seen.numbers) <= 64 * 2000
 
 
-@pytest.mark.parametrize("items", [None, torch.tensor(0)], ids=str)
-def test_a_mean_over_no_tokens_is_nan_with_zero_gradients(items):
+def test_a_mean_over_no_tokens_is_nan_with_zero_gradients():
     """0 / 0 has a gradient of nan, which the head would hand on to every weight; PyTorch's is 0 there."""
-    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
-    loss = linear_cross_entropy(x, w, torch.full((3,), -100), num_items=items)
-    loss.backward()
-    assert loss.isnan()
-    F.cross_entropy(F.linear(x, w), torch.full((3,), -100)).backward()
-    assert torch.equal(x.grad, torch.zeros_like(x))
-    assert torch.equal(w.grad, torch.zeros_like(w))
+    for items in (None, torch.tensor(0)):
+        x, w = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+        loss = linear_cross_entropy(x, w, torch.full((3,), -100), num_items=items)
+        loss.backward()
+        assert loss.isnan()
+        assert not x.grad.any()
+        assert not w.grad.any()
 
 
 def test_a_product_in_parts_of_the_vocabulary_is_the_product():

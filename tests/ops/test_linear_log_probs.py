@@ -33,36 +33,16 @@ def weighed(values):
     return total
 
 
-@pytest.mark.parametrize("backend", ["eager", "cpp"])
-def test_every_output_is_the_references(backend):
-    shape, options = (4, 5), OPTIONS
+def test_every_output_is_the_references():
     x, w, b, targets = make(20, 8, 8200, dtype=torch.float32)
-    x, targets = x.view(*shape, 8), targets.view(shape)
-    with using(backend):
-        got = linear_log_probs(x, w, targets, bias=b, outputs=OUTPUTS, chunk=7, **options)
-    want = linear_log_probs_reference(x.double(), w.double(), targets, bias=b.double(), **options)
-    for name, value, truth in zip(OUTPUTS, got, want):
-        assert value.shape == torch.Size(shape), name
-        torch.testing.assert_close(value.to(truth.dtype), truth, rtol=2e-5, atol=2e-5, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("backend", "trained", "outputs"),
-    [("eager", "both", DIFFERENTIABLE), ("cpp", "hidden", ("log_probs",)), ("cpp", "head", ("log_probs", "entropy"))],
-)
-def test_gradients_with_a_frozen_and_a_trainable_head(backend, trained, outputs):
-    x, w, _, targets = make(33, 8, 300, dtype=torch.float32)
-    flags = trained in ("hidden", "both"), trained in ("head", "both")
-    mine = [t.clone().requires_grad_(f) for t, f in zip((x, w), flags)]
-    theirs = [t.double().requires_grad_(f) for t, f in zip((x, w), flags)]
-    with using(backend):
-        weighed(linear_log_probs(*mine, targets, outputs=outputs, chunk=8)).backward()
-    every = linear_log_probs_reference(*theirs, targets)
-    weighed(type(linear_log_probs(x, w, targets))(*(v if n in outputs else None for n, v in zip(OUTPUTS, every)))).backward()
-    for a, b in zip(mine, theirs):
-        assert (a.grad is None) == (b.grad is None)
-        if b.grad is not None:
-            assert error(a.grad, b.grad) < 1e-5
+    x, targets = x.view(4, 5, 8), targets.view(4, 5)
+    want = linear_log_probs_reference(x.double(), w.double(), targets, bias=b.double(), **OPTIONS)
+    for backend in ("eager", "cpp"):
+        with using(backend):
+            got = linear_log_probs(x, w, targets, bias=b, outputs=OUTPUTS, chunk=7, **OPTIONS)
+        for name, value, truth in zip(OUTPUTS, got, want):
+            assert value.shape == (4, 5), name
+            torch.testing.assert_close(value.to(truth.dtype), truth, rtol=2e-5, atol=2e-5, msg=name)
 
 
 def test_large_logits_do_not_cancel_in_the_entropy():

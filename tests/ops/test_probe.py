@@ -16,25 +16,6 @@ def on(device, dtype=torch.bfloat16):
     return SimpleNamespace(is_cuda=True, device=device, dtype=dtype)
 
 
-def test_a_device_whose_kernels_fail_runs_plain_pytorch_and_others_do_not(monkeypatch):
-    asked = []
-
-    def probe(device):
-        asked.append(device)
-        if device == FIRST:
-            raise RuntimeError("\nFailed to find C compiler. Please specify via CC environment variable.\n more")
-
-    monkeypatch.setattr(launch, "probe", probe)
-    assert [backend.triton_runs(on(FIRST)) for _ in range(3)] == [False] * 3
-    assert backend.triton_runs(on(SECOND))
-    assert asked == [FIRST, SECOND]  # once each
-    assert (
-        backend.why_no_kernels(FIRST)
-        == "Triton cannot run a kernel: RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
-    )
-    assert not backend.triton_runs(on(SECOND, torch.float64))
-
-
 def test_it_is_asked_outside_a_fake_mode_and_a_failure_of_the_moment_is_not_kept(monkeypatch):
     device, real = torch.device("cuda:12"), []
 

@@ -52,8 +52,13 @@ def pair(name):
     return plain, copy.deepcopy(plain), family, random_batch(family, make().config, Precision.preset("fp32"))
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_results_and_gradients_are_the_models_own(name):
+def test_results_and_gradients_are_the_models_own(subtests):
+    for name in MODELS:
+        with subtests.test(name):
+            same_as_the_model(name)
+
+
+def same_as_the_model(name):
     plain, ours, family, batch = pair(name)
     manifest = optimize(ours)
     parts = [entry for entry in manifest.entries if entry.op]

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,8 +32,13 @@ class Shifted(LlamaForCausalLM):
         return output
 
 
-@pytest.mark.parametrize(("family", "each"), [("llama", True), ("gemma2", False), ("cohere", False), ("granite", True)])
-def test_the_heads_loss_is_that_of_the_logits(family, each, monkeypatch):
+def test_the_heads_loss_is_that_of_the_logits(monkeypatch, subtests):
+    for family, each in (("llama", True), ("gemma2", False), ("cohere", False), ("granite", True)):
+        with subtests.test(family), monkeypatch.context() as patch:
+            as_of_the_logits(family, each, patch)
+
+
+def as_of_the_logits(family, each, patch):
     model = tiny(family, **({"logits_scaling": 3.0} if family == "granite" else {}))
     targets = next_tokens(BATCH, every_row=not each)
     targets = Targets(targets.classes, targets.rows, divisor=None if each else 7, each=each)
@@ -42,7 +46,7 @@ def test_the_heads_loss_is_that_of_the_logits(family, each, monkeypatch):
     theirs = gradients(model, wanted)
     optimize(model)
     assert takes_targets(model)
-    monkeypatch.setattr(F, "cross_entropy", None)  # of logits
+    patch.setattr(F, "cross_entropy", None)  # of logits
     output = model(**INPUTS, targets=targets)
     torch.testing.assert_close(output.loss, wanted)
     assert output.logits.numel() == 0

@@ -17,8 +17,7 @@ from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.finding import Severity
 from isotype.precision import PRESETS, resolve
-from isotype.precision.resolve import changed, that_holds
-from isotype.precision.rules import RULES
+from isotype.precision.resolve import RULES, changed, that_holds
 
 HALVES = ("fp32", "bf16", "fp16")
 VALUES = {

@@ -3,7 +3,7 @@ import pytest
 from isotype.errors import UsageError
 from isotype.finding import Severity
 from isotype.precision import PRESETS, Precision, resolve
-from isotype.precision.rules import RULES, page
+from isotype.precision.resolve import RULES, page
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -24,10 +24,9 @@ def interrupted_after(step: int, loaded: LoadedConfig, monkeypatch: pytest.Monke
     saved = CheckpointStore.save
 
     def save_then_interrupt(self, checkpoint, *, best=False):
-        made = saved(self, checkpoint, best=best)
+        saved(self, checkpoint, best=best)
         if checkpoint.step == step:
             os.kill(os.getpid(), signal.SIGINT)
-        return made
 
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointStore, "save", save_then_interrupt)

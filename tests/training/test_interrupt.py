@@ -11,7 +11,7 @@ import pytest
 from tests.warm import interpreter
 
 from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.training.interrupt import Interrupt
+from isotype.training.console import Interrupt
 
 
 def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):

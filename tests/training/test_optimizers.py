@@ -50,22 +50,23 @@ def test_a_run_is_observed_and_resumes_bit_identically(configured, tmp_path, nam
     assert losses(whole) == losses(again)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_planned_states_are_those_that_it_keeps(name):
-    needs(name)
-    model = lora(tiny(hidden_size=64, intermediate_size=96), r=64)
-    settings = TrainSection(optimizer=name)
-    precision = PRESETS["bf16-lora"].but(**({"optimizer": "int8"} if "8bit" in name else {}))
-    optimizer = build_optimizer(model, settings, precision, lambda p: p.grad)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.data.normal_()  # Prodigy keeps no start of a tensor of zeros
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    states = [item for p in trained for item in optimizer.state[p].items()]
-    # step counts, and the tables of 8-bit states that all tensors share
-    kept = [t for key, t in states if isinstance(t, torch.Tensor) and key not in ("step", "qmap1", "qmap2")]
-    assert sum(t.nbytes for t in kept) == state_bytes(model, settings, precision)
+def test_planned_states_are_those_that_it_keeps(subtests):
+    for name in OPTIMIZERS:
+        with subtests.test(name):
+            needs(name)
+            model = lora(tiny(hidden_size=64, intermediate_size=96), r=64)
+            settings = TrainSection(optimizer=name)
+            precision = PRESETS["bf16-lora"].but(**({"optimizer": "int8"} if "8bit" in name else {}))
+            optimizer = build_optimizer(model, settings, precision, lambda p: p.grad)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            for p in trained:
+                p.data.normal_()  # Prodigy keeps no start of a tensor of zeros
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+            states = [item for p in trained for item in optimizer.state[p].items()]
+            # step counts, and the tables of 8-bit states that all tensors share
+            kept = [t for key, t in states if isinstance(t, torch.Tensor) and key not in ("step", "qmap1", "qmap2")]
+            assert sum(t.nbytes for t in kept) == state_bytes(model, settings, precision)
 
 
 def test_muon_takes_matrices_and_each_expert_alone():
@@ -110,25 +111,20 @@ def test_schedule_free_shows_its_averages_and_restores_every_bit():
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"optimizer": "adamw8bit-paged"}, "on a CPU, where nothing is paged"),
-        ({"optimizer": "schedule-free", "schedule": "cosine"}, "with train.schedule: cosine"),
-        ({"optimizer": "prodigy"}, "with train.learning_rate: 0.001: it finds the rate itself"),
-        ({"optimizer": "adafactor", "beta1": 0.8}, "train.beta1 has no effect with train.optimizer: adafactor"),
-        ({"optimizer": "lion", "epsilon": 1e-6}, "train.epsilon has no effect"),
-        ({"optimizer": "muon", "precision": "bf16-pure"}, "muon needs fp32 weights and gradients"),
-        ({"optimizer": "lion8bit", "precision": "bf16-pure"}, "lion8bit on bf16 weights ignores"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
-)
-def test_settings_without_effect_are_refused(configured, settings, says):
-    needs(settings["optimizer"])
-    preset = settings.get("precision", "bf16-lora")
-    settings = {key: value for key, value in settings.items() if key != "precision"}
-    with pytest.raises(UsageError, match=re.escape(says)):
-        train(configured(precision={"preset": preset}, adapter={"kind": "none" if preset == "bf16-pure" else "lora"}, train=settings))
+def test_settings_without_effect_are_refused(configured, subtests):
+    lora, pure = {"precision": {"preset": "bf16-lora"}}, {"precision": {"preset": "bf16-pure"}, "adapter": {"kind": "none"}}
+    for sections, settings, says in (
+        (lora, {"optimizer": "adamw8bit-paged"}, "on a CPU, where nothing is paged"),
+        (lora, {"optimizer": "schedule-free", "schedule": "cosine"}, "with train.schedule: cosine"),
+        (lora, {"optimizer": "prodigy"}, "with train.learning_rate: 0.001: it finds the rate itself"),
+        (lora, {"optimizer": "adafactor", "beta1": 0.8}, "train.beta1 has no effect with train.optimizer: adafactor"),
+        (pure, {"optimizer": "muon"}, "muon needs fp32 weights and gradients"),
+        (pure, {"optimizer": "lion8bit"}, "lion8bit on bf16 weights ignores"),
+    ):
+        with subtests.test(says):
+            needs(settings["optimizer"])
+            with pytest.raises(UsageError, match=re.escape(says)):
+                train(configured(**sections, train=settings))
 
 
 def test_a_missing_package_and_a_model_without_matrices_are_said_in_one_line(configured, monkeypatch):

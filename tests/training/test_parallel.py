@@ -23,30 +23,21 @@ def config(kind, **train):
     return RunConfig.model_validate({"parallel": {"kind": kind}, "train": train})
 
 
-@pytest.mark.parametrize(
-    ("kind", "train", "where", "why"),
-    [
-        ("shard", {"optimizer": "adamw8bit"}, world(2), "its states have a scale every 256 elements"),
-        *(
-            ("shard", {"optimizer": name}, world(2), f"train.optimizer: {name}: {why}")
-            for name, why in (("lion", "bitsandbytes'"), ("muon", "it makes"), ("adafactor", "its states"), ("prodigy", "its rate"))
-        ),
+def test_what_cannot_be_shared_is_refused_in_one_line(subtests):
+    of_optimizers = {"adamw8bit": "its states have a scale", "lion": "bitsandbytes'", "muon": "it makes", "adafactor": "its states",
+                     "prodigy": "its rate"}  # fmt: skip
+    for kind, train, where, why in (
+        *(("shard", {"optimizer": name}, world(2), f"train.optimizer: {name}: {why}") for name, why in of_optimizers.items()),
         ("shard", {"ema": 0.99}, world(2), "averages of shared weights are not offered yet"),
         ("hybrid", {}, world(4), "this run has one machine"),
         ("hybrid", {}, world(2, 2), "2 machines with 2 processes"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
-    with pytest.raises(UsageError, match=why) as refused:
-        parallel_as_configured(config(kind, **train), where)
-    assert "\n" not in refused.value.message
-    assert refused.value.fix
-
-
-def test_a_schedule_free_run_may_be_shared():
-    found = parallel_as_configured(config("shard", optimizer="schedule-free", schedule="constant"), world(2))
-    assert found is not None
-    assert found.kind == SHARD
+    ):
+        with subtests.test(why):
+            with pytest.raises(UsageError, match=why) as refused:
+                parallel_as_configured(config(kind, **train), where)
+            assert "\n" not in refused.value.message
+            assert refused.value.fix
+    assert parallel_as_configured(config("shard", optimizer="schedule-free", schedule="constant"), world(2)).kind == SHARD
 
 
 def test_auto_takes_the_whole_model_where_it_fits_and_says_why():

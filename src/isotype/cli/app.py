@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ..environment.threads import wait_passively
+from ..environment.hardware import wait_passively
 from ..errors import IsotypeError, UsageError
 from ..version import __version__
 from .merge import FORMATS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -179,24 +178,19 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, con
     quiet_libraries()
     taken, pictures = draw_with(run, texts, seed=seed, control=control)
     folder = run_and_result(run)[0] / "drawn"
+    folder.mkdir(exist_ok=True)
+    first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
     made: list[dict[str, str]] = []
-    _write(pictures, folder, made)
+    for number, picture in enumerate(pictures, start=first):
+        file = folder / f"{number}.png"
+        file.write_bytes(picture.png)
+        made.append({"prompt": picture.prompt, "file": str(file)})
     if json_output:
         print(json.dumps({"run": str(run), "taken": taken, "samples": made}))
         return
     print(f"{run} ({taken})")
     for one in made:
         print(f"\n> {one['prompt']}\n{one['file']}")
-
-
-def _write(pictures: Sequence[Any], folder: Path, made: list[dict[str, str]]) -> None:
-    """Writes each picture and adds it to `made`."""
-    folder.mkdir(exist_ok=True)
-    first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
-    for number, picture in enumerate(pictures, start=first):
-        file = folder / f"{number}.png"
-        file.write_bytes(picture.png)
-        made.append({"prompt": picture.prompt, "file": str(file)})
 
 
 def _chats(run: Path) -> bool:

@@ -17,7 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
-from ..finding import Severity, worst_first
+from ..finding import Severity, answer, threshold, worst_first
+from ..wording import counted
 from .app import DOCTOR, prepare
 
 CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
@@ -78,8 +79,7 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    from ..doctor.front_door import Visit, count, visit, visit_log
-    from ..doctor.output import answer, threshold
+    from ..doctor.front_door import Visit, visit, visit_log
 
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
@@ -110,10 +110,10 @@ def look(
     if not json_output:
         for one in visits:
             notes = sum(f.severity == Severity.NOTE for f in one.findings)
-            told = count(len(one.findings) - notes, "finding")
+            told = counted(len(one.findings) - notes, "finding")
             codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
             told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
-            told += f", {count(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
+            told += f", {counted(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
             print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
         if not any(one.looked_at for one in visits):
             print("  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a Triton kernel")
@@ -137,18 +137,16 @@ def check(
     """
     from ..doctor.check.check import as_json, table, trouble_without_files
     from ..doctor.check.check import check as check_paths
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     checked = check_paths(paths, device=device)
-    findings = list(checked.findings)
-    if nothing := trouble_without_files(checked, paths):
-        findings.append(nothing)
+    nothing = trouble_without_files(checked, paths)
+    findings = [*checked.findings, *([nothing] if nothing else [])]
     if not json_output:
         for record in checked.records:
             if shown := table(record):
                 print(shown + "\n")
-    subject = f"{checked.files} file{'s' * (checked.files != 1)}, {len(checked.records)} run{'s' * (len(checked.records) != 1)}"
+    subject = f"{counted(checked.files, 'file')}, {counted(len(checked.records), 'run')}"
     records = [as_json(record) for record in checked.records]
     raise typer.Exit(answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records))
 
@@ -181,7 +179,6 @@ def explain(
         show_page(given[0].upper(), json_output)
         return
     from ..doctor.explain import explain as explain_lines
-    from ..doctor.output import answer
 
     source: str | None = None
     if not given or given == ["-"]:
@@ -227,11 +224,8 @@ def _list(json_output: bool) -> None:
     from ..pages import codes, page
 
     titles = {code: (page(code) or "").partition("\n")[0].removeprefix("# ").removeprefix(code).lstrip(": ") for code in codes()}
-    print(
-        json.dumps({"findings": [], "codes": titles}, indent=1)
-        if json_output
-        else "\n".join(f"{code}  {title}" for code, title in titles.items())
-    )
+    lines = "\n".join(f"{code}  {title}" for code, title in titles.items())
+    print(json.dumps({"findings": [], "codes": titles}, indent=1) if json_output else lines)
 
 
 def env(
@@ -243,7 +237,6 @@ def env(
 
     Exit status 1 when something is broken.
     """
-    from ..doctor.output import answer
     from ..environment import versions
     from ..environment.versions import faults
 
@@ -289,7 +282,6 @@ def trace(
 
     `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
     """
-    from ..doctor.output import answer, threshold
     from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
 
     parsed = Target.parse(target)
@@ -334,26 +326,15 @@ def conform(
     """
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
-        from ..doctor.output import answer, threshold
-
         least = threshold(fail_on)
-        from ..testing.amp.check import ampcheck
-        from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
+        from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target)
         with triton_interpreted_without_gpu():
             report = ampcheck(loaded.function, loaded.inputs, **loaded.options, raises=False)
-    status = answer(
-        report.findings,
-        subject=f"{target} ({report.tried} runs)",
-        json_output=json_output,
-        fail_on=least,
-        subject_name=report.subject,
-        tried=report.tried,
-        refused=dict(report.refused),
-        skipped=list(report.skipped),
-    )
-    raise typer.Exit(status)
+    facts = {"subject_name": report.subject, "tried": report.tried, "refused": dict(report.refused), "skipped": list(report.skipped)}
+    subject = f"{target} ({report.tried} runs)"
+    raise typer.Exit(answer(report.findings, subject=subject, json_output=json_output, fail_on=least, **facts))
 
 
 def kernels(
@@ -377,8 +358,6 @@ def kernels(
     """
     import warnings
 
-    from ..doctor.output import answer, threshold
-
     least = threshold(fail_on)
     targets = [word.strip() for word in arch.split(",") if word.strip()] or None
     warnings.filterwarnings("ignore", module="triton")
@@ -388,7 +367,7 @@ def kernels(
 
         report = check_target(target, targets)
     names = ", ".join(report.kernels[:6]) + (f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else "")
-    subject = f"{len(report.kernels)} kernel{'s' if len(report.kernels) != 1 else ''} ({names}), {report.compiled} compilations"
+    subject = f"{counted(len(report.kernels), 'kernel')} ({names}), {report.compiled} compilations"
     shown = report.findings
     if not json_output:
         hidden = [f for f in shown if f.severity == Severity.NOTE]
@@ -396,7 +375,7 @@ def kernels(
         for remark in dict.fromkeys(report.remarks):
             print(f"  {remark}")
         if hidden:
-            subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--json)"
+            subject += f"; {counted(len(hidden), 'note')} not shown (--json)"
     facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
     status = answer(shown, subject=subject, json_output=json_output, fail_on=least, **facts)
     raise typer.Exit(status)

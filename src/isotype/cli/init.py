@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from ..errors import UsageError
+from ..wording import aligned
 
 if TYPE_CHECKING:
     from ..translate import Translation
@@ -52,6 +53,14 @@ def init(
     if str(file) == "-":
         print(json.dumps({"file": None, "preset": preset, "text": text}) if json_output else text, end="" if not json_output else "\n")
         return
+    _write(file, text, force=force)
+    if json_output:
+        print(json.dumps({"file": str(file), "preset": preset, "text": text}))
+    else:
+        print(f"wrote {file}. See what it would do: isotype plan {file}")
+
+
+def _write(file: Path, text: str, *, force: bool) -> None:
     try:
         with file.open("w" if force else "x", encoding="utf-8") as out:
             out.write(text)
@@ -59,10 +68,6 @@ def init(
         raise UsageError(f"{file}: exists already", fix="--force replaces it, or give another name") from None
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from None
-    if json_output:
-        print(json.dumps({"file": str(file), "preset": preset, "text": text}))
-    else:
-        print(f"wrote {file}. See what it would do: isotype plan {file}")
 
 
 def _print_schema(markdown: bool) -> None:
@@ -104,13 +109,7 @@ def import_config(
 
     result = translate(file, tool)
     if out is not None:
-        try:
-            with out.open("w" if force else "x", encoding="utf-8") as written:
-                written.write(result.text)
-        except FileExistsError:
-            raise UsageError(f"{out}: exists already", fix="--force replaces it, or give another name") from None
-        except OSError as error:
-            raise UsageError(f"{out}: {error.strerror}") from None
+        _write(out, result.text, force=force)
     if json_output:
         answer = {
             "tool": result.tool,
@@ -137,9 +136,8 @@ def _tell(result: Translation, to: TextIO) -> None:
     for outcome in result.outcomes:
         became = "; ".join(part for part in (outcome.became, outcome.note) if part)
         rows.append((str(outcome.given.line or ""), outcome.given.written or outcome.given.name, str(outcome.fate), became))
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-    for line, key, fate, became in rows:
-        print(f"{line:>{widths[0]}}  {key:<{widths[1]}}  {fate:<{widths[2]}}  {became}".rstrip(), file=to)
+    for line in aligned(rows, right=(0,)):
+        print(line, file=to)
     print(f"\n{result.tool}: " + ", ".join(f"{count} {fate}" for fate, count in result.counts.items() if count), file=to)
     for note in result.notes:
         print(f"note  {note}", file=to)

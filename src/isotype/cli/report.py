@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
+from ..wording import aligned
 
 
 def report(
@@ -86,17 +87,14 @@ def ls(
         print(f"{folder}: no runs here, nor two levels below")
         return
     rows = [list(_COLUMNS.values()), *([_cell(run[key]) for key in _COLUMNS] for run in runs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     # model and data, which come last, are cut on a narrow screen
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for row in rows:
-        cells = [cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in zip(_COLUMNS, row, widths)]
-        print("  ".join(cells)[:most].rstrip())
+    for line in aligned(rows, right=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]):
+        print(line[:most].rstrip())
 
 
 _COLUMNS = {"folder": "run", "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval loss", "precision": "precision",
             "model": "model", "data": "data"}  # fmt: skip
-_RIGHT = ("step", "loss", "eval_loss")
 
 
 def _cell(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..environment.threads import wait_passively
+from ..environment.hardware import wait_passively
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -127,7 +128,10 @@ def plan(
         isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
     """
     loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache)
-    _print_plan(loaded, json_output, device=device, gpus=gpus)
+    from ..tasks.choose import plan as make
+
+    made = make(loaded, device=device, gpus=gpus)
+    print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
 
 
 @contextmanager
@@ -203,15 +207,6 @@ def _loaded(
     )
 
 
-def _print_plan(loaded: LoadedConfig, json_output: bool, *, device: str | None = None, gpus: int | None = None) -> None:
-    import json
-
-    from ..tasks.choose import plan as make
-
-    made = make(loaded, device=device, gpus=gpus)
-    print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
-
-
 def quickstart(
     folder: Annotated[Path | None, typer.Option("--folder", help="Where everything goes: quickstart, or quickstart-diffusion.")] = None,
     diffusion: Annotated[bool, typer.Option("--diffusion", help="Pictures: a small Flux, then a LoRA for a new shape.")] = False,
@@ -231,13 +226,8 @@ def quickstart(
         isotype quickstart --diffusion
     """
     wait_passively(always=True)
+    from ..quickstart import quickstart as of_text
+    from ..quickstart import quickstart_pictures
+
     folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
-    if diffusion:
-        from ..quickstart import quickstart_pictures
-
-        status = quickstart_pictures(folder, json_output=json_output)
-    else:
-        from ..quickstart import quickstart as start
-
-        status = start(folder, json_output=json_output)
-    raise typer.Exit(status)
+    raise typer.Exit((quickstart_pictures if diffusion else of_text)(folder, json_output=json_output))

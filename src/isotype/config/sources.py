@@ -175,6 +175,11 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
         raise UsageError(f"{sources['data.shuffle_buffer']} data.shuffle_buffer: has no effect without data.stream: all rows are shuffled")
 
 
+def _refuse_no_whole_number(where: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{where}: expected a whole number of at least 1, got {value!r}")
+
+
 def _has_splits(name: str) -> bool:
     try:
         return (Path(name).expanduser() / SPLITS).is_file()
@@ -210,13 +215,12 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -
             fix = "rows are not chosen by a column: write each split to a file of its own, for data.train and data.eval"
             said = f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME){or_folder}"
             raise UsageError(said, fix=fix if key == "split" and Path(name).suffix else None)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise UsageError(f"{where}.limit: expected a whole number of at least 1, got {limit!r}")
+    if limit is not None:
+        _refuse_no_whole_number(f"{where}.limit", limit)
     if form not in FORMATS:
         near = get_close_matches(str(form), FORMATS, n=1)
-        raise UsageError(
-            f"{where}.format: unknown format {form!r}" + (f", did you mean {near[0]}?" if near else f": one of {' '.join(FORMATS)}")
-        )
+        meant = f", did you mean {near[0]}?" if near else f": one of {' '.join(FORMATS)}"
+        raise UsageError(f"{where}.format: unknown format {form!r}{meant}")
     limits = [n for n in (limit, data.limit) if n is not None]
     return SourceSpec(**settings | {"group": group, "limit": min(limits) if limits else None})
 
@@ -301,13 +305,9 @@ def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSecti
     settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
     caption, given = settings.get("caption"), settings.pop("resolution", None)
     resolution = tuple(given) if isinstance(given, list) else () if given is None else (given,)
-    for key, number in (
-        ("repeats", settings.get("repeats", 1)),
-        ("draw", settings.get("draw", 1)),
-        *(("resolution", r) for r in resolution),
-    ):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UsageError(f"{where}.{key}: expected a whole number of at least 1, got {number!r}")
+    numbers = [("repeats", settings.get("repeats", 1)), ("draw", settings.get("draw", 1)), *(("resolution", r) for r in resolution)]
+    for key, number in numbers:
+        _refuse_no_whole_number(f"{where}.{key}", number)
     if "draw" in settings and not caption:
         raise UsageError(f"{where}.draw: needs caption, the prompt that the pictures are drawn from", fix="caption: a photo of a person")
     if "draw" in settings and "repeats" in settings:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .. import json_objects
 from .bad_rows import EmptyAnswer, RowError
+from .json_rows import RepeatedKey, loads
 
 Message = dict[str, Any]
 # keys of a turn that say whether it is learnt: OpenAI's, and two that axolotl's data have
@@ -81,8 +81,8 @@ def parsed_json(value: Any, at: str) -> Any:
     """Parses a table's cell that holds a list or object as JSON; returns anything else unchanged. Raises RowError for a key given twice."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            found = json_objects.loads(value)
-        except json_objects.RepeatedKey as error:
+            found = loads(value)
+        except RepeatedKey as error:
             raise RowError(f"{at}: {error}") from None
         except (ValueError, RecursionError):
             return value

@@ -1,7 +1,8 @@
 """The rows of a JSON file: one object a line, an array, which may be one line, or objects over several lines.
 
 Lines are read one at a time. The text of an array is held while it is read, and its values are parsed one at a time: 119 MiB take as much
-memory, where `json.loads` took 739.
+memory, where `json.loads` took 739. Objects have each key once: `json` alone keeps the last of two equal keys and does not report the
+others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..json_objects import ObjectDecoder, RepeatedKey
 from .read import Record, decoded_line, ending, first_line, raw_lines, text_lines
 
 MOST = 4 << 30  # bytes of an array's file
@@ -167,3 +167,41 @@ def _checked(name: str, line: int, value: Any, source: str, repeated: str | None
     if "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         return Record(name, line, None, wrong="a \\u escape is half of a surrogate pair, which is not text")
     return Record(name, line, value)
+
+
+class RepeatedKey(ValueError):
+    """An object has a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key[:60]!r} is given twice in one object")
+
+
+class ObjectDecoder(json.JSONDecoder):
+    """Decodes as `json` does. `repeated` is then the first key that an object of the value has twice, or None.
+
+    It does not raise in the middle of a value, so that a reader of many values knows where the next one begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self.repeated: str | None = None
+
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        self.repeated = None
+        return super().raw_decode(s, idx)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs) and self.repeated is None:
+            seen: set[str] = set()
+            self.repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
+        return made
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text. Raises RepeatedKey, or what `json.loads` raises."""
+    decoder = ObjectDecoder()
+    value = decoder.decode(text)
+    if decoder.repeated is not None:
+        raise RepeatedKey(decoder.repeated)
+    return value

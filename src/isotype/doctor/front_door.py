@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..finding import Finding, Severity
+from ..wording import counted
 from .check.check import SKIPPED_FOLDERS, check, may_be_configuration, table
 
 _LOGS = (".log", ".err", ".out")
@@ -64,10 +65,6 @@ def visit_log(lines: Iterable[str]) -> Visit:
     return Visit("explain", "1 log", explain(lines))
 
 
-def count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def _files(path: Path) -> Iterator[Path]:
     """Regular files: no pipe, no link to nowhere."""
     if path.is_file():
@@ -110,7 +107,7 @@ def _check(path: Path) -> Visit:
         return Visit("check", f"left out: {error.message}", looked_at=False)
     if not found.files:
         return Visit("check", "no file that may be a configuration", looked_at=False)
-    subject = f"{count(found.files, 'configuration file')}, {count(len(found.records), 'run')}"
+    subject = f"{counted(found.files, 'configuration file')}, {counted(len(found.records), 'run')}"
     return Visit("check", subject, list(found.findings), shown=table(found.records[0]) if len(found.records) == 1 else "")
 
 
@@ -121,7 +118,7 @@ def _explain(logs: list[Path]) -> Visit:
     for log in logs:
         with log.open(encoding="utf-8", errors="replace") as lines:
             findings += [f for f in explain(lines, source=str(log)) if f.severity > Severity.NOTE or len(logs) == 1]
-    return Visit("explain", count(len(logs), "log"), findings)
+    return Visit("explain", counted(len(logs), "log"), findings)
 
 
 def _commands(sources: dict[Path, str]) -> Iterator[Visit]:
@@ -130,13 +127,13 @@ def _commands(sources: dict[Path, str]) -> Iterator[Visit]:
     functions = [(file, name) for file, text in sources.items() for name in _AUTOGRAD_FUNCTION.findall(text)]
     scripts = [file for file, text in sources.items() if _TRAINS.search(text) and _RUNS.search(text)]
     if kernels:
-        more = f" ({count(len(kernels) - 1, 'more file')} with Triton kernels)" if len(kernels) > 1 else ""
+        more = f" ({counted(len(kernels) - 1, 'more file')} with Triton kernels)" if len(kernels) > 1 else ""
         yield Visit("kernels", f"isotype doctor kernels {kernels[0]}{more}", looked_at=False)
     if functions:
-        more = f" ({count(len(functions) - 1, 'more autograd function')})" if len(functions) > 1 else ""
+        more = f" ({counted(len(functions) - 1, 'more autograd function')})" if len(functions) > 1 else ""
         file, name = functions[0]
         target = f"{file}:build" if _BUILD.search(sources[file]) else f"{file}:build, where build() returns ({name}, inputs)"
         yield Visit("conform", f"isotype doctor conform {target}{more}", looked_at=False)
     if scripts:
-        more = f" ({count(len(scripts) - 1, 'more training script')})" if len(scripts) > 1 else ""
+        more = f" ({counted(len(scripts) - 1, 'more training script')})" if len(scripts) > 1 else ""
         yield Visit("trace", f"isotype doctor trace {scripts[0]}{more}", looked_at=False)

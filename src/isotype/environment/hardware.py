@@ -23,7 +23,8 @@ import errno
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -46,7 +47,7 @@ class Generation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device. Satisfies `precision.resolve.Device`.
+    """One device.
 
     kind            cuda, rocm or cpu
     name            as its maker calls it
@@ -108,11 +109,9 @@ GENERATIONS = {
 def _device(
     name: str, generation: str, architecture: str, memory_gib: float, bandwidth_gbs: float | None = None, **peak_tflops: float
 ) -> Hardware:
-    g = GENERATIONS[generation]
-    memory = int(memory_gib * GiB)
     return Hardware(
-        kind=g.kind, name=name, generation=generation, architecture=architecture, bf16=g.bf16, fp16=g.fp16, fp8=g.fp8, tf32=g.tf32,
-        memory=memory, peak_tflops=peak_tflops, bandwidth_gbs=bandwidth_gbs,
+        name=name, generation=generation, architecture=architecture, memory=int(memory_gib * GiB), peak_tflops=peak_tflops,
+        bandwidth_gbs=bandwidth_gbs, **GENERATIONS[generation]._asdict(),
     )  # fmt: skip
 
 
@@ -151,15 +150,6 @@ _BY_GFX = (
     ("gfx90[06]", "vega"), ("gfx908", "cdna1"), ("gfx90a", "cdna2"), ("gfx94[0-2]", "cdna3"), ("gfx95", "cdna4"),
     ("gfx101", "rdna1"), ("gfx103", "rdna2"), ("gfx11", "rdna3"), ("gfx12", "rdna4"),
 )  # fmt: skip
-_REFUSED = {
-    "mps": "Apple's GPU has no fp64, no bitsandbytes and no checked bf16 autocast here",
-    "xpu": "Intel's GPU was never tested",
-    "npu": "Ascend was never tested",
-    "hpu": "Gaudi was never tested",
-    "tpu": "a TPU needs torch_xla, whose autocast has other rules",
-    "xla": "torch_xla's autocast has other rules",
-    "meta": "meta tensors hold no values",
-}
 
 
 def by_name(name: str) -> Hardware:
@@ -191,10 +181,8 @@ def detect(device: str = "auto") -> Hardware:
     """
     word = device.strip().lower()
     kind = word.partition(":")[0]
-    if kind in _REFUSED:
-        raise UsageError(f"model.device: {device}: {_REFUSED[kind]}", fix="model.device: auto, cuda (also ROCm) or cpu")
     if kind not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"model.device: {device}: unknown device", fix="model.device: auto, cuda (also ROCm) or cpu")
+        raise UsageError(f"model.device: {device}: no device that Isotype was tested on", fix="model.device: auto, cuda (also ROCm) or cpu")
     if kind != "cpu":
         import torch
 
@@ -310,6 +298,34 @@ def _memory() -> int:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+SHARED = 0.5  # processes that want to run, for each core, from which on threads sleep
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def wait_passively(
+    *, always: bool = False, load: float | None = None, environ: MutableMapping[str, str] | None = None, loaded: bool | None = None
+) -> bool:
+    """Lets threads sleep while they wait, if other programs use the cores and the user has not set how they wait. Returns whether it did.
+
+    OpenMP, which reads the variable when torch is loaded, lets a thread that has finished its part of a loop spin for about a millisecond,
+    and on shared cores it spins where the last thread has to run. The number of threads, and so every bit of a result, stays.
+
+    always   whatever the cores do now
+    load     processes that want to run, as os.getloadavg's first number
+    environ  os.environ
+    loaded   whether torch is loaded, so that it is too late
+    """
+    environ = os.environ if environ is None else environ
+    if ("torch" in sys.modules if loaded is None else loaded) or any(name in environ for name in _WAITING):
+        return False
+    if load is None:
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if not always and load < SHARED * (os.cpu_count() or 1):
+        return False
+    environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    return True
 
 
 # "... DefaultCPUAllocator: can't allocate memory: you tried to allocate 11096064 bytes. Error code 12", on Windows "not enough memory: ..."

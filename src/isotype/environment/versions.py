@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -110,15 +110,12 @@ def _import_torch() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFault:
-    """A dtype fault of released versions. `applies` sees the whole environment, since most need a device or a setting too."""
+    """A dtype fault of released versions. `applies` sees the whole environment, since each needs a device or a setting too."""
 
     package: str
     versions: str
-    severity: Severity
-    message: str
-    cause: str
-    fix: str
-    applies: Callable[[Mapping[str, Any]], bool] = lambda environment: True
+    applies: Callable[[Mapping[str, Any]], bool]
+    finding: Finding
 
     def holds_for(self, version: str) -> bool:
         """Whether this version has the fault; a local part (`2.13.0+cpu`) is not looked at, and a word that is no version has none."""
@@ -131,12 +128,8 @@ class KnownFault:
             return False
 
 
-def _cpu_has_bf16(environment: Mapping[str, Any]) -> bool:
-    return any(d.get("generation", "").startswith(("cpu-avx512-bf16", "cpu-amx")) for d in environment["devices"])
-
-
-def _prefers_cudnn(environment: Mapping[str, Any]) -> bool:
-    return any(d.get("generation") in ("hopper", "blackwell") for d in environment["devices"])
+def _has_device(*generations: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda environment: any(d.get("generation", "").startswith(generations) for d in environment["devices"])
 
 
 # Each was reproduced in a version named, is there in the source of the others, is stated by the project's own fix, or is reported in the
@@ -145,30 +138,40 @@ KNOWN_FAULTS = (
     KnownFault(
         package="torch",
         versions=">=2.11,<2.14",
-        severity=Severity.NOTE,
-        message="attention with a mask tensor can give NaN in the gradient of the query",
-        cause="cuDNN's backward, at lengths 64 past a multiple of 128, where scores are far below zero (pytorch issue 196678); and it "
-        "reads an fp32 mask beside bf16 or fp16 queries as if it were theirs (pull request 191612)",
-        fix="isotype train and optimize() keep cuDNN from masks; elsewhere torch.backends.cuda.enable_cudnn_sdp(False)",
-        applies=_prefers_cudnn,
+        applies=_has_device("hopper", "blackwell"),
+        finding=Finding(
+            code="EV002",
+            severity=Severity.NOTE,
+            message="attention with a mask tensor can give NaN in the gradient of the query",
+            cause="cuDNN's backward, at lengths 64 past a multiple of 128, where scores are far below zero (pytorch issue 196678); and it "
+            "reads an fp32 mask beside bf16 or fp16 queries as if it were theirs (pull request 191612)",
+            fix="isotype train and optimize() keep cuDNN from masks; elsewhere torch.backends.cuda.enable_cudnn_sdp(False)",
+        ),
     ),
     KnownFault(
         package="bitsandbytes",
         versions=">=0.49.0,<=0.50.2",
-        severity=Severity.NOTE,
-        message="a 4-bit layer is repacked in place by the first forward without gradients, and later gradients are wrong",
-        cause="on CPUs with AVX512-BF16 evaluate() or generate() repacks Linear4bit for inference and never unpacks it (seen in 0.50.2)",
-        fix="isotype train switches it off; elsewhere set support_avx512bf16_for_cpu = False on every Linear4bit",
-        applies=_cpu_has_bf16,
+        applies=_has_device("cpu-avx512-bf16", "cpu-amx"),
+        finding=Finding(
+            code="EV002",
+            severity=Severity.NOTE,
+            message="a 4-bit layer is repacked in place by the first forward without gradients, and later gradients are wrong",
+            cause="on CPUs with AVX512-BF16 evaluate() or generate() repacks Linear4bit for inference and never unpacks it "
+            "(seen in 0.50.2)",
+            fix="isotype train switches it off; elsewhere set support_avx512bf16_for_cpu = False on every Linear4bit",
+        ),
     ),
     KnownFault(
         package="triton",
         versions="==3.9.*",
-        severity=Severity.WARNING,
-        message="the CPU interpreter is wrong for bf16",
-        cause="TRITON_INTERPRET is set: it truncates fp32 to bf16 and computes bf16 on raw bits (seen in 3.9)",
-        fix="unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without having one",
         applies=lambda environment: environment["variables"].get("TRITON_INTERPRET", "0") not in ("", "0"),
+        finding=Finding(
+            code="EV002",
+            severity=Severity.WARNING,
+            message="the CPU interpreter is wrong for bf16",
+            cause="TRITON_INTERPRET is set: it truncates fp32 to bf16 and computes bf16 on raw bits (seen in 3.9)",
+            fix="unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without having one",
+        ),
     ),
 )
 
@@ -182,14 +185,7 @@ def _known(environment: Mapping[str, Any]) -> Iterator[Finding]:
     for fault in KNOWN_FAULTS:
         version = environment["distributions"].get(fault.package)
         if version and fault.holds_for(version) and fault.applies(environment):
-            yield Finding(
-                code="EV002",
-                severity=fault.severity,
-                place=Place(symbol=f"{fault.package} {version}"),
-                message=fault.message,
-                cause=fault.cause,
-                fix=fault.fix,
-            )
+            yield replace(fault.finding, place=Place(symbol=f"{fault.package} {version}"))
 
 
 def _devices(environment: Mapping[str, Any]) -> Iterator[Finding]:

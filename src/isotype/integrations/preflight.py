@@ -28,9 +28,9 @@ from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import PreflightError, RunError
 from ..finding import Finding, Place, Severity
-from ..libraries import hook_of_gradients
 from ..model.architecture import is_vision_language
 from ..observe import Observation, Observer
+from ..observe.origin import hook_of_gradients
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.vision import vision_parts

@@ -21,9 +21,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..environment.versions import environment
-from ..report.write import write_report
-from ..runs.folder import RunFolder
-from ..runs.record import Metrics
+from ..report.page import write_report
+from ..runs.folder import Metrics, RunFolder
 from ..training.memory.device import trim_freed_blocks
 from .attachment import Attachment, Methods
 from .preflight import run_preflight

@@ -24,14 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
 from ..errors import UsageError
-from ..instance_method import InstanceMethod
+from ..instance_method import InstanceMethod, Placement
 from ..ops.backend import autocast_dtype
 from ..ops.recompute import hooks_read_here, layers_running
-from ..placement import Placement
 from .dora import apply_dora
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide
-from .quantised import PackedLinear, forward_4bit, is_4bit, is_packed, state_reason
+from .quantised import NotCopied, PackedLinear, fix_compute_dtype, forward_4bit, is_4bit, is_packed, state_reason
 
 # the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
 _OF_ALL_MODULES = HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, _, _ = (
@@ -48,13 +47,11 @@ DENSE = (nn.Parameter, Tensor, FakeTensor)
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path, layer) for every LoRA layer of any kind; nothing where PEFT was never imported."""
-    for path, module in model.named_modules():
-        if is_lora(module):
-            yield path, module
+    return ((path, module) for path, module in model.named_modules() if is_lora(module))
 
 
 def is_lora(layer: nn.Module) -> bool:
-    """Whether this is a LoRA layer of PEFT's, of any kind."""
+    """Whether this is a LoRA layer of PEFT's."""
     loaded = sys.modules.get("peft.tuners.lora.layer")
     return loaded is not None and isinstance(layer, loaded.LoraLayer)
 
@@ -87,7 +84,7 @@ def kind_reason(layer: Any) -> str | None:
 
 
 def active_adapter(layer: Any) -> str | None:
-    """The one adapter of this layer that is active; None where there are several or none."""
+    """The one adapter of this layer that is active."""
     active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
     return active[0] if len(active) == 1 else None
 
@@ -201,12 +198,11 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
         if is_stacked(layer):
             continue
         reason = kind_reason(layer)
-        if reason is None and not is_fused(layer):
-            if "forward" in vars(layer):
-                reason = "the layer's forward has been replaced by another library"
-            else:
-                vars(layer)[FUSED] = InstanceMethod(forward, layer)
-                vars(layer)[FUSED].put()
+        if reason is None and not is_fused(layer) and "forward" in vars(layer):
+            reason = "the layer's forward has been replaced by another library"
+        elif reason is None and not is_fused(layer):
+            vars(layer)[FUSED] = InstanceMethod(forward, layer)
+            vars(layer)[FUSED].put()
         if reason is None:
             # past nn.Module's own __setattr__
             vars(layer)[_BRANCH] = branch_fp32
@@ -242,10 +238,8 @@ def is_fused(layer: nn.Module) -> bool:
 
 
 def _link(parent: nn.Module, path: str) -> None:
-    """Records in the first layer of a group which siblings follow it, where every one is fused.
-
-    path  of `parent` in the model. With LoRA dropout a product that is shared in vain draws masks that PEFT's layers do not draw
-    """
+    """Records in the first layer of a group which siblings follow it, where every one is fused. With LoRA dropout a product that is shared
+    in vain draws masks that PEFT's layers do not draw."""
     crosses = getattr(parent, "is_cross_attention", False) or _CROSS.search(path.rpartition(".")[2])
     for names in CROSS_GROUPS if crosses else GROUPS:
         layers: list[Any] = [getattr(parent, name, None) for name in names]
@@ -257,8 +251,8 @@ def _link(parent: nn.Module, path: str) -> None:
 # --- what a layer is
 
 
-class Plan:
-    """What a LoRA layer was found to be; a copy or a pickle of the layer makes its own.
+class Plan(NotCopied):
+    """What a LoRA layer was found to be.
 
     active  PEFT's names of its active adapters, as they were
     reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a reason only
@@ -275,12 +269,6 @@ class Plan:
         if self.reason is None or self.dora:
             self.adapter, self.a, self.b, self.dropout, self.base = parts_of(layer)
             self.forward = self.base.__dict__.get("forward")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 def look_again(layer: Any) -> Plan:
@@ -319,9 +307,7 @@ def projection(layer: Any, x: Tensor, *, graph: bool = False, dora: bool = False
         if state_reason(base) is not None:
             return None
         if not base.compute_type_is_set:
-            # bitsandbytes' layer adopts the first input's dtype permanently if it was given none
-            base.set_compute_type(x)
-            base.compute_type_is_set = True
+            fix_compute_dtype(base, x)
         state, dtype = weight.quant_state, base.compute_dtype
     elif type(weight) not in DENSE:
         return None
@@ -400,14 +386,8 @@ def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor 
     return y
 
 
-class _Ready(tuple[Any, ...]):
-    """(x, a layer's output for it, x's version, whether gradients were on); no part of a copy or a pickle of the model."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+class _Ready(NotCopied, tuple[Any, ...]):
+    """(x, a layer's output for it, x's version, whether gradients were on)."""
 
 
 # Decisions that were taken: a model asks for the same few, several times a layer
@@ -448,7 +428,7 @@ def shared_dtypes(x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..
 
 
 def refuse_unfused(why: str) -> None:
-    """For an adapter on a packed parameter. PEFT would add its change to the packed bytes. Raises UsageError."""
+    """Raises UsageError for an adapter on a packed parameter: PEFT would add its change to the packed bytes."""
     raise UsageError(f"an adapter on packed experts: {why}: not offered", fix="one adapter, active and not merged; or isotype merge")
 
 

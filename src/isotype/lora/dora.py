@@ -84,13 +84,9 @@ def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
     """|W|² by rows; kept for as long as nothing has written to the weight."""
     kept: tuple[int, int, Tensor] | None = _squares.get(weight)
     if kept is None or kept[:2] != (weight.data_ptr(), weight._version) or kept[2].dtype != dtype:
-        kept = _squares[weight] = weight.data_ptr(), weight._version, row_squares(w_OK, dtype)
+        squares = torch.cat([w_OK[rows].to(dtype).square().sum(1) for rows in row_blocks(w_OK.shape[0], w_OK.shape[1], w_OK.device)])
+        kept = _squares[weight] = weight.data_ptr(), weight._version, squares
     return kept[2]
-
-
-def row_squares(w_OK: Tensor, dtype: torch.dtype) -> Tensor:
-    blocks = row_blocks(w_OK.shape[0], w_OK.shape[1], w_OK.device)
-    return torch.cat([w_OK[rows].to(dtype).square().sum(1) for rows in blocks])
 
 
 def apply_dora(x: Tensor, call: Projection, magnitude: Tensor, dtypes: LoraDtypes) -> Tensor:

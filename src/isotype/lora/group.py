@@ -25,11 +25,11 @@ from .linear import (
     after_dropout,
     base_product,
     base_weight,
-    bias_gradient,
     dropout_mask,
     dropped_scale,
 )
 from .products import SKINNY, add_product_, adds_in_place, at_once, cast_down, casts_again, gradient_product, scaled_product
+from .quantised import bias_gradient
 
 # tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what the dropout before A keeps
 TENSORS = 5
@@ -61,8 +61,7 @@ def all_none(tensors: Sequence[Tensor | None]) -> bool:
 def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None, *, now: bool = False) -> Branches:
     """The adapters' part of `multiply` that backward needs too."""
     if down is None:
-        assert flat[0] is not None
-        down = cast_down(flat[2::TENSORS], flat[3::TENSORS], flat[0], x_TK.shape[1], x_TK.dtype)
+        down = cast_down(flat[2::TENSORS], flat[3::TENSORS], x_TK, x_TK.shape[1], x_TK.dtype)
     a_RK, bs = down
     if not a_RK.shape[0]:
         return x_TK[:, :0], a_RK, bs

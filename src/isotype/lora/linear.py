@@ -23,7 +23,7 @@ from ..ops.contract import OpContract
 from ..ops.recompute import layers_running, output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
 from .products import SKINNY, add_product_, adds_in_place, at_once, casts_again, gradient_product, row_blocks, scaled_product
-from .quantised import dequantised, packed_product
+from .quantised import bias_gradient, dequantised, packed_product
 
 LORA_LINEAR = OpContract(
     "x: X[*n k], weight: W[o k], a: A[r k], b: A[o r] -> X[*n o]",
@@ -167,10 +167,6 @@ def adapted_product(
         y_TO = scaled_product(xa_TR, b_OR.t(), scale) if bias is None else torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
         y_TO.addmm_(x_TK, w_OK.t())
     return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
-
-
-def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
-    return dy_TO.sum(0, dtype=torch.promote_types(torch.float32, dy_TO.dtype)).to(dtype)
 
 
 # --- the branch in fp32 beside a narrow base product: for adapters whose dtype differs from the product's without autocast, where PEFT
@@ -353,22 +349,16 @@ class LoraLinear(torch.autograd.Function):
                     if keep_TK is None and ((now and x_dtype == compute and a.shape[0] <= SKINNY) or adds_in_place(x_dtype, dxa_TR, a)):
                         dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale, now=now)
                     else:
-                        dx_TK = _input_gradient(after_dropout(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, x_dtype)
+                        # the small addend is rounded to the products' dtype, the large one is summed onto it inside the product
+                        dx_TK = after_dropout(dxa_TR @ a, keep_TK)
+                        if x_dtype == compute:
+                            dx_TK.addmm_(narrow_TO, w_OK, beta=scale)
+                        else:
+                            dx_TK = (narrow_TO @ w_OK).to(x_dtype).add_(dx_TK, alpha=scale)
             da = None if da is None else da.to(a_dtype)
             db = None if db is None else db.to(b_dtype)
             dx = None if dx_TK is None else dx_TK.to(x_dtype).view(x_shape)
         return dx, dweight, dbias, da, db, None, None, None, None
-
-
-def _input_gradient(share_TK: Tensor, scale: float, dy_TO: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale * share + dy W in `dtype`, overwriting `share`.
-
-    The small addend is rounded to the products' dtype, the large one is not: it is summed onto it inside the product. Where `dtype`
-    is another one the sum belongs there.
-    """
-    if dtype == share_TK.dtype:
-        return share_TK.addmm_(dy_TO, w_OK, beta=scale)
-    return (dy_TO @ w_OK).to(dtype).add_(share_TK, alpha=scale)
 
 
 _apply = apply_of(LoraLinear)

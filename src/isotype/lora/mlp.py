@@ -13,7 +13,7 @@ T tokens, K in features, I inner features, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,10 +106,9 @@ def _forward_in_tiles(
 ) -> tuple[list[Tensor], Branches, Branches, Tensor]:
     """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold nothing."""
     # once for all tiles
-    wide_weights = _widened(x_TK, flat, states)
     down = _adapters(x_TK, flat, states)
     wide = list(flat)
-    wide[0::TENSORS] = wide_weights
+    wide[0::TENSORS] = [base_weight(weight, state, x_TK.dtype) for weight, state in zip(flat[0::TENSORS], states) if weight is not None]
     dense = (None,) * len(states)
     inner_xas, outer_xas, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
     for rows in _tiles(x_TK.shape[0]):
@@ -128,21 +127,11 @@ def _adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
     """A and B as cast down, of gate and up and of down."""
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     features = widths[0] if len(widths) == 3 else widths[0] // 2
-    like, dtype, n = weight_of(flat), x_TK.dtype, -TENSORS
+    dtype, n = x_TK.dtype, -TENSORS
     return (
-        cast_down(flat[2:n:TENSORS], flat[3:n:TENSORS], like, x_TK.shape[1], dtype),
-        cast_down(flat[n + 2 : n + 3], flat[n + 3 : n + 4], like, features, dtype),
+        cast_down(flat[2:n:TENSORS], flat[3:n:TENSORS], x_TK, x_TK.shape[1], dtype),
+        cast_down(flat[n + 2 : n + 3], flat[n + 3 : n + 4], x_TK, features, dtype),
     )
-
-
-def weight_of(flat: Sequence[Tensor | None]) -> Tensor:
-    assert flat[0] is not None
-    return flat[0]
-
-
-def _widened(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> list[Tensor]:
-    """Every weight, in x's dtype."""
-    return [base_weight(weight, state, x_TK.dtype) for weight, state in zip(flat[0::TENSORS], states) if weight is not None]
 
 
 def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]) -> Branches:
@@ -153,82 +142,45 @@ def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequen
     return torch.cat([xa for xa, _, _ in made]), *made[0][1:]
 
 
-class _Down(NamedTuple):
-    """Down's backward: gradients of its tensors, and of gate's and up's outputs, whose product its input is."""
+def _gradients_of_down(
+    kind: Gated, gate_TI: Tensor, up_TI: Tensor, dy_TK: Tensor, ha_TR: Tensor, a_RI: Tensor, b: Tensor | None, weight: Tensor,
+    keep: Tensor | None, scale: float, state: Any, needs: Sequence[bool], leaves: Sequence[torch.dtype | None], compute: torch.dtype, *,
+    tiled: bool, now: bool,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    """(gradient of gate's output, of up's, whose product down's input is, those of down's tensors).
 
-    kind: Gated
-    dy_TK: Tensor
-    compute: torch.dtype
-    ha_TR: Tensor
-    a_RI: Tensor
-    b: Tensor | None
-    weight: Tensor
-    keep: Tensor | None
-    scale: float
-    state: Any
-    leaves: Sequence[torch.dtype | None]
-    now: bool
-
-    def gradients(
-        self, gate_TI: Tensor, up_TI: Tensor, needs: Sequence[bool], *, tiled: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """(gradient of gate, of up, those of down's tensors).
-
-        tiled   gate and up are the caller's to overwrite
-        """
-        narrow_TK, slices = self.dy_TK.to(self.compute), parts([self.b])
-        dha_TR = branch_gradient([narrow_TK], [self.b], [self.scale], self.ha_TR, now=self.now)
-        tiled = tiled and fused_runs(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous() and not needs[0]
-        if not tiled:
-            dh_TI = self._input_gradient(dha_TR, narrow_TK, self.weight, self.state, slices)
-            dgate_TI, dup_TI, h_TI = gated_gradients(self.kind, gate_TI, up_TI, dh_TI)
-            del dh_TI
-            return dgate_TI, dup_TI, self._tensors(h_TI, self.ha_TR, dha_TR, narrow_TK, slices, needs)
-        # widened once for all tiles; a kept copy of a recompute is this one
-        weight = base_weight(self.weight, self.state, self.compute)
-        grads: list[Tensor | None] = [None] * TENSORS
-        da_fp32: Tensor | None = None
-        for rows in _tiles(gate_TI.shape[0]):
-            dh_TI = self._input_gradient(dha_TR[rows], narrow_TK[rows], weight, None, slices)
-            _, _, h_TI = gated_gradients_(self.kind, gate_TI[rows], up_TI[rows], dh_TI)
-            if needs[2]:
-                part = product_fp32(dha_TR[rows], h_TI)
-                da_fp32 = part if da_fp32 is None else da_fp32.add_(part)
-            # before the next tile's are made
-            del dh_TI, h_TI
-        # bias and B read dy and x Aᵀ alone
-        small = (needs[0], needs[1], False, needs[3], needs[4])
-        grads = self._tensors(None, self.ha_TR, dha_TR, narrow_TK, slices, small)
-        if da_fp32 is not None:
-            assert self.leaves[2] is not None
-            grads[2] = da_fp32.to(self.leaves[2])
-        return gate_TI, up_TI, grads
-
-    def _input_gradient(self, dha_TR: Tensor, dy: Tensor, weight: Tensor, state: Any, slices: Sequence[slice]) -> Tensor:
-        return input_gradient(
-            dha_TR, self.a_RI, [dy], [weight], [state], None if self.keep is None else [self.keep], slices, self.compute, now=self.now
-        )
-
-    def _tensors(
-        self, h: Tensor | None, ha: Tensor, dha: Tensor, dy: Tensor, slices: Sequence[slice], needs: Sequence[bool]
-    ) -> list[Tensor | None]:
-        return tensor_gradients(
-            h,
-            ha,
-            dha,
-            [dy],
-            [self.dy_TK],
-            [self.scale],
-            None if self.keep is None else [self.keep],
-            slices,
-            needs,
-            self.leaves,
-            now=self.now,
-        )
+    tiled   gate and up are the caller's to overwrite
+    """
+    narrow_TK, slices, keeps = dy_TK.to(compute), parts([b]), None if keep is None else [keep]
+    dha_TR = branch_gradient([narrow_TK], [b], [scale], ha_TR, now=now)
+    if not (tiled and fused_runs(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous()) or needs[0]:
+        dh_TI = input_gradient(dha_TR, a_RI, [narrow_TK], [weight], [state], keeps, slices, compute, now=now)
+        dgate_TI, dup_TI, h_TI = gated_gradients(kind, gate_TI, up_TI, dh_TI)
+        del dh_TI
+        grads = tensor_gradients(h_TI, ha_TR, dha_TR, [narrow_TK], [dy_TK], [scale], keeps, slices, needs, leaves, now=now)
+        return dgate_TI, dup_TI, grads
+    # widened once for all tiles; a kept copy of a recompute is this one
+    wide = base_weight(weight, state, compute)
+    da_fp32: Tensor | None = None
+    for rows in _tiles(gate_TI.shape[0]):
+        dh_TI = input_gradient(dha_TR[rows], a_RI, [narrow_TK[rows]], [wide], [None], keeps, slices, compute, now=now)
+        _, _, h_TI = gated_gradients_(kind, gate_TI[rows], up_TI[rows], dh_TI)
+        if needs[2]:
+            part = product_fp32(dha_TR[rows], h_TI)
+            da_fp32 = part if da_fp32 is None else da_fp32.add_(part)
+        # before the next tile's are made
+        del dh_TI, h_TI
+    # bias and B read dy and x Aᵀ alone
+    small = (needs[0], needs[1], False, needs[3], needs[4])
+    grads = tensor_gradients(None, ha_TR, dha_TR, [narrow_TK], [dy_TK], [scale], keeps, slices, small, leaves, now=now)
+    if da_fp32 is not None:
+        assert leaves[2] is not None
+        grads[2] = da_fp32.to(leaves[2])
+    return gate_TI, up_TI, grads
 
 
 def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
-    """Whether `_Whole` computes every gradient that is wanted: of fp32 adapters, whose sums over tiles are then rounded once, and of x."""
+    """Whether `_gradients_from_x` computes all that is wanted: of x, and of fp32 adapters, whose sums over tiles are rounded once."""
     adapters = [t for t in (*flat[2::TENSORS], *flat[3::TENSORS]) if t is not None]
     frozen = not any(needs[0::TENSORS]) and all(bias is None for bias in flat[1::TENSORS])
     return frozen and wants_input(needs[:-TENSORS]) and all(t.dtype == torch.float32 for t in adapters)
@@ -246,55 +198,38 @@ def _nothing_but_adapters(
     return ys, (xa_TR, a_RK, inner_bs), (ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
 
 
-class _Whole(NamedTuple):
-    """The backward of the three layers from x on, a tile of tokens at a time: gate, up, their gradients and the product exist for one tile.
-
-    wide  weights in the products' dtype
-    """
-
-    kind: Gated
-    a_RK: Tensor
-    a_RI: Tensor
-    bs: Sequence[Tensor | None]
-    wide: Sequence[Tensor]
-    scales: Sequence[float]
-    leaves: Sequence[torch.dtype | None]
-
-    def gradients(
-        self, x_TK: Tensor, dy_TK: Tensor, needs: Sequence[bool], x_dtype: torch.dtype | None
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(gradient of x, or None; those of every tensor)."""
-        n, slices = len(self.bs) - 1, parts(self.bs[:-1])
-        flat: list[Tensor | None] = []
-        for weight, b, part in zip(self.wide, self.bs[:-1], slices):
-            flat += [weight, None, None if b is None else self.a_RK[part], b, None]
-        none: tuple[None, ...] = (None,) * n
-        totals: list[Tensor | None] = [None] * len(needs)
-        dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
-        for rows in _tiles(x_TK.shape[0]):
-            x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
-            ys, (xa, a_RK, _) = multiply(x, flat, self.scales[:-1], none, (self.a_RK, list(self.bs[:-1])))
-            dha = branch_gradient([dy], self.bs[-1:], self.scales[-1:], dy.new_empty(dy.shape[0], self.a_RI.shape[0]))
-            down = parts(self.bs[-1:])
-            dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], None, down, x.dtype)
-            dgate, dup, h = gated_gradients_(self.kind, *halves(ys), dh)
-            ha = scaled_product(h, self.a_RI.t()) if self.a_RI.shape[0] else h[:, :0]
-            last = tensor_gradients(
-                h, ha, dha, [dy], [dy], self.scales[-1:], None, down, needs[-TENSORS:], self.leaves[-TENSORS:]
-            )  # fmt: skip
-            dys = [dgate, dup] if n == 2 else [torch.cat((dgate, dup), -1)]
-            dxa = branch_gradient(dys, self.bs[:-1], self.scales[:-1], xa)
-            first = tensor_gradients(
-                x, xa, dxa, dys, dys, self.scales[:-1], None, slices, needs[:-TENSORS], self.leaves[:-TENSORS]
-            )  # fmt: skip
-            for i, grad in enumerate((*first, *last)):
-                before = totals[i]
-                totals[i] = grad if before is None or grad is None else before.add_(grad)
-            if dx_TK is not None:
-                dx_TK[rows] = input_gradient(dxa, a_RK, dys, self.wide[:-1], none, None, slices, dx_TK.dtype)
-            # before the next tile's are made
-            del ys, dh, dgate, dup, h, dys
-        return dx_TK, totals
+def _gradients_from_x(
+    kind: Gated, x_TK: Tensor, dy_TK: Tensor, a_RK: Tensor, a_RI: Tensor, bs: Sequence[Tensor | None], wide: Sequence[Tensor],
+    scales: Sequence[float], needs: Sequence[bool], leaves: Sequence[torch.dtype | None], x_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """(gradient of x, or None where it has no dtype; those of every tensor): the backward of the three layers from x on, where gate, up,
+    their gradients and the product exist for one tile of tokens at a time. wide: weights in the products' dtype."""
+    n, slices, down = len(bs) - 1, parts(bs[:-1]), parts(bs[-1:])
+    flat: list[Tensor | None] = []
+    for weight, b, part in zip(wide, bs[:-1], slices):
+        flat += [weight, None, None if b is None else a_RK[part], b, None]
+    none: tuple[None, ...] = (None,) * n
+    totals: list[Tensor | None] = [None] * len(needs)
+    dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
+    for rows in _tiles(x_TK.shape[0]):
+        x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
+        ys, (xa, _, _) = multiply(x, flat, scales[:-1], none, (a_RK, list(bs[:-1])))
+        dha = branch_gradient([dy], bs[-1:], scales[-1:], dy.new_empty(dy.shape[0], a_RI.shape[0]))
+        dh = input_gradient(dha, a_RI, [dy], wide[-1:], [None], None, down, x.dtype)
+        dgate, dup, h = gated_gradients_(kind, *halves(ys), dh)
+        ha = scaled_product(h, a_RI.t()) if a_RI.shape[0] else h[:, :0]
+        last = tensor_gradients(h, ha, dha, [dy], [dy], scales[-1:], None, down, needs[-TENSORS:], leaves[-TENSORS:])
+        dys = [dgate, dup] if n == 2 else [torch.cat((dgate, dup), -1)]
+        dxa = branch_gradient(dys, bs[:-1], scales[:-1], xa)
+        first = tensor_gradients(x, xa, dxa, dys, dys, scales[:-1], None, slices, needs[:-TENSORS], leaves[:-TENSORS])
+        for i, grad in enumerate((*first, *last)):
+            before = totals[i]
+            totals[i] = grad if before is None or grad is None else before.add_(grad)
+        if dx_TK is not None:
+            dx_TK[rows] = input_gradient(dxa, a_RK, dys, wide[:-1], none, None, slices, dx_TK.dtype)
+        # before the next tile's are made
+        del ys, dh, dgate, dup, h, dys
+    return dx_TK, totals
 
 
 class LoraMlp(torch.autograd.Function):
@@ -343,13 +278,14 @@ class LoraMlp(torch.autograd.Function):
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and ys[0].stride(-1) == 0:
                 # the recompute has left gate and up out
-                flat = [t for w, b in zip(weights, bs) for t in (w, None, None, b, None)]
-                whole = _Whole(kind, a_RK, a_RI, bs, _widened(x_TK, flat, states), scales, leaves)
-                dx_TK, grads = whole.gradients(x_TK, dy_TK, needs, x_dtype if ctx.needs_input_grad[0] else None)
+                wide = [base_weight(weight, state, compute) for weight, state in zip(weights, states)]
+                x_dtype = x_dtype if ctx.needs_input_grad[0] else None
+                dx_TK, grads = _gradients_from_x(kind, x_TK, dy_TK, a_RK, a_RI, bs, wide, scales, needs, leaves, x_dtype)
                 return None if dx_TK is None else dx_TK.view(x_shape), None, None, None, None, *grads
-            down = _Down(kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:], now)
-            gate, up = halves(ys)
-            dgate_TI, dup_TI, last = down.gradients(gate, up, needs[-TENSORS:], tiled=ctx.owns and keeps[-1] is None and n == 2)
+            dgate_TI, dup_TI, last = _gradients_of_down(
+                kind, *halves(ys), dy_TK, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], needs[-TENSORS:],
+                leaves[-TENSORS:], compute, tiled=ctx.owns and keeps[-1] is None and n == 2, now=now,
+            )  # fmt: skip
             dys = [dgate_TI, dup_TI] if n == 2 else [torch.cat((dgate_TI, dup_TI), -1)]
             slices = parts(bs[:-1])
             dxa_TR = branch_gradient(dys, bs[:-1], scales[:-1], xa_TR, now=now)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..environment.planned import stands_for
-from ..ops.backend import PLAIN, cpp_allowed, forced_path, keeps_fp32_sums, wide
+from ..ops.backend import PLAIN, forced_path, keeps_fp32_sums, wide
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
 
@@ -64,7 +64,8 @@ def kernels_run(x: Tensor) -> bool:
         return False
     if torch.compiler.is_dynamo_compiling():
         return _known.get("native", False)
-    return native() and cpp_allowed()
+    # a graph cannot read which path is asked for
+    return native() and (torch.compiler.is_compiling() or forced_path() in (None, "cpp"))
 
 
 def at_once(dtype: torch.dtype, x: Tensor) -> bool:

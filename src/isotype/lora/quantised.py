@@ -25,7 +25,19 @@ from ..ops.packed import PackedState, widen
 _WIDE_COPY = "_isotype_wide"
 
 
-class WideCopy:
+class NotCopied:
+    """Belongs to one layer, and is None in a copy or a pickle of it."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class WideCopy(NotCopied):
     """A widened weight that is stored for `uses` backward products."""
 
     def __init__(self, wide: Tensor, packed: Tensor) -> None:
@@ -33,12 +45,6 @@ class WideCopy:
 
     def fits(self, packed: Tensor, dtype: torch.dtype) -> bool:
         return self.wide.dtype == dtype and self.version == packed._version and self.wide.device == packed.device
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
@@ -67,6 +73,11 @@ def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     if held.uses <= 0:
         delattr(state, _WIDE_COPY)
     return held.wide
+
+
+def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
+    """Summed in fp32."""
+    return dy_TO.sum(0, dtype=torch.promote_types(torch.float32, dy_TO.dtype)).to(dtype)
 
 
 def recomputing() -> bool:
@@ -112,24 +123,26 @@ class LinearPacked(torch.autograd.Function):
             if packed is not None:
                 dx = dy @ dequantised(packed, ctx.state, dy.dtype)
             if ctx.needs_input_grad[2]:
-                wide = torch.promote_types(torch.float32, dy.dtype)
-                dbias = dy.flatten(0, -2).sum(0, dtype=wide).to(ctx.bias_dtype)
+                dbias = bias_gradient(dy.flatten(0, -2), ctx.bias_dtype)
         return dx, None, dbias, None
 
 
 def forward_4bit(self: Any, x: Tensor) -> Tensor:
     """In place of the forward of bitsandbytes' 4-bit layer, with its result. That one repacks the weight on a CPU's first forward without
     gradients and never unpacks it, rewrites a bias to the compute dtype, and widens the weight once more in backward."""
-    state = getattr(self.weight, "quant_state", None)
     if state_reason(self) is not None:
         own: Tensor = type(self).forward(self, x)
         return own
     if not self.compute_type_is_set:
-        # bitsandbytes' layer adopts the first input's dtype permanently if it was given none
-        self.set_compute_type(x)
-        self.compute_type_is_set = True
-    product: Tensor = LinearPacked.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, state)
+        fix_compute_dtype(self, x)
+    product: Tensor = LinearPacked.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state)
     return product.to(x.dtype)
+
+
+def fix_compute_dtype(layer: Any, x: Tensor) -> None:
+    """bitsandbytes' layer adopts the first input's dtype permanently if it was given none."""
+    layer.set_compute_type(x)
+    layer.compute_type_is_set = True
 
 
 class PackedWeight(nn.Parameter):

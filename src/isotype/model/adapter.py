@@ -26,7 +26,7 @@ from ..environment.hardware import out_of_memory
 from ..errors import UsageError
 from ..lora.attach import lora_layers
 from ..lora.quantised import PackedLinear
-from ..ops.packed.state import widen
+from ..ops.packed import widen
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts

@@ -20,9 +20,9 @@ from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from .. import json_objects
 from ..config.schema import ModelSection
 from ..config.sources import config_file, gguf_file, is_folder_name, near_model, where_looked
+from ..data.json_rows import loads
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
 from ..environment.hub import is_away, not_in_cache, say
@@ -316,7 +316,7 @@ def read_config(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(given, str):
         return given
     try:
-        found = json_objects.loads(config_file(given).read_text(encoding="utf-8"))
+        found = loads(config_file(given).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"model.config: {given}: {error}") from None
     if not isinstance(found, dict):

@@ -29,10 +29,9 @@ from ..config.sources import gguf_file
 from ..errors import UsageError
 from ..instance_method import InstanceMethod
 from ..lora.quantised import PackedLinear, PackedWeight
-from ..ops.packed import StackState, quantised
+from ..ops.packed import StackState, in_rows, quantised
 from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, is_packed, recognise, state_of
-from ..ops.packed.repack import in_rows
 from ..optimize.experts import packed_forward
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config, refuse_unmade

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import itemsize, name, to_torch
+from ..dtypes import name, to_torch
 from ..precision.parts import local_part
 from .record import Observation
 
@@ -31,25 +31,12 @@ Key = tuple[str, ...]  # kind, name of the parameter or buffer, key of the state
 
 @dataclass(frozen=True)
 class Difference:
-    """was, now: the dtypes; rounded: the narrower dtype whose values the tensor has now and did not have before, else empty."""
+    """narrower: the dtype to which it was narrowed, in its storage or in its values, else empty; how: what became of it, in words."""
 
     kind: str
     tensor: str
-    was: str
-    now: str
-    rounded: str = ""
-
-    @property
-    def narrower(self) -> str:
-        """The dtype to which it was narrowed, in its storage or in its values; empty where it only differs."""
-        return self.now if self.now != self.was and _bytes(self.now) < _bytes(self.was) else self.rounded
-
-
-def _bytes(word: str) -> float:
-    try:
-        return itemsize(word)
-    except (KeyError, ValueError):
-        return 8.0  # integers
+    narrower: str = ""
+    how: str = "changed"
 
 
 def narrow_values(values: Tensor) -> str:
@@ -154,7 +141,7 @@ class Continuity:
             if after is None or not _is_judged(key) or (after.dtype, after.shape) != (dtype, before.shape):
                 continue
             if word := narrow_values(after[after != before]):
-                found.append(Difference(key[0], _said(key), "fp32", "fp32", word))
+                found.append(Difference(key[0], _said(key), word))
         return found
 
     def loaded_with_few_bits(self) -> list[Difference]:
@@ -169,7 +156,7 @@ class Continuity:
         found = []
         for (kind, state), parts in together.items():
             if word := narrow_values(torch.cat(parts)):
-                found.append(Difference(kind, f"{state or kind} of every sampled tensor", "fp32", "fp32", word))
+                found.append(Difference(kind, f"{state or kind} of every sampled tensor", word))
         return found
 
     def _again(self, found: Mapping[Key, Tensor] | None = None) -> _Sample:
@@ -217,7 +204,7 @@ def differing(observation: Observation, found: list[Difference], after: str, bef
     after, before  the two moments, in words
     """
     between = f"between {after} and {before}"
-    for kind, how, these in _alike(found):
+    for (kind, how), these in _alike(found).items():
         if these[0].narrower or (strict and kind != BUFFER):
             observation.report(
                 _ROLES[kind], f"{_said_of(these)} {how} {between}", symbol=these[0].tensor, rule=_CARRIED,
@@ -230,8 +217,8 @@ def differing(observation: Observation, found: list[Difference], after: str, bef
 
 def of_few_bits(observation: Observation, found: list[Difference], after: str) -> None:
     """Adds fp32 tensors that hold numbers of a narrower dtype, as violations. `after`: an update or a load, in words."""
-    for kind, _, these in _alike(found):
-        word = these[0].rounded
+    for (kind, _), these in _alike(found).items():
+        word = these[0].narrower
         observation.report(
             _ROLES[kind], f"{_said_of(these)} stored in fp32 with numbers of {word} {after}", symbol=these[0].tensor,
             observed=f"{word} in fp32", rule=_ALL_BITS, cause="something rounds it in each update, or the file held it so",
@@ -239,13 +226,12 @@ def of_few_bits(observation: Observation, found: list[Difference], after: str) -
         )  # fmt: skip
 
 
-def _alike(found: list[Difference]) -> list[tuple[str, str, list[Difference]]]:
-    """(kind, what became of them, these): tensors of one kind of which the same is true."""
+def _alike(found: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
+    """(kind, what became of them) -> these."""
     groups: dict[tuple[str, str], list[Difference]] = {}
     for one in found:
-        how = f"rounded to {one.narrower}" if one.narrower else f"{one.was} and now {one.now}" if one.was != one.now else "changed"
-        groups.setdefault((one.kind, how), []).append(one)
-    return [(kind, how, these) for (kind, how), these in groups.items()]
+        groups.setdefault((one.kind, f"rounded to {one.narrower}" if one.narrower else one.how), []).append(one)
+    return groups
 
 
 def _said_of(these: list[Difference]) -> str:
@@ -266,7 +252,9 @@ def _differences(before: _Sample, after: _Sample) -> list[Difference]:
         if values is None:
             continue
         if values.dtype != dtype or not torch.equal(_bytes_of(values), _bytes_of(was)):
-            found.append(Difference(key[0], _said(key), name(dtype), name(values.dtype), _rounding(was, values)))
+            narrower = name(values.dtype) if values.dtype.itemsize < dtype.itemsize else _rounding(was, values)
+            how = "changed" if values.dtype == dtype else f"{name(dtype)} and now {name(values.dtype)}"
+            found.append(Difference(key[0], _said(key), narrower, how))
     return found
 
 

@@ -12,11 +12,9 @@ judged; Python code in backward is judged.
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,15 +41,18 @@ from .operators import (
     SUM,
     Operator,
 )  # fmt: skip
-from .origin import ENGINE, OURS, PRACTICE, USER, Caller, caller
+from .origin import ENGINE, OURS, PRACTICE, USER, caller
 from .record import TABLES, Observation
 from .tape import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Calls, Step, tape
 from .values import (
+    BOUND,
     BUFFER,
     FLOAT_INPUT,
     INPUT,
     NOTHING,
+    SMALL,
     WEIGHT,
+    Call,
     Lineage,
     Lineages,
     address,
@@ -70,8 +71,6 @@ _ENTRIES = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1, "__setit
 _NUMBERS = "numbers are made in fp32, or in the dtype that computes with them"
 _SUMMED = "sums are fp32"
 _UNFUSED = "no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
-_BOUND = 1e4  # numbers beyond it fill masks
-_SMALL = 1 << 20  # most elements of a tensor that is computed again to check it for loss
 _MUON = "torch/optim/_muon.py"  # its Newton-Schulz iteration is in bf16 whatever its weights are, and is counted as `update_iteration`
 _TERMS = 4  # narrow additions that are a formula; more are a sum written as a loop
 
@@ -272,19 +271,18 @@ class Contract:
         elif region == FORWARD:
             number = len(self._pending)
             self._wide_forward = True
-            self._pending[number] = call, dtype, _why(call, dtype)
+            self._pending[number] = call, dtype, call.why(dtype)
             return replace(made, products=made.products | {number})
         else:
             self._product_outside(call, dtype)
         return made
 
-    def _product_outside(
-        self, call: Call, word: str, *, declared: str = "", rule: str = "", cause: str = "", fix: str = "",
-    ) -> None:  # fmt: skip
-        declared, symbol = declared or self.compute, f"{call.op.foreign or call.op.plain} in {call.where}"
+    def _product_outside(self, call: Call, word: str, *, cause: str = "", **branch: str) -> None:
+        """branch: what differs where an adapter's branch is declared."""
+        symbol, said = f"{call.op.foreign or call.op.plain} in {call.where}", {"declared": self.compute, **branch}
         self.seen.report(
-            self.role, f"{symbol} multiplies in {word}, declared {declared}", symbol=symbol, observed=word, declared=declared, rule=rule,
-            cause=cause or _why(call, word), fix=fix, file=call.by.file, line=call.by.line,
+            self.role, f"{symbol} multiplies in {word}, declared {said['declared']}", symbol=symbol, observed=word,
+            cause=cause or call.why(word), file=call.by.file, line=call.by.line, **said,
         )  # fmt: skip
 
     def _arithmetic(self, call: Call, dtype: str, made: Lineage) -> Lineage:
@@ -300,8 +298,9 @@ class Contract:
         kind = call.by.kind
         if kind == OURS or (kind == ENGINE and region == BACKWARD):
             return made
+        below_grads = itemsize(dtype) < itemsize(precision.grads)
         if made.activation and itemsize(dtype) < itemsize(precision.loss) and self._of_the_loss(call):
-            self._narrower(call, "loss", dtype, precision.loss)
+            self._narrower(call, "loss", dtype)
         if region == LOSS and narrow:
             self._count(call, dtype, made)
         if region == FORWARD:
@@ -309,28 +308,28 @@ class Contract:
                 self.seen.arithmetic[f"{op.plain} in {call.module}", dtype] += 1
             if narrow and kind != PRACTICE:
                 self._buffer_or_table(call, dtype, made)
-        elif region == BACKWARD and itemsize(dtype) < itemsize(precision.grads):
+        elif region == BACKWARD and below_grads:
             made = replace(made, added=made.added + (op.plain in ADDITIONS))
             if op.kind == SUM or made.added > _TERMS:
-                self._narrower(call, "grads", dtype, precision.grads)
+                self._narrower(call, "grads", dtype)
         elif region == UPDATE and narrow and call.by.file.endswith(_MUON):
             self.seen.dtypes["update_iteration"][dtype] += 1
-        elif region in (GRADIENTS, UPDATE) and op.kind == SUM and itemsize(dtype) < itemsize(precision.grads):
+        elif region in (GRADIENTS, UPDATE) and op.kind == SUM and below_grads:
             if call.inputs[0].numel() > 1:
-                self._narrower(call, "grads", dtype, precision.grads)
-        elif region == GRADIENTS and kind == USER and op.plain in DIVISIONS and itemsize(dtype) < itemsize(precision.grads):
+                self._narrower(call, "grads", dtype)
+        elif region == GRADIENTS and kind == USER and op.plain in DIVISIONS and below_grads:
             if call.outputs[0].numel() == 1:
-                self._narrower(call, "grads", dtype, precision.grads)  # the norm by which gradients are clipped
+                self._narrower(call, "grads", dtype)  # the norm by which gradients are clipped
         elif region == UPDATE and narrow and op.plain in ADDITIONS and dtype not in (precision.trainable, precision.optimizer):
-            self._narrower(call, "optimizer", dtype, precision.optimizer)
+            self._narrower(call, "optimizer", dtype)
         if region in (BACKWARD, GRADIENTS) and op.plain in ADDITIONS:
             self._narrow_accumulation(call, dtype)
         return made
 
     def _count(self, call: Call, dtype: str, made: Lineage) -> None:
         """A sum of whole numbers, as of a mask, that its dtype does not hold."""
-        if call.op.kind == SUM and call.by.kind == USER and not (made.activation or made.from_ & WEIGHT) and _inexact(call):
-            self._narrower(call, "loss", dtype, self.precision.loss)
+        if call.op.kind == SUM and call.by.kind == USER and not (made.activation or made.from_ & WEIGHT) and call.is_inexact():
+            self._narrower(call, "loss", dtype)
 
     def _denominator(self, call: Call, made: Lineage) -> None:
         """A number by which the loss is divided: one of few bits may be a count that was rounded."""
@@ -370,7 +369,7 @@ class Contract:
                 call.report(self.role, f"buffer {full} sums in {word}", observed=word, rule=_SUMMED, cause="it is stored in that dtype")
         if made.activation or made.from_ & WEIGHT or call.op.plain not in CURVED or call.outputs[0].numel() < 2:
             return
-        if _inexact(call):
+        if call.is_inexact():
             call.report(self.role, f"{call.op.plain} is computed in {dtype}", observed=dtype, rule=TABLES, cause="narrower than its rule")
 
     def _narrow_accumulation(self, call: Call, dtype: str) -> None:
@@ -378,11 +377,11 @@ class Contract:
         for target in call.written:
             word = float_word(target.dtype)
             if word and itemsize(word) < itemsize(dtype) and itemsize(word) < itemsize(self.precision.grads):
-                self._narrower(call, "grads", word, self.precision.grads)
+                self._narrower(call, "grads", word)
 
-    def _narrower(self, call: Call, role: str, dtype: str, declared: str) -> None:
-        message = f"{call.op.plain} is computed in {dtype}, declared {declared}"
-        call.report(role, message, observed=dtype, declared=declared, cause="narrower than its role")
+    def _narrower(self, call: Call, role: str, dtype: str) -> None:
+        message = f"{call.op.plain} is computed in {dtype}, declared {getattr(self.precision, role)}"
+        call.report(role, message, observed=dtype, cause="narrower than its role")
 
     # ---- numbers and positions
     def _foreign(self, region: str, dtype: torch.dtype, *, table: bool = False) -> bool:
@@ -404,7 +403,7 @@ class Contract:
         own, ramp = call.outputs[0], call.op.plain in RAMPS
         if not self._foreign(call.region, own.dtype, table=ramp) or call.by.of_a_library or readable(own) is None:
             return
-        if _rounded_ramp(call) if ramp else any(_rounds(number, own.dtype) and call.holds(number) for number in call.numbers()):
+        if call.is_rounded_ramp() if ramp else call.rounds_numbers():
             self._made_narrow(call, call.op.plain, own)
 
     def _entered(self, called: str, args: tuple, kwargs: dict, made: Tensor) -> None:
@@ -421,7 +420,7 @@ class Contract:
             self.paused = True  # the look's own operators
             try:
                 exact = torch.tensor(given, dtype=torch.float32)
-                lost = exact.isfinite() & (exact.abs() < _BOUND) & (exact != exact.to(made.dtype).float())
+                lost = exact.isfinite() & (exact.abs() < BOUND) & (exact != exact.to(made.dtype).float())
                 if bool(lost.any()):
                     self._made_narrow(Call(self, None, args, kwargs, [], [made]), called.strip("_"), made)
             except Exception as error:  # such as data that is no number of fp32; the program goes on
@@ -438,7 +437,7 @@ class Contract:
     def _cast(self, call: Call, made: Lineage) -> None:
         """Positions, tables, counts and norms of gradients that a cast rounds."""
         target, source = (call.args[0], call.args[1]) if call.op.plain == "copy" and len(call.args) > 1 else (call.outputs[0], call.args[0])
-        if not isinstance(source, Tensor) or source.dtype == torch.bool or not 0 < source.numel() <= _SMALL or source.is_complex():
+        if not isinstance(source, Tensor) or source.dtype == torch.bool or not 0 < source.numel() <= SMALL or source.is_complex():
             return
         word = float_word(target.dtype)
         if word is None or itemsize(word) >= 4 or source.itemsize <= target.itemsize or call.by.of_a_library:
@@ -450,7 +449,7 @@ class Contract:
 
     def _cast_numbers(self, call: Call, values: Tensor, target: Tensor, word: str) -> None:
         """Whole numbers beyond what the dtype counts (bf16: 256); of tables any number, in a dtype that no role has there."""
-        values = values[values.isfinite() & (values.abs() < _BOUND * 100)]
+        values = values[values.isfinite() & (values.abs() < BOUND * 100)]
         whole = not values.is_floating_point() or bool((values == values.round()).all())
         # a single number is a count: of tokens, of rows
         judged = whole and (not values.is_floating_point() or call.region == LOSS)
@@ -460,112 +459,3 @@ class Contract:
             what = f"whole numbers up to {float(values.abs().max()):.0f} are" if whole else "a table is"
             what = what if values.numel() > 1 else "a count is"
             call.report(call.role, f"{what} rounded to {word}", observed=word, rule=TABLES, cause="it has fewer bits than they need")
-
-
-class Call:
-    """One call of an operator: its inputs and outputs, its caller, and the part of the step."""
-
-    def __init__(
-        self, contract: Contract, op: Operator | None, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> None:
-        self.op: Any = op
-        self.args, self.kwargs, self.inputs, self.outputs = args, kwargs, inputs, outputs
-        self.seen, self.region, self.module = contract.seen, contract.step.now(), contract.step.module
-        self.where = self.module or self.region
-        self.role = {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(self.region, contract.role)
-        self._declared = getattr(contract.precision, self.role)
-
-    @cached_property
-    def by(self) -> Caller:
-        return caller(asked=self.op is not None and self.op.kind == CAST)
-
-    @cached_property
-    def written(self) -> list[Tensor]:
-        """The tensors that it writes into."""
-        written = [value for writes, value in zip(self.op.writes, self.args) if writes]
-        return plain_tensors([*written, self.kwargs.get("out")], [])
-
-    def dtype(self) -> str | None:
-        """The dtype of the arithmetic: the requested one, else the dtype to which the operands are promoted; None if none is floating."""
-        asked = self.kwargs.get("dtype")
-        if asked is not None and self.op.kind in (SUM, CREATE):
-            return float_word(asked)
-        if self.op.plain in ("_softmax", "_log_softmax") and len(self.args) > 2 and self.args[2] is True:
-            return "fp32"
-        floats = [t for t in self.inputs if float_word(t.dtype)]
-        if not floats:
-            return next((word for t in self.outputs if (word := float_word(t.dtype))), None)
-        several = [t for t in floats if t.dim()] or floats
-        dtype = several[0].dtype
-        for tensor in several[1:]:
-            dtype = torch.promote_types(dtype, tensor.dtype) if self.op.kind != PRODUCT else dtype
-        return float_word(dtype)
-
-    def numbers(self) -> list[Any]:
-        """The numbers that an operator writes: its arguments of the type Scalar, and single numbers in a wider tensor."""
-        schema = getattr(self.op.func, "_schema", None)
-        arguments = schema.arguments if schema is not None else []
-        given = {**dict(zip((a.name for a in arguments), self.args)), **self.kwargs}
-        found = [given[a.name] for a in arguments if "number" in str(a.type) and isinstance(given.get(a.name), int | float | complex)]
-        own = self.outputs[0]
-        wider = [t for t in self.inputs if not t.dim() and t.is_floating_point() and t.itemsize > own.itemsize and not t.is_meta]
-        return found + [float(t) for t in wider if own.dim()]
-
-    def holds(self, number: complex) -> bool:
-        """Whether the number is in the result: the bound of a clamp may be in none."""
-        own = self.outputs[0]
-        return self.op.kind == CREATE or bool((own == torch.tensor(number).to(own)).any())
-
-    def report(self, role: str, message: str, *, observed: str, cause: str, declared: str = "", rule: str = "") -> None:
-        place = f" at {self.by.place}" if self.by.kind != ENGINE else ""
-        self.seen.report(
-            role, f"{message} ({self.where}{place})", symbol=self.where, observed=observed, declared=declared or self._declared, rule=rule,
-            cause=cause, file=self.by.file, line=self.by.line,
-        )  # fmt: skip
-
-
-def _why(call: Call, word: str) -> str:
-    """Why a product's operands have that dtype: to ask while it runs."""
-    device = call.outputs[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return "its operands have that dtype, and no autocast is on there"
-    asked = float_word(torch.get_autocast_dtype(device))
-    if asked == word:
-        return f"an autocast to {word} is on there"
-    return f"its operands have that dtype, and the autocast to {asked} that is on there does not cast them for this operator"
-
-
-def _inexact(call: Call) -> bool:
-    """Whether the same operator on widened operands gives different values."""
-    if any(call.op.writes) or call.outputs[0].numel() > _SMALL:
-        return True
-
-    def widened(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor
-
-    try:
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, widened, (call.args, call.kwargs))
-        exact = call.op(*args, **kwargs)
-    except (RuntimeError, TypeError):
-        return True
-    wide, own = readable(plain_tensors(exact, [])[0]), readable(call.outputs[0])
-    return wide is None or own is None or wide.shape != own.shape or not torch.equal(wide.float().nan_to_num(), own.float().nan_to_num())
-
-
-def _rounds(number: complex, dtype: torch.dtype) -> bool:
-    parts = (number.real, number.imag) if isinstance(number, complex) else (number,)
-    real = dtype.to_real() if dtype.is_complex else dtype
-    kept = [part for part in map(float, parts) if math.isfinite(part) and abs(part) < _BOUND]
-    exact = torch.tensor(kept, dtype=torch.float32)
-    return not torch.equal(exact, exact.to(real).float())
-
-
-def _rounded_ramp(call: Call) -> bool:
-    """Whether the same ramp in fp32 has other values."""
-    own = call.outputs[0]
-    out = {"out": torch.empty_like(own, dtype=torch.float32)} if "out" in call.kwargs else {"dtype": torch.float32}
-    try:
-        exact = call.op(*call.args, **{**call.kwargs, **out})
-    except (RuntimeError, TypeError):
-        return True
-    return not torch.equal(plain_tensors(exact, [])[0], own.float())

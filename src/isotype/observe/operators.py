@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PRODUCT, SUM, EXACT, CAST, CREATE, ROUND, ARITHMETIC, OPAQUE = "product", "sum", "exact", "cast", "create", "round", "arithmetic", "opaque"
+PRODUCT, SUM, EXACT, CAST, CREATE, ARITHMETIC, OPAQUE = "product", "sum", "exact", "cast", "create", "arithmetic", "opaque"
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -52,17 +52,9 @@ LOSSES = names(
     """
 )
 # of these, what is a loss only where the loss is computed: in a layer they are what a softmax is
-LOG_SUMS = names(
-    """
-    _log_softmax logsumexp
-    """
-)
+LOG_SUMS = names("_log_softmax logsumexp")
 # what a norm does to the values that it divides by
-NORM_SUMS = names(
-    """
-    linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean
-    """
-)
+NORM_SUMS = names("linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean")
 # functions whose values a table holds
 CURVED = names(
     """
@@ -92,38 +84,19 @@ _CREATES = names(
     scalar_tensor tril_indices triu_indices exponential random log_normal cauchy geometric hann_window
     """
 )
-_CASTS = names(
-    """
-    _to_copy copy to _autocast_to_reduced_precision _autocast_to_full_precision
-    """
-)
-# operators that put values on a grid, or edit their bits
-_ROUNDS = names(
-    """
-    round floor ceil trunc fix frac fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
-    fake_quantize_per_tensor_affine fake_quantize_per_channel_affine _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
-    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine fused_moving_avg_obs_fake_quant
-    _fused_moving_avg_obs_fq_helper quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize frexp nextafter
-    ldexp floor_divide bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__
-    __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
-    """
-)
+_CASTS = names("_to_copy copy to _autocast_to_reduced_precision _autocast_to_full_precision")
 ADDITIONS = names("add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv _foreach_lerp")
 DIVISIONS = names("div true_divide reciprocal")
 RAMPS = names("arange range linspace logspace")
 CHOICES = names("topk argmax sort argsort max")
 # an op on memory that is handed in from outside the dispatcher: its result is as good as created here
 _LIFTS = names("lift lift_fresh lift_fresh_copy")
-# what may be far larger than what it is given, beside products
-_REACHING = names("pow mul exp square sum linalg_vector_norm add cumsum")
 
 _KINDS = {
     name: kind
-    for kind, members in (
-        (EXACT, _EXACT), (CREATE, _CREATES), (CAST, _CASTS), (SUM, _SUMS), (PRODUCT, _PRODUCTS), (ROUND, _ROUNDS),
-    )
+    for kind, members in ((EXACT, _EXACT), (CREATE, _CREATES), (CAST, _CASTS), (SUM, _SUMS), (PRODUCT, _PRODUCTS))
     for name in members
-}  # fmt: skip
+}
 # Isotype's own operators, which have contracts with tests of their own: filled where they are defined
 CONTRACTED: set[str] = set()
 # namespace of a quantisation library -> the kinds of `base` for which its operators are right
@@ -138,17 +111,13 @@ class Operator:
     kind        its effect
     foreign     its full name where it is not PyTorch's
     writes      of each argument, whether it is written
-    multiplies  a product or the backward of one; `product` only the former
-    reaches     its result may be far larger than what it is given
+    product     a product, and not the backward of one
     factory     takes no tensor; `lift` takes memory from outside
     view        its result shares memory with its input
     before      a reader's own: called with (op, args, kwargs) first; what it returns goes to `after`
     """
 
-    __slots__ = (
-        "after", "before", "cast", "factory", "foreign", "func", "kind", "lift", "multiplies", "name", "plain", "product", "reaches",
-        "view", "writes",
-    )  # fmt: skip
+    __slots__ = ("after", "before", "cast", "factory", "foreign", "func", "kind", "lift", "name", "plain", "product", "view", "writes")
 
     def __init__(self, func: Any) -> None:
         packet, schema = getattr(func, "overloadpacket", func), getattr(func, "_schema", None)
@@ -164,9 +133,7 @@ class Operator:
         # a question about sizes, strides or layout
         if self.kind == ARITHMETIC and schema and not any(self.writes) and not any("Tensor" in str(r.type) for r in schema.returns):
             self.kind = EXACT
-        self.multiplies = self.kind == PRODUCT
-        self.product = self.multiplies and not plain.endswith("_backward")
-        self.reaches = self.product or plain in _REACHING
+        self.product = self.kind == PRODUCT and not plain.endswith("_backward")
         self.cast = self.name in ("_to_copy", "to", "type_as")
         self.lift = self.name in _LIFTS
         shares = schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None

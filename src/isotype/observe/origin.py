@@ -1,20 +1,22 @@
-"""Who asked for an operator: the first frame of the Python stack that is neither PyTorch's nor an observer's, and whose code it is."""
+"""Who asked for an operator: the first frame of the Python stack that is neither PyTorch's nor an observer's, and whose code it is; and
+whose code an update runs."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import optimizer as of_torch
 
 from ..finding import Place
 
@@ -37,7 +39,7 @@ USER, OURS, PRACTICE, ENGINE, OPTIMIZER = "user", "isotype", "practice", "autogr
 _OBSERVER, _TORCH, _PYTHON = "observer", "torch", "python"
 
 
-@cache
+@functools.cache
 def _room(file: str) -> str:
     if file.startswith(OBSERVERS):
         return _OBSERVER
@@ -111,6 +113,51 @@ def written_by_a_family(module: nn.Module) -> bool:
     return files <= {PRACTICE, OURS}
 
 
+# libraries of optimizers: every state of theirs is in `optimizer.state` or in the settings of its groups
+_OF_OPTIMIZERS = ("torch.", "bitsandbytes.", "transformers.", "accelerate.", "schedulefree.", "prodigyopt.", "isotype.")
+
+
+def code_of_update(optimizer: Any) -> str | None:
+    """The name of a program's own code that an update of this optimizer runs: its class, a `step` that replaced it, or a hook of it.
+
+    A library that is not known counts as a program's own.
+    """
+    if type(optimizer).__module__.startswith("accelerate."):
+        return code_of_update(optimizer.optimizer)
+    if not _of_an_optimizers_library(type(optimizer)):
+        return type(optimizer).__name__
+    hooks: list[Any] = [optimizer.step]
+    for of_one in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks += getattr(optimizer, of_one, {}).values()
+    hooks += [*of_torch._global_optimizer_pre_hooks.values(), *of_torch._global_optimizer_post_hooks.values()]
+    return next((_name(hook) for hook in hooks if not _of_an_optimizers_library(hook)), None)
+
+
+def hook_of_gradients(parameters: Iterable[Any]) -> str | None:
+    """The name of a program's own hook that runs when a gradient has arrived, as one that updates the weight in backward."""
+    hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+    return next((_name(hook) for hook in hooks if not _of_an_optimizers_library(hook)), None)
+
+
+def _of_an_optimizers_library(made: Any) -> bool:
+    """Whether a class, or a function and everything that it wraps, is of a library: `functools.wraps` copies the name of the module."""
+    while isinstance(made, functools.partial):
+        made = made.func
+    while (function := getattr(made, "__func__", made)) is not None and isinstance(getattr(function, "__globals__", None), dict):
+        # the class of functions has a descriptor of that name
+        if not f"{function.__globals__.get('__name__', '')}.".startswith(_OF_OPTIMIZERS):
+            return False
+        made = getattr(function, "__wrapped__", None)
+    if made is None:
+        return True
+    module = getattr(made, "__module__", None) or type(made).__module__
+    return f"{module}.".startswith(_OF_OPTIMIZERS)
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
+
+
 class Site(NamedTuple):
     """A line of a running function."""
 
@@ -135,13 +182,8 @@ class Site(NamedTuple):
 
 def here() -> Site | None:
     """The innermost running line that is neither PyTorch's, Python's nor an observer's."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if _room(code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON):
-            return Site(code, frame.f_lineno)
-        frame = frame.f_back
-    return None
+    own = (frame for frame in running_frames() if _room(frame.f_code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON))
+    return next((Site(frame.f_code, frame.f_lineno) for frame in own), None)
 
 
 def callers(depth: int = 1) -> list[Site]:

@@ -1,9 +1,10 @@
-"""Tensors and their memory: every tensor in nested values, the storage of one, and what it was computed from in an observed step."""
+"""What an observed step computes with: tensors in nested values, their memory, what each was computed from, and one call of an operator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,8 +12,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..dtypes import name
+from .operators import CAST, CREATE, PRODUCT, SUM, Operator
+from .origin import ENGINE, Caller, caller
+from .record import Observation
+from .tape import BACKWARD, GRADIENTS, LOSS, UPDATE
 
 INPUT, WEIGHT, BUFFER, FLOAT_INPUT = 1, 2, 4, 8
+BOUND = 1e4  # numbers beyond it fill masks
+SMALL = 1 << 20  # most elements of a tensor that is computed again to check it for loss
 
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -36,17 +43,9 @@ def plain_tensors(value: object, into: list[Tensor]) -> list[Tensor]:
     return into
 
 
-def floating_tensors(output: Any) -> Iterator[Tensor]:
+def floating_tensors(output: object) -> list[Tensor]:
     """Every floating tensor in what a module returned, however it is nested."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from floating_tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from floating_tensors(value)
+    return [tensor for tensor in plain_tensors(output, []) if tensor.is_floating_point()]
 
 
 def stored(tensor: Tensor) -> Tensor | None:
@@ -140,3 +139,118 @@ class Lineages:
             return
         found = self._known.get(key)
         self._known[key] = (found[0] if found else StorageWeakRef(values.untyped_storage()), lineage)
+
+
+class Call:
+    """One call of an operator: its inputs and outputs, its caller, and the part of the step.
+
+    contract  the reader of the tape (`contract.Contract`)
+    """
+
+    def __init__(self, contract: Any, op: Operator | None, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        self.op: Any = op
+        self.args, self.kwargs, self.inputs, self.outputs = args, kwargs, inputs, outputs
+        self.seen: Observation = contract.seen
+        self.region: str = contract.step.now()
+        self.module: str = contract.step.module
+        self.where = self.module or self.region
+        self.role = {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(self.region, contract.role)
+        self._precision = contract.precision
+
+    @cached_property
+    def by(self) -> Caller:
+        return caller(asked=self.op is not None and self.op.kind == CAST)
+
+    @cached_property
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes into."""
+        written = [value for writes, value in zip(self.op.writes, self.args) if writes]
+        return plain_tensors([*written, self.kwargs.get("out")], [])
+
+    def dtype(self) -> str | None:
+        """The dtype of the arithmetic: the requested one, else the dtype to which the operands are promoted; None if none is floating."""
+        asked = self.kwargs.get("dtype")
+        if asked is not None and self.op.kind in (SUM, CREATE):
+            return float_word(asked)
+        if self.op.plain in ("_softmax", "_log_softmax") and len(self.args) > 2 and self.args[2] is True:
+            return "fp32"
+        floats = [t for t in self.inputs if float_word(t.dtype)]
+        if not floats:
+            return next((word for t in self.outputs if (word := float_word(t.dtype))), None)
+        several = [t for t in floats if t.dim()] or floats
+        dtype = several[0].dtype
+        for tensor in several[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype) if self.op.kind != PRODUCT else dtype
+        return float_word(dtype)
+
+    def numbers(self) -> list[Any]:
+        """The numbers that an operator writes: its arguments of the type Scalar, and single numbers in a wider tensor."""
+        schema = getattr(self.op.func, "_schema", None)
+        arguments = schema.arguments if schema is not None else []
+        given = {**dict(zip((a.name for a in arguments), self.args)), **self.kwargs}
+        found = [given[a.name] for a in arguments if "number" in str(a.type) and isinstance(given.get(a.name), int | float | complex)]
+        own = self.outputs[0]
+        wider = [t for t in self.inputs if not t.dim() and t.is_floating_point() and t.itemsize > own.itemsize and not t.is_meta]
+        return found + [float(t) for t in wider if own.dim()]
+
+    def holds(self, number: complex) -> bool:
+        """Whether the number is in the result: the bound of a clamp may be in none."""
+        own = self.outputs[0]
+        return self.op.kind == CREATE or bool((own == torch.tensor(number).to(own)).any())
+
+    def rounds_numbers(self) -> bool:
+        """Whether a number that it writes is rounded."""
+        return any(_rounds(number, self.outputs[0].dtype) and self.holds(number) for number in self.numbers())
+
+    def is_rounded_ramp(self) -> bool:
+        """Whether the same ramp in fp32 has other values."""
+        own = self.outputs[0]
+        out = {"out": torch.empty_like(own, dtype=torch.float32)} if "out" in self.kwargs else {"dtype": torch.float32}
+        try:
+            exact = self.op(*self.args, **{**self.kwargs, **out})
+        except (RuntimeError, TypeError):
+            return True
+        return not torch.equal(plain_tensors(exact, [])[0], own.float())
+
+    def is_inexact(self) -> bool:
+        """Whether the same operator on widened operands gives different values."""
+        if any(self.op.writes) or self.outputs[0].numel() > SMALL:
+            return True
+
+        def widened(tensor: Tensor) -> Tensor:
+            return tensor.float() if tensor.is_floating_point() else tensor
+
+        try:
+            args, kwargs = torch.utils._pytree.tree_map_only(Tensor, widened, (self.args, self.kwargs))
+            exact = self.op(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            return True
+        wide, own = readable(plain_tensors(exact, [])[0]), readable(self.outputs[0])
+        if wide is None or own is None or wide.shape != own.shape:
+            return True
+        return not torch.equal(wide.float().nan_to_num(), own.float().nan_to_num())
+
+    def why(self, word: str) -> str:
+        """Why a product's operands have that dtype: to ask while it runs."""
+        device = self.outputs[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return "its operands have that dtype, and no autocast is on there"
+        asked = float_word(torch.get_autocast_dtype(device))
+        if asked == word:
+            return f"an autocast to {word} is on there"
+        return f"its operands have that dtype, and the autocast to {asked} that is on there does not cast them for this operator"
+
+    def report(self, role: str, message: str, *, observed: str, cause: str, rule: str = "") -> None:
+        place = f" at {self.by.place}" if self.by.kind != ENGINE else ""
+        self.seen.report(
+            role, f"{message} ({self.where}{place})", symbol=self.where, observed=observed, rule=rule, cause=cause,
+            declared=getattr(self._precision, role), file=self.by.file, line=self.by.line,
+        )  # fmt: skip
+
+
+def _rounds(number: complex, dtype: torch.dtype) -> bool:
+    parts = (number.real, number.imag) if isinstance(number, complex) else (number,)
+    real = dtype.to_real() if dtype.is_complex else dtype
+    kept = [part for part in map(float, parts) if math.isfinite(part) and abs(part) < BOUND]
+    exact = torch.tensor(kept, dtype=torch.float32)
+    return not torch.equal(exact, exact.to(real).float())

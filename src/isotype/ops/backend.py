@@ -236,24 +236,20 @@ def rows_can_be_counted(x: Tensor) -> bool:
     return stands_for(x.device) == "cpu"
 
 
-def cpp_allowed() -> bool:
-    """Whether C++ kernels may run now: not where another path is asked for, which a graph cannot read."""
-    return torch.compiler.is_compiling() or _forced.get() in (None, "cpp")
-
-
 def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and only where a compiler built them."""
     if torch.compiler.is_compiling():
-        return kernels.take(*tensors)
-    if _forced.get() not in (None, "cpp"):
+        return kernels.in_graphs and kernels.built and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
+    x, forced = tensors[0], _forced.get()
+    if forced not in (None, "cpp"):
         return False
-    if tensors[0].is_cpu:
-        # asked five times a layer
-        return kernels.take_now(*tensors)
-    if (isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu") or is_planned(tensors[0].device):
+    if not x.is_cpu and (isinstance(x, FakeTensor) or is_planned(x.device)):
         # a plan for another device: its kernels also allocate their results only
-        return _forced.get() == "cpp" and all(t.dtype in DTYPES for t in tensors)
-    return kernels.take(*tensors)
+        return forced == "cpp" and all(t.dtype in DTYPES for t in tensors)
+    for t in tensors:
+        if not t.is_cpu or t.dtype not in DTYPES:
+            return False
+    return kernels.library is not None or kernels.loaded()
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:

@@ -175,19 +175,6 @@ class CppKernels:
         self.library: ctypes.CDLL | None = None
         self.calls: dict[str, Any] = {}
 
-    def take(self, *tensors: Tensor) -> bool:
-        """Whether the kernels take these tensors: on a CPU, of dtypes that the kernels have, and the kernels are built."""
-        if torch.compiler.is_compiling():
-            return self.in_graphs and self.built and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
-        return self.take_now(*tensors)
-
-    def take_now(self, *tensors: Tensor) -> bool:
-        """`take`, outside compiled graphs."""
-        for t in tensors:
-            if not t.is_cpu or t.dtype not in DTYPES:
-                return False
-        return self.library is not None or self.loaded()
-
     def native(self) -> bool:
         """What the library's function `native` answers, whether this processor multiplies bf16; False where nothing is built."""
         if not self.loaded():

@@ -13,22 +13,20 @@ from ..environment.planned import stands_for
 from ..errors import UsageError
 from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from .contract import OpContract
-from .cross_entropy.eager import RowValues, Upstream, Wanted, room
-from .cross_entropy.op import rule_logits
+from .cross_entropy.op import check_targets, rule_logits
 from .cross_entropy.rows import Again, Cpp, Source, row_paths
-from .cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
+from .cross_entropy.rule import RULE, LossRule, RowValues, RuleArguments, Upstream, Wanted, room
 from .library import library_op
 from .linear_cross_entropy.chunked import (
     Chunks,
     by_vocabulary,
+    cast,
     check_head,
-    extent,
+    chunk_of,
     gradient_factors,
     gradients_wanted,
     largest,
     like_gradients,
-    operand_dtype,
-    result_dtype,
     rows_to_compute,
     scaled,
     stored_gradient_dtype,
@@ -203,8 +201,7 @@ def _backward(
     """Gradients of hidden, weight and bias; empty where not wanted. dlog_probs, dlse and dentropy are upstream ones or None."""
     rule = LossRule.from_arguments(ignore_index, factors)
     fp32 = wide(hidden_TH.dtype)
-    counted_N = rows_to_compute(targets_T, rule)
-    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
+    rows = rows_to_compute(targets_T, rule)
     ignored = targets_T[rows] == rule.ignore_index
     targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
     entropy_N = None if entropy_T is None else entropy_T[rows]
@@ -218,7 +215,7 @@ def _backward(
         compute.row_value_gradients(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first, **more)
 
     unit = largest(*(u for u in given if u is not None))
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, unit, gradient, want_dhidden, want_dweight)
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, rows, unit, gradient, want_dhidden, want_dweight)
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -242,30 +239,13 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         now = first if want[0] and not (want[1] or want[2]) else ""
         with autocast_off(hidden_TH):
-            *values, dhidden_TH, at_T9, exact_T9 = _forward(
-                hidden_TH.to(dtype),
-                weight_VH.to(dtype),
-                None if bias_V is None else bias_V.to(dtype),
-                targets_T,
-                *rule,
-                chunk,
-                *wanted,
-                now,
-            )
+            made = _forward(*cast(dtype, hidden_TH, weight_VH, bias_V), targets_T, *rule, chunk, *wanted, now)
+        *values, dhidden_TH, at_T9, exact_T9 = made
         ctx.rule, ctx.dtype, ctx.want, ctx.now = rule, dtype, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         _, lse_T, entropy_T, *without_gradient = values
-        ctx.save_for_backward(
-            hidden_TH,
-            weight_VH,
-            bias_V,
-            targets_T,
-            lse_T,
-            entropy_T if wanted.entropy else None,
-            dhidden_TH if now else None,
-            at_T9,
-            exact_T9,
-        )
+        entropy, made_TH = entropy_T if wanted.entropy else None, dhidden_TH if now else None
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy, made_TH, at_T9, exact_T9)
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
 
@@ -282,10 +262,9 @@ class LinearLogProbs(torch.autograd.Function):
                 assert own is not None
                 grads[0] = scaled(made_TH, own.unsqueeze(-1), ctx.dtypes[0])
             else:
-                bias = None if bias_V is None else bias_V.to(ctx.dtype)
-                dlog, dlse, dentropy = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
-                given = hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T, *again
-                made = _backward(*(*given, dlog, dlse, dentropy, *ctx.rule, *ctx.want[:2]))
+                upstream = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
+                heads = cast(ctx.dtype, hidden_TH, weight_VH, bias_V)
+                made = _backward(*heads, targets_T, lse_T, entropy_T, *again, *upstream, *ctx.rule, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return (*grads, None, None, None, None, None, None, None)
 
@@ -326,9 +305,7 @@ def linear_log_probs(
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     dtype = product_dtype(hidden, weight)
     want = gradients_wanted(hidden, weight, bias)
-    if chunk is None:
-        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
-        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=False)
+    chunk = chunk_of(targets.numel(), weight, (dtype,), False) if chunk is None else chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rule = replace(rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature)
     wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))

@@ -70,12 +70,6 @@ def is_recomputed() -> bool:
     return layer is not None and not layer.recomputing
 
 
-def is_recomputing() -> bool:
-    """Whether what runs now is a layer's forward inside backward."""
-    layer = _now()
-    return layer is not None and layer.recomputing
-
-
 def output_is_unused(node: Any) -> bool:
     """Asked once by each product whose output can be left out: whether this is a recompute in which nobody will look at it.
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..environment.planned import planned_for
 from ..errors import UsageError
+from ..instance_method import Placement
 from ..ops import attention
 from ..ops.attention import Documents
 from ..ops.attention.gpu import no_cudnn_for, on_a_gpu
 from ..ops.attention.op import attention_by_kernels
-from ..placement import Placement
 from ..precision.apply import inner_model
 from ..precision.vision import language_part
 from .instances import Replacement, placement, taken, why_not_rebuilt

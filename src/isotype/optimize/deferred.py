@@ -42,13 +42,6 @@ _VIEWS = {
 }  # what may share its argument's memory
 
 
-class Memory:
-    """Shared by deferred logits that would share memory. changed: the function that wrote to one of them; None so far."""
-
-    def __init__(self) -> None:
-        self.changed: str | None = None
-
-
 @dataclass(frozen=True)
 class Recipe:
     """What the logits are: T leading dimensions, H hidden, V vocabulary."""
@@ -141,7 +134,7 @@ class DeferredLogits(DeferredTensor):
     """See the module's docstring. Made by `defer`."""
 
     recipe: Recipe
-    memory: Memory
+    memory: list[str]  # shared by deferred logits that would share memory: the functions that have written to one of them
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
@@ -152,12 +145,8 @@ class DeferredLogits(DeferredTensor):
             return made
 
         made = in_graph(make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad)
-        made.recipe, made.computed, made.memory = recipe, None, Memory()
+        made.recipe, made.computed, made.memory = recipe, None, []
         return made
-
-    @property
-    def grad_was_on(self) -> bool:
-        return self.recipe.grad
 
     def materialise(self, asked_by: str = "materialise") -> Tensor:
         """The real tensor, computed once; a training step's is counted with its line."""
@@ -170,16 +159,15 @@ class DeferredLogits(DeferredTensor):
 
     def check(self) -> None:
         """Raises IsotypeError where other logits in the same memory were written to before these were computed."""
-        if self.computed is None and self.memory.changed is not None:
+        if self.computed is None and self.memory:
             raise IsotypeError(
-                f"{self.memory.changed}() on logits from which these were sliced or reshaped, or that were made from these",
+                f"{self.memory[-1]}() on logits from which these were sliced or reshaped, or that were made from these",
                 fix="logits.clone() before what changes them in place, or isotype.restore(model)",
             )
 
     @classmethod
     def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        rule = _RULES.get(func)
-        first = args[0] if args else kwargs.get("input")
+        rule, first = _RULES.get(func), args[0] if args else kwargs.get("input")
         if rule is not None and isinstance(first, DeferredLogits):
             first.check()
             known = rule(*args, **kwargs)
@@ -208,7 +196,6 @@ def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tens
 
 
 def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to a tensor that it is given, or hooks it."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _HOOKS or kwargs.get("out") is not None
 
@@ -220,7 +207,7 @@ def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
             if name in _HOOKS:
                 raise IsotypeError(f"{name}() on deferred logits, which have no gradient of their own", fix="isotype.restore(model)")
             x.materialise(name)
-            x.memory.changed = name
+            x.memory.append(name)
 
 
 def _caller() -> str:
@@ -245,15 +232,6 @@ def _times(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
     return DeferredLogits(x.recipe.scaled(float(other)))
 
 
-def _divided(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
-    return _times(x, 1.0 / other, **rest) if isinstance(other, (int, float)) and other else None
-
-
-def _tanh(x: DeferredLogits) -> DeferredLogits | None:
-    # the sign of a softcap is the op's to refuse; a second tanh is not of this form
-    return _with(x, post=1.0) if x.recipe.post is None else None
-
-
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
     return lambda x, **rest: None if rest else x if x.dtype == dtype else _with(x, dtype=dtype) if loses_nothing(x, dtype) else None
 
@@ -261,15 +239,6 @@ def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
     dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and set(kwargs) == {"dtype"} else None
     return _cast(dtype)(x) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
-
-
-def _contiguous(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-    return None if rest else _with(x)
-
-
-def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-    # DDP clones what a forward returns; a copy without a graph is one to keep
-    return None if rest or not _requires_grad(x) else _with(x)
 
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
@@ -289,20 +258,16 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if isinstance(index, Tensor):
         return _selected(x, index)
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(p is Ellipsis or isinstance(p, slice) or _is_whole(p) for p in parts):
+    if not all(p is Ellipsis or type(p) in (slice, int) for p in parts):
         return None
     dims = x.recipe.hidden.dim()
     # Python's rule for an ellipsis, so that the part for the vocabulary is known
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
-    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)) or sum(map(_is_whole, parts)) > dims - 2:
+    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)) or sum(type(p) is int for p in parts) > dims - 2:
         return None
     return _with(x, hidden=x.recipe.hidden[parts])
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _selected(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
@@ -356,25 +321,27 @@ def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
 
 
 def _requires_grad(x: DeferredLogits) -> bool:
-    r = x.recipe
-    return (
-        x.computed.requires_grad
-        if x.computed is not None
-        else r.grad and any(t is not None and t.requires_grad for t in (r.hidden, r.weight, r.bias))
-    )
+    if x.computed is not None:
+        return x.computed.requires_grad
+    return x.recipe.grad and any(t is not None and t.requires_grad for t in x.recipe.sources())
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
+    **dict.fromkeys(
+        (Tensor.div, Tensor.__truediv__, torch.div),
+        lambda x, by, **rest: _times(x, 1.0 / by, **rest) if isinstance(by, int | float) and by else None,
+    ),
+    # the sign of a softcap is the op's to refuse; a second tanh is not of this form
+    **dict.fromkeys((Tensor.tanh, torch.tanh), lambda x: _with(x, post=1.0) if x.recipe.post is None else None),
     Tensor.float: _cast(torch.float32),
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.half: _cast(torch.float16),
     Tensor.to: _to,
-    **dict.fromkeys((Tensor.clone, torch.clone), _clone),
-    Tensor.contiguous: _contiguous,
+    # DDP clones what a forward returns; a copy without a graph is one to keep
+    **dict.fromkeys((Tensor.clone, torch.clone), lambda x, **rest: None if rest or not _requires_grad(x) else _with(x)),
+    Tensor.contiguous: lambda x, **rest: None if rest else _with(x),
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _rows,

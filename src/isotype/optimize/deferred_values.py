@@ -96,9 +96,10 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
             return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]  # z is an autograd function's result
 
 
-def per_row(x: Any, classes: Tensor, output: str) -> Tensor:
-    """One of `linear_log_probs`'s outputs, for each row: [*n]."""
+def per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
+    """One of `linear_log_probs`'s outputs, for each row: [*n]; for any class where none is named."""
     r = x.recipe
+    classes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device) if classes is None else classes
     with r.as_then():
         answered["linear_log_probs"] += 1
         scale, cap = r.scale_and_softcap
@@ -116,15 +117,11 @@ def loses_nothing(x: Any, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (as_made and dtype == x.recipe.product)
 
 
-def any_class(x: Any) -> Tensor:
-    return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-
-
 def logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor | None:
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
     if rest or not is_last(x, dim) or x.computed is not None:
         return None
-    made = per_row(x, any_class(x), "logsumexp").to(x.dtype)
+    made = per_row(x, "logsumexp").to(x.dtype)
     return made.unsqueeze(-1) if keepdim else made
 
 
@@ -132,7 +129,7 @@ def row_means(x: Any) -> Tensor | None:
     """fp32[*n]: the mean of each row's logits; under a softcap only without gradients."""
     r = x.recipe
     if r.post is not None:
-        return None if x.requires_grad and torch.is_grad_enabled() else per_row(x, any_class(x), "mean_logits")
+        return None if x.requires_grad and torch.is_grad_enabled() else per_row(x, "mean_logits")
     with r.as_then():
         dtype = product_dtype(r.hidden, r.weight)
         fp32 = wide(dtype)
@@ -156,7 +153,7 @@ def mean(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor 
 def argmax(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor | None:
     if rest or not is_last(x, dim) or x.computed is not None:
         return None
-    made = per_row(x, any_class(x), "top1")
+    made = per_row(x, "top1")
     return made.unsqueeze(-1) if keepdim else made
 
 
@@ -190,18 +187,17 @@ class DeferredLogProbs(DeferredTensor):
     def materialise(self, asked_by: str = "materialise") -> Tensor:
         """The real log-probabilities, computed once, with the graph that the logits have."""
         if self.computed is None:
-            with torch.set_grad_enabled(self.logits.grad_was_on):
+            with torch.set_grad_enabled(self.logits.recipe.grad):
                 made = F.log_softmax(self.logits.materialise(asked_by), -1, dtype=self.cast).to(self.dtype)
                 self.computed = made if self.factor == 1.0 else made * self.factor
         return self.computed
 
     @classmethod
     def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        rule = _RULES.get(func)
-        first = args[0] if args else kwargs.get("input")
-        if rule is not None and isinstance(first, DeferredLogProbs) and first.computed is None and first.logits.computed is None:
-            return rule(*args, **kwargs)
-        return None
+        rule, first = _RULES.get(func), args[0] if args else kwargs.get("input")
+        if rule is None or not isinstance(first, DeferredLogProbs) or first.computed is not None or first.logits.computed is not None:
+            return None
+        return rule(*args, **kwargs)
 
 
 def log_softmax(x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **rest: Any) -> DeferredLogProbs | None:
@@ -226,7 +222,7 @@ def _gather(x: DeferredLogProbs, dim: Any = None, index: Any = None, **rest: Any
     classes = one_class_a_row(x.logits, dim, index)
     if rest or classes is None:
         return None
-    return (per_row(x.logits, classes, "log_probs") * x.factor).to(x.dtype).unsqueeze(-1)
+    return (per_row(x.logits, "log_probs", classes) * x.factor).to(x.dtype).unsqueeze(-1)
 
 
 def _sum(x: DeferredLogProbs, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **rest: Any) -> Tensor | None:
@@ -234,23 +230,20 @@ def _sum(x: DeferredLogProbs, dim: Any = None, keepdim: bool = False, *, dtype: 
     means = None if rest or not is_last(x, dim) else row_means(x.logits)
     if means is None:
         return None
-    made = x.factor * x.shape[-1] * (means - per_row(x.logits, any_class(x), "logsumexp"))
+    made = x.factor * x.shape[-1] * (means - per_row(x.logits, "logsumexp"))
     made = made.to(dtype or x.dtype)
     return made.unsqueeze(-1) if keepdim else made
 
 
-def _view(x: DeferredLogProbs, *shape: Any, **rest: Any) -> DeferredLogProbs | None:
+def _rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None]:
     """Rows sliced or reshaped, as the logits' own rule gives them."""
-    return _again(x, x.logits.reshape(*shape, **rest))
 
+    def rule(x: DeferredLogProbs, *args: Any, **kwargs: Any) -> DeferredLogProbs | None:
+        logits = function(x.logits, *args, **kwargs)
+        still = type(logits) is type(x.logits) and logits.shape[-1] == x.shape[-1]
+        return DeferredLogProbs(logits, x.factor, x.cast, x.dtype) if still else None
 
-def _rows(x: DeferredLogProbs, index: Any) -> DeferredLogProbs | None:
-    return _again(x, x.logits[index])
-
-
-def _again(x: DeferredLogProbs, logits: Any) -> DeferredLogProbs | None:
-    still = type(logits) is type(x.logits) and logits.shape[-1] == x.shape[-1]
-    return DeferredLogProbs(logits, x.factor, x.cast, x.dtype) if still else None
+    return rule
 
 
 def _nll_loss(
@@ -267,8 +260,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.sum, torch.sum), _sum),
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
     **dict.fromkeys((Tensor.neg, Tensor.__neg__, torch.neg), lambda x: _times(x, -1.0)),
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
-    Tensor.__getitem__: _rows,
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _rows(Tensor.reshape)),
+    Tensor.__getitem__: _rows(Tensor.__getitem__),
     F.nll_loss: _nll_loss,
     Tensor.requires_grad.__get__: lambda x: x.logits.requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation
 }

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import put, settings_of
+from ..instance_method import Placement, settings_of
 from ..ops import gated_residual, gelu, modulated_layer_norm
 from ..ops.remade import follow, remember, way_of
-from ..placement import Placement
 from ..precision.apply import denoiser_blocks
 from . import joint_attention
-from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
+from .instances import once_a_kind, put_found, same_in_both_modes, stand_in, taken
 
 BLOCK, NORM, ACTIVATION = "block", "modulated norm", "activation"
 _TWO = ("norm1", "norm1_context", "attn", "norm2", "ff")
@@ -33,12 +32,7 @@ _ONE = ("norm", "proj_mlp", "act_mlp", "attn", "proj_out")
 _WIDTH = 6
 
 
-@dataclass(frozen=True)
-class StreamSettings:
-    """form  the function that computes the block; second  it has a second attention of the picture alone"""
-
-    form: Callable[..., Any]
-    second: bool = False
+Form = Callable[..., Any]  # two_streams or one_stream
 
 
 def is_block(module: nn.Module) -> bool:
@@ -137,8 +131,9 @@ class _Narrower(_Rows):
 
 
 @once_a_kind
-def recognise_block(module: Any) -> StreamSettings | None:
-    """The settings with which a form gives this module's output on a probe; None where none does."""
+def recognise_block(module: Any) -> Form | str:
+    """The form that gives this module's output on a probe, or why none does."""
+    unknown = "its output is not that of a known form on a probe"
     stubs: dict[str, nn.Module]
     if isinstance(getattr(module, "norm1_context", None), nn.Module):
         last, second = getattr(module, "norm2_context", None) is None, getattr(module, "attn2", None) is not None
@@ -149,33 +144,21 @@ def recognise_block(module: Any) -> StreamSettings | None:
         }  # fmt: skip
         norms = {name: getattr(module, name) for name in ("norm2", "norm2_context") if getattr(module, name, None) is not None}
         if not all(is_plain_norm(norm) for norm in norms.values()):
-            return None
+            return unknown
         stubs |= {name: nn.LayerNorm(_WIDTH, norm.eps, elementwise_affine=False) for name, norm in norms.items()}
-        s = StreamSettings(two_streams, second)
     else:
         stubs = {
-            "norm": _Rows(0.1, 1),
-            "proj_mlp": _Rows(0.2, wider=4),
-            "act_mlp": _Rows(0.3),
-            "attn": _Rows(0.4),
-            "proj_out": _Narrower(0.5),
-        }
-        s = StreamSettings(one_stream)
+            "norm": _Rows(0.1, 1), "proj_mlp": _Rows(0.2, wider=4), "act_mlp": _Rows(0.3), "attn": _Rows(0.4), "proj_out": _Narrower(0.5),
+        }  # fmt: skip
+    form: Form = two_streams if "norm1_context" in stubs else one_stream
     twin = stand_in(module, stubs, {})
     generator = torch.Generator().manual_seed(0)
     picture, text = (torch.randn(2, n, _WIDTH, generator=generator, dtype=torch.float64) for n in (3, 2))
     emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
     own = partial(type(module).forward, twin, hidden_states=picture, encoder_hidden_states=text, temb=emb)
-    return (
-        s
-        if same_in_both_modes(twin, lambda: _flat(own()), lambda: _flat(s.form(twin, picture, text, emb, {})), picture, text, emb)
-        else None
-    )
-
-
-def _flat(made: tuple[Tensor | None, Tensor]) -> Tensor:
-    text, picture = made
-    return picture.flatten() if text is None else torch.cat((text.flatten(), picture.flatten()))
+    ours = partial(form, twin, picture, text, emb, {})
+    same = same_in_both_modes(twin, partial(_in_one_row, own), partial(_in_one_row, ours), picture, text, emb)
+    return form if same else unknown
 
 
 def stream_forward(
@@ -188,13 +171,13 @@ def stream_forward(
     **others: Any,
 ) -> Any:
     """The form; the class's forward where attention is told more, rows are cut into chunks, or fp16 is to be clipped."""
-    s: StreamSettings = settings_of(self)
     streams = (hidden_states, encoder_hidden_states)
     usual = not joint_attention_kwargs and not others and getattr(self, "_chunk_size", None) is None
     usual = usual and all(x.dtype != torch.float16 and x.dim() == 3 for x in streams) and temb.dim() == 2
     given = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
     if usual:
-        return s.form(self, hidden_states, encoder_hidden_states, temb, given)
+        form: Form = settings_of(self)
+        return form(self, hidden_states, encoder_hidden_states, temb, given)
     more = {} if joint_attention_kwargs is None else {"joint_attention_kwargs": joint_attention_kwargs}
     return type(self).forward(self, hidden_states, encoder_hidden_states, temb, **given, **more, **others)
 
@@ -221,20 +204,14 @@ def place_activation(path: str, module: Any) -> Placement:
         x = torch.linspace(-3.0, 3.0, 12, dtype=torch.float64)
         if not same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(projected_gelu_forward, twin, x), x):
             reason = "its output is not GELU's on a probe"
-    if reason is None:
-        put(module, projected_gelu_forward if hasattr(module, "proj") else gelu_forward, None)
-    return placement(ACTIVATION, path, module, None if reason else "gelu", reason or "")
+    return put_found(ACTIVATION, path, module, reason, projected_gelu_forward if hasattr(module, "proj") else gelu_forward, "gelu")
 
 
 def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
     """Puts the form on the block at this path of the model, and ops on its norms and its activation, where it gives the block's output."""
-    reason = taken(module)
-    if reason is None and (found := recognise_block(module)) is None:
-        reason = "its output is not that of a known form on a probe"
-    if reason is not None:
-        return [placement(BLOCK, path, module, None, reason)]
-    put(module, stream_forward, found)
-    made = [placement(BLOCK, path, module, "gated_residual")]
+    made = [put_found(BLOCK, path, module, taken(module) or recognise_block(module), stream_forward, "gated_residual")]
+    if made[0].op is None:
+        return made
     for name in ("norm2", "norm2_context"):
         if getattr(module, name, None) is not None:
             made.append(place_norm(f"{path}.{name}", getattr(module, name), out_dtype))
@@ -317,19 +294,17 @@ def _changed_by_hooks(norm: nn.Module) -> bool:
 
 def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Placement:
     """Lets a LayerNorm without weights run `modulated_layer_norm` where `modulated` calls it."""
-    reason = taken(norm)
-    if reason is None:
-        put(norm, layer_norm_forward, LayerNormSettings(out_dtype))
-    return placement(NORM, path, norm, None if reason else "modulated_layer_norm", reason or "")
+    return put_found(NORM, path, norm, taken(norm) or LayerNormSettings(out_dtype), layer_norm_forward, "modulated_layer_norm")
 
 
 @once_a_kind
-def recognise_adaptive(module: Any) -> AdaptiveSettings | None:
-    """The settings with which `adaptive_forward` gives this module's output on a probe; None where none do."""
+def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
+    """The settings with which `adaptive_forward` gives this module's output on a probe, or why none do."""
+    unknown = "its output is not a LayerNorm's, scaled and shifted, on a probe"
     width = module.norm.normalized_shape[0]
     outer = getattr(module.linear, "out_features", 0)
     if outer % width:
-        return None
+        return unknown
     chunks, generator = outer // width, torch.Generator().manual_seed(0)
     linear = nn.Linear(_WIDTH, chunks * _WIDTH, dtype=torch.float64)
     for p in linear.parameters():
@@ -341,29 +316,21 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | None:
     names = list(inspect.signature(type(module).forward).parameters)[2:]
     argument = next((name for name in ("emb", "conditioning_embedding") if name in names), None)
     if argument is None:
-        return None
+        return unknown
     for scale, shift in ((1, 0), (0, 1)):
         for alone, twice in ((False, False), (True, False), (False, chunks == 9)):
             s = AdaptiveSettings(argument, names[0] == argument, chunks, scale, shift, alone, twice)
-            if same_in_both_modes(
-                twin, partial(_row_of_own, module, twin, x, {argument: emb}), partial(_row_of_form, twin, s, x, emb), x, emb
-            ):
+            own, ours = partial(type(module).forward, twin, x, **{argument: emb}), partial(compute, twin, s, x, emb)
+            if same_in_both_modes(twin, partial(_in_one_row, own), partial(_in_one_row, ours), x, emb):
                 return s
-    return None
+    return unknown
 
 
-def _row_of_own(module: Any, twin: nn.Module, x: Tensor, given: dict[str, Tensor]) -> Tensor:
-    return _in_one_row(type(module).forward(twin, x, **given))
-
-
-def _row_of_form(twin: nn.Module, s: AdaptiveSettings, x: Tensor, emb: Tensor) -> Tensor:
-    return _in_one_row(compute(twin, s, x, emb))
-
-
-def _in_one_row(made: Any) -> Tensor:
+def _in_one_row(make: Callable[[], Any]) -> Tensor:
     """The outputs in one row, their number first: 0 for a tensor that is in no tuple."""
+    made = make()
     many = made if isinstance(made, tuple) else (made,)
-    return torch.cat([torch.tensor([float(len(many) if many is made else 0)]), *(t.flatten() for t in many)])
+    return torch.cat([torch.tensor([float(len(many) if many is made else 0)]), *(t.flatten() for t in many if t is not None)])
 
 
 def compute(module: Any, s: AdaptiveSettings, x: Tensor, emb: Tensor) -> Any:
@@ -385,13 +352,8 @@ def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def place_adaptive(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
     """Puts the form on the module at this path of the model, and the op on its norm, where it gives the module's output."""
-    reason = taken(module)
-    if reason is None and (found := recognise_adaptive(module)) is None:
-        reason = "its output is not a LayerNorm's, scaled and shifted, on a probe"
-    if reason is not None:
-        return [placement(NORM, path, module, None, reason)]
-    put(module, adaptive_forward, found)
-    return [placement(NORM, path, module, "modulated_layer_norm"), place_norm(f"{path}.norm", module.norm, out_dtype)]
+    made = put_found(NORM, path, module, taken(module) or recognise_adaptive(module), adaptive_forward, "modulated_layer_norm")
+    return [made] if made.op is None else [made, place_norm(f"{path}.norm", module.norm, out_dtype)]
 
 
 # --- all of them

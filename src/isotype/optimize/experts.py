@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, put
+from ..instance_method import MARK, Placement, put
 from ..lora.attach import active_adapter, has_hooks, is_stacked, refuse_unfused
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
 from ..ops.packed import StackState
-from ..placement import Placement
 from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
 
 PART = "experts"
@@ -62,11 +61,10 @@ def _state(stack: Tensor) -> StackState | None:
     return state if isinstance(state, StackState) else None
 
 
-def _state_there(stack: Tensor) -> StackState | None:
+def _state_there(stack: Any) -> StackState | None:
     """The same on the stack's device: a module that is moved takes the packed bytes along, and not what belongs to them."""
-    holder: Any = stack  # a packed weight, or what FSDP gathers in its place
     if _state(stack) is not None:
-        holder.quant_state = holder.quant_state.moved(stack.device)
+        stack.quant_state = stack.quant_state.moved(stack.device)
     return _state(stack)
 
 
@@ -86,8 +84,8 @@ def recognise(module: Any) -> ExpertsSettings | str:
     transposed, biased = module.is_transposed, module.has_bias
     if any(not p.is_floating_point() and _state(p) is None for p in module._parameters.values() if p is not None):
         return "its weights are packed"
-    gate = _activation_child(module)
-    if gate is not None and any(p.requires_grad for p in gate.parameters()):
+    gate = getattr(module, "act_fn", None)
+    if isinstance(gate, nn.Module) and any(p.requires_grad for p in gate.parameters()):
         return "its activation has trained parameters"
     width = _INNER * (2 if module.has_gate else 1)
     sizes: dict[str, tuple[int, ...]] = {up: (_HIDDEN, width), "down_proj": (_INNER, _HIDDEN)}
@@ -111,11 +109,6 @@ def recognise(module: Any) -> ExpertsSettings | str:
         if same_in_both_modes(twin, lambda: own(twin, x, index, weights), partial(compute, twin, {}, x, index, weights, found), x, weights):
             return found
     return "its output is not that of stacked experts on a probe"
-
-
-def _activation_child(module: Any) -> nn.Module | None:
-    child = getattr(module, "act_fn", None)
-    return child if isinstance(child, nn.Module) else None
 
 
 def _activations(module: Any) -> list[Activation | None]:
@@ -200,18 +193,15 @@ def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Ten
     return total.view(hidden_states.shape)
 
 
-def _is_own(module: nn.Module) -> bool:
-    """Whether `packed_forward` was put here, and nothing else."""
-    return MARK not in module.__dict__ and getattr(module.__dict__.get("forward"), "function", None) is packed_forward
-
-
 def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it gives their output."""
     wrappers, base = unwrapped(module)
-    reason = next((why for part in (*wrappers.values(), base) if not _is_own(part) and (why := taken(part)) is not None), None)
-    found = recognise(base) if reason is None else reason
-    if not isinstance(found, str) and (why := why_not(wrappers, base, found)) is not None:
-        found = why
+    others = [  # `packed_forward` is no other library's
+        m for m in (*wrappers.values(), base) if MARK in vars(m) or getattr(vars(m).get("forward"), "function", None) is not packed_forward
+    ]
+    found = next((why for part in others if (why := taken(part)) is not None), None) or recognise(base)
+    if not isinstance(found, str):
+        found = why_not(wrappers, base, found) or found
     if isinstance(found, str):
         return placement(PART, path, base, None, found)
     put(module, experts_forward, found)

@@ -8,12 +8,11 @@ from itertools import permutations
 import torch
 from torch import nn
 
-from ..instance_method import put
+from ..instance_method import Placement, put
 from ..lora.attach import is_lora
 from ..lora.mlp import why_not_one
-from ..placement import Placement
 from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
-from .instances import placement, same_in_both_modes, stand_in
+from .instances import placement, same_in_both_modes, stand_in, taken
 
 PART = "gated mlp"
 _HIDDEN, _INNER = 6, 10
@@ -35,19 +34,9 @@ def activations(module: nn.Module) -> list[str]:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    sizes = linears(module)
-    if len(sizes) not in (2, 3) or not activations(module) or next(module.parameters(recurse=False), None) is not None:
+    if len(linears(module)) not in (2, 3) or not activations(module) or next(module.parameters(recurse=False), None) is not None:
         return False
-    narrowing = [
-        n
-        for n, (i, o) in sizes.items()
-        if sum((o, i) == other for other in sizes.values()) == 2 or (len(sizes) == 2 and 2 * i == _other(sizes, n)[1])
-    ]
-    return len(narrowing) == 1
-
-
-def _other(sizes: dict[str, tuple[int, int]], name: str) -> tuple[int, int]:
-    return next(size for other, size in sizes.items() if other != name)
+    return len({down for _, _, down in candidates(module)}) == 1
 
 
 def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
@@ -58,8 +47,8 @@ def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
     return [(a, b, c) for a, b, c in permutations(sizes, 3) if sizes[a] == sizes[b] == sizes[c][::-1]]
 
 
-def recognise(module: nn.Module) -> GatedSettings | None:
-    """The settings with which a gated product gives this module's output on a probe; None where no settings do."""
+def recognise(module: nn.Module) -> GatedSettings | str:
+    """The settings with which a gated product gives this module's output on a probe, or why none do."""
     x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
     for gate, up, down in candidates(module):
         generator = torch.Generator().manual_seed(0)
@@ -76,23 +65,20 @@ def recognise(module: nn.Module) -> GatedSettings | None:
                 settings = GatedSettings(gate, up, down, activation, op, getattr(module, activation))
                 if same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(compute_gated, twin, x, settings), x):
                     return settings
-    return None
-
-
-def layers_of(module: nn.Module, s: GatedSettings) -> list[nn.Module]:
-    return [getattr(module, name) for name in (s.gate, s.up, s.down) if name is not None]
+    return "its output is not a gated product's on a probe"
 
 
 def place(path: str, module: nn.Module) -> Placement:
     """Puts a gated product on the module at this path of the model, where it gives the module's output."""
-    found = recognise(module)
-    if found is None:
-        return placement(PART, path, module, None, "its output is not a gated product's on a probe")
+    found = taken(module) or recognise(module)
+    if isinstance(found, str):
+        return placement(PART, path, module, None, found)
     put(module, gated_forward, found)
-    reason = why_not_one(layers_of(module, found))
+    layers = [getattr(module, name) for name in (found.gate, found.up, found.down) if name is not None]
+    reason = why_not_one(layers)
     if reason is None:
         return placement(PART, path, module, "lora_mlp", found.op)
     notes = ["gate and up from one layer"] if found.up is None else []
-    if any(is_lora(layer) for layer in layers_of(module, found)):
+    if any(map(is_lora, layers)):
         notes.append(f"not with its LoRA layers in one function: {reason}")
     return placement(PART, path, module, found.op, "; ".join(notes))

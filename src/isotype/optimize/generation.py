@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import InstanceMethod
-from ..placement import Placement
+from ..instance_method import InstanceMethod, Placement
 from ..precision.apply import inner_model
 from .forwards import SeesTraining
 from .instances import placement

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
-from ..instance_method import put, settings_of
+from ..instance_method import Placement, put, settings_of
 from ..lora import PackedLinear
 from ..ops import linear_cross_entropy, linear_log_probs
 from ..ops.backend import product_dtype
 from ..ops.packed import widen
-from ..placement import Placement
 from ..precision.apply import inner_model
 from .deferred import DeferredLogits, defer
 from .generation import input_embeddings

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, MadeMethod, put_method
-from ..placement import Placement
+from ..instance_method import MARK, InstanceMethod, Placement, put, put_method
 
 T = TypeVar("T")
 # Libraries whose own kernels a model may already run: by import name
@@ -52,6 +51,14 @@ def taken(module: nn.Module) -> str | None:
 def placement(part: str, path: str, module: nn.Module, op: str | None, reason: str = "") -> Placement:
     """The result for the module at this path of the model."""
     return Placement(part, path, type(module).__name__, op, reason)
+
+
+def put_found(part: str, path: str, module: nn.Module, found: Any, forward: Callable[..., Any], op: str, note: str = "") -> Placement:
+    """Puts `forward` on the module with the settings that were found for it, or tells the reason that was found."""
+    if isinstance(found, str):
+        return placement(part, path, module, None, found)
+    put(module, forward, found)
+    return placement(part, path, module, op, note)
 
 
 def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:
@@ -192,7 +199,7 @@ def why_not_rebuilt(forward: Any) -> str | None:
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
     """The instance's forward, over globals with these replacements."""
-    put_method(module, MadeMethod(rebuilt, (replacements,), module), None, len(replacements))
+    put_method(module, InstanceMethod(rebuilt, module, arguments=(replacements,)), None, len(replacements))
 
 
 def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,11 @@ from torch import Tensor, nn
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
 from ..environment.planned import planned_for
-from ..instance_method import put, settings_of
+from ..instance_method import Placement, settings_of
 from ..ops import attention, rope
 from ..ops.attention import backend_of
 from ..ops.remade import follow
-from ..placement import Placement
-from .instances import Rows, once_a_kind, placement, same_in_both_modes, stand_in, taken
+from .instances import Rows, once_a_kind, put_found, same_in_both_modes, stand_in, taken
 
 PART = "joint attention"
 _PICTURE = ("to_q", "to_k", "to_v")
@@ -65,8 +65,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 @once_a_kind
-def recognise(module: Any) -> JointSettings | None:
-    """The settings with which `compute` gives this module's output on a probe; None where none do."""
+def recognise(module: Any) -> tuple[JointSettings, type] | str:
+    """The settings with which `compute` gives this module's output on a probe, with its processor's class; or why none do."""
+    unknown = "its output is not that of one attention over all its tokens on a probe"
     width = _HEADS * _SIZE
     names = [n for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out") if getattr(module, n, None) is not None]
     stubs: dict[str, nn.Module] = {name: Rows(0.1 * (i + 1)) for i, name in enumerate(names)}
@@ -83,27 +84,24 @@ def recognise(module: Any) -> JointSettings | None:
     takes = {name for name in inspect.signature(module.processor.__call__).parameters if "rot" in name}
     if takes - {_TABLES}:
         # tables under another name, as a call of the model will give
-        return None
+        return unknown
     for rotary, first, out, text_out in product((True, False), repeat=4):
         settings = JointSettings(joint, first, out, text_out, rotary)
         lacks = (rotary and not takes) or (out and not has_out) or (text_out and "to_add_out" not in stubs)
         if lacks or (not joint and (first or text_out)):
             continue
-        tables = {_TABLES: (angle.cos(), angle.sin())} if rotary else {}
-        own = partial(_flat, type(module).forward, twin, given | tables)
-        if same_in_both_modes(twin, own, partial(_flat, _by_form, twin, (settings, given | tables)), *given.values()):
-            return settings
-    return None
+        tables = (angle.cos(), angle.sin()) if rotary else None
+        own = partial(type(module).forward, twin, **given, **({_TABLES: tables} if rotary else {}))
+        ours = partial(compute, twin, settings, picture, text if joint else None, tables)
+        if same_in_both_modes(twin, partial(_in_one, own), partial(_in_one, ours), *given.values()):
+            return settings, type(module.processor)
+    return unknown
 
 
-def _flat(forward: Any, twin: nn.Module, given: Any) -> Tensor:
+def _in_one(make: Callable[[], Any]) -> Tensor:
     """The outputs in one tensor."""
-    made = forward(twin, **given) if isinstance(given, dict) else forward(twin, *given)
+    made = make()
     return torch.cat(made, 1) if isinstance(made, tuple) else made
-
-
-def _by_form(twin: nn.Module, settings: JointSettings, given: dict[str, Any]) -> Any:
-    return compute(twin, settings, given["hidden_states"], given.get("encoder_hidden_states"), given.get(_TABLES))
 
 
 def compute(
@@ -202,11 +200,6 @@ def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
 
 def place(path: str, module: nn.Module) -> Placement:
     """Puts the form on the module at this path of the model, where it gives the module's output."""
-    reason = taken(module)
-    if reason is not None:
-        return placement(PART, path, module, None, reason)
-    found = recognise(module)
-    if found is None:
-        return placement(PART, path, module, None, "its output is not that of one attention over all its tokens on a probe")
-    put(module, joint_forward, (found, type(module.processor)))
-    return placement(PART, path, module, "attention", "with rope" if found.rotary else "")
+    found = taken(module) or recognise(module)
+    note = "with rope" if not isinstance(found, str) and found[0].rotary else ""
+    return put_found(PART, path, module, found, joint_forward, "attention", note)

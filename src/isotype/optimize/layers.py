@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import put
-from ..placement import Placement
+from ..instance_method import Placement
 from . import norms
 from .attention import implementation_of
 from .forwards import CACHES, Half, LayerSettings, layer_forward, whole
-from .instances import Rows, foreign, placement, same_in_both_modes, stand_in, taken
+from .instances import Rows, foreign, put_found, same_in_both_modes, stand_in, taken
 
 PART = "layer"
 
@@ -124,22 +123,13 @@ def recognise(module: nn.Module) -> LayerSettings | str:
     return "its output is not x + attention(x), then x + mlp(x) with norms before, after or around both, on a probe"
 
 
-def _child(module: nn.Module, name: str) -> Any:
-    return module._modules[name]
-
-
 def place(path: str, module: nn.Module) -> Placement:
     """Puts `layer_forward` on the module at this path of the model, where it gives the module's output."""
-    reason = taken(module)
-    if reason is not None:
-        return placement(PART, path, module, None, reason)
-    found = recognise(module)
-    if isinstance(found, str):
-        return placement(PART, path, module, None, found)
-    for name in (*found.attention.children, *found.mlp.children):
-        if reason := foreign(_child(module, name)):
-            return placement(PART, path, module, None, f"{name}: {reason}")
-    put(module, layer_forward, found)
-    if found.mlp.before is None:
-        return placement(PART, path, module, "halves", "norms stand after attention and MLP: none reads a sum")
-    return placement(PART, path, module, "add_rms_norm")
+    found = taken(module) or recognise(module)
+    if not isinstance(found, str):
+        children = (*found.attention.children, *found.mlp.children)
+        reasons = (f"{name}: {reason}" for name in children if (reason := foreign(module.get_submodule(name))))
+        found = next(reasons, found)
+    if not isinstance(found, str) and found.mlp.before is None:
+        return put_found(PART, path, module, found, layer_forward, "halves", "norms stand after attention and MLP: none reads a sum")
+    return put_found(PART, path, module, found, layer_forward, "add_rms_norm")

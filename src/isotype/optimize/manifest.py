@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..dtypes import name, to_torch
-from ..placement import Placement
+from ..instance_method import Placement
 from ..precision.apply import is_quantised
 from ..precision.quantised_base import MOST_UNQUANTISED, Quantisation, of_model, unquantised_share
 

@@ -8,11 +8,10 @@ from inspect import signature
 import torch
 from torch import nn
 
-from ..instance_method import put
+from ..instance_method import Placement
 from ..ops import rms_norm
-from ..placement import Placement
 from .forwards import USUAL_EPSILON, NormSettings, norm_forward
-from .instances import placement, same_in_both_modes, stand_in
+from .instances import put_found, same_in_both_modes, stand_in, taken
 
 PART = "norm"
 
@@ -28,12 +27,8 @@ def epsilons(module: nn.Module) -> list[str | None]:
     return found or [None]
 
 
-def epsilon(module: nn.Module, name: str | None) -> float:
-    return USUAL_EPSILON if name is None else float(vars(module)[name])
-
-
-def recognise(module: nn.Module) -> NormSettings | None:
-    """The settings with which `rms_norm` gives this module's output on a probe; None where no settings do."""
+def recognise(module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool) -> NormSettings | str:
+    """The settings with which `rms_norm` gives this module's output on a probe, or why none do."""
     # as wide as the module: torch's own norm refuses any other width
     size = module.get_parameter("weight").shape[0]
     weight = nn.Parameter(torch.linspace(-1.0, 2.0, size, dtype=torch.float32), requires_grad=False)
@@ -42,25 +37,18 @@ def recognise(module: nn.Module) -> NormSettings | None:
     x = torch.linspace(-3e-3, 4e-3, 2 * size).view(2, size)
     for eps in epsilons(module):
         for unit_offset in (False, True):
-            ours = partial(rms_norm, x, weight, epsilon(module, eps), unit_offset=unit_offset)
+            number = USUAL_EPSILON if eps is None else float(vars(module)[eps])
+            ours = partial(rms_norm, x, weight, number, unit_offset=unit_offset)
             if same_in_both_modes(twin, partial(type(module).forward, twin, x), ours, x, weight):
-                return NormSettings(eps, unit_offset, None)
-    return None
-
-
-def _further_inputs(module: nn.Module) -> list[str]:
-    """What a norm's forward is given by name besides its input, as a gated norm's `gate`."""
-    taken = signature(type(module).forward).parameters.values()
-    return [one.name for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][2:]
+                inputs = signature(type(module).forward).parameters.values()
+                beside = [one.name for one in inputs if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][2:]
+                # the probe has none, and with a gate it is another function: the model's own code would run behind the name of the op
+                return f"its forward takes {beside[0]} beside its input" if beside else NormSettings(eps, unit_offset, out_dtype, remade)
+    return "its output is not RMSNorm's on a probe"
 
 
 def place(path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool = False) -> Placement:
     """Puts `rms_norm` on the module at this path of the model, where it gives the module's output."""
-    found = recognise(module)
-    if found is None:
-        return placement(PART, path, module, None, "its output is not RMSNorm's on a probe")
-    if beside := _further_inputs(module):
-        # the probe has none, and with a gate it is another function: the model's own code would run behind the name of the op
-        return placement(PART, path, module, None, f"its forward takes {beside[0]} beside its input")
-    put(module, norm_forward, NormSettings(found.eps, found.unit_offset, out_dtype, remade))
-    return placement(PART, path, module, "rms_norm", "1 + weight" if found.unit_offset else "")
+    found = taken(module) or recognise(module, out_dtype, remade=remade)
+    note = "1 + weight" if isinstance(found, NormSettings) and found.unit_offset else ""
+    return put_found(PART, path, module, found, norm_forward, "rms_norm", note)

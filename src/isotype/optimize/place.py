@@ -9,17 +9,16 @@ from torch import nn
 
 from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
-from ..instance_method import method_of, put, take_back
+from ..instance_method import Placement, method_of, take_back
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
 from ..lora.products import why_not_native
 from ..ops.backend import why_no_kernels
 from ..ops.cpp import missing
-from ..placement import Placement
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED
-from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_rebuilt, taken
+from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_found, put_rebuilt, taken
 from .manifest import Manifest, base_notes
 
 
@@ -96,7 +95,8 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     tables, inner = rotary.tables_of(model), set[int]()
     for path, module in model.named_modules():
         if is_4bit(module):
-            manifest.entries.append(_four_bit(path, module))
+            note = "for when the adapter's op does not run" if path.endswith(".base_layer") else ""
+            manifest.entries.append(put_found("4-bit", path, module, taken(module), forward_4bit, "linear_4bit", note))
         if not why_not or (out_dtype is not None and norms.is_candidate(module)):
             manifest.entries += _row_ops(path, module, out_dtype, remade=denoises)
         if not why_not:
@@ -132,14 +132,9 @@ def declared(precision: Any) -> Any:
 def _row_ops(path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool) -> list[Placement]:
     if library_of(type(module)) in KERNEL_LIBRARIES:
         return [placement("foreign", path, module, None, str(foreign(module)))]
-    for part, fits in ((norms.PART, norms.is_candidate), (gated.PART, gated.is_candidate)):
-        if not fits(module):
-            continue
-        reason = taken(module)
-        if reason is not None:
-            return [placement(part, path, module, None, reason)]
-        return [norms.place(path, module, out_dtype, remade=remade) if part == norms.PART else gated.place(path, module)]
-    return []
+    if norms.is_candidate(module):
+        return [norms.place(path, module, out_dtype, remade=remade)]
+    return [gated.place(path, module)] if gated.is_candidate(module) else []
 
 
 def _attention(path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool) -> list[Placement]:
@@ -147,21 +142,13 @@ def _attention(path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
     device_type = "cpu" if on_cpu else "cuda"
     placements: list[Placement] = []
     replacements: list[Replacement] = []
-    if rotary.is_candidate(module):
+    if rotary.rotary_name(module) is not None:
         placements.append(rotary.place(path, module, tables, replacements))
     if attention.is_candidate(module, device_type):
         placements.append(attention.place(path, module, device_type, replacements))
     if replacements:
         put_rebuilt(module, replacements)
     return placements
-
-
-def _four_bit(path: str, module: nn.Module) -> Placement:
-    reason = taken(module)
-    if reason is not None:
-        return placement("4-bit", path, module, None, reason)
-    put(module, forward_4bit, "linear_4bit")
-    return placement("4-bit", path, module, "linear_4bit", "for when the adapter's op does not run" if path.endswith(".base_layer") else "")
 
 
 def restore(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ..placement import Placement
+from ..instance_method import Placement
 from .forwards import Form, Pairs, replacement, rotated
 from .instances import KERNEL_LIBRARIES, Replacement, library_of, placement, same, taken, why_not_rebuilt
 
@@ -53,10 +53,6 @@ def has_the_form(function: Callable[..., Any]) -> bool:
     """Whether it is `f(q, k, cos, sin, ...)`: two tensors, then the tables."""
     names = list(inspect.signature(function).parameters)
     return len(names) >= 4 and names[2:4] == ["cos", "sin"]
-
-
-def is_candidate(module: nn.Module) -> bool:
-    return rotary_name(module) is not None
 
 
 def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:

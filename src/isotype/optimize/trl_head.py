@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,35 +130,27 @@ def _output(
     if hasattr(weight, "full_tensor"):  # sharded by FSDP2
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
     hidden, labels = hidden.to(weight.device), labels.to(weight.device)
-    if options["cast_lm_head_to_fp32"]:
-        with autocast_off(hidden):
-            values = _values(options, hidden.float(), weight, bias, labels)
-    else:
-        values = _values(options, hidden, weight, bias, labels)
+    wide = options["cast_lm_head_to_fp32"]
+    with autocast_off(hidden) if wide else nullcontext():
+        values = linear_log_probs(
+            hidden.float() if wide else hidden, weight, labels, bias=bias,
+            outputs=("log_probs", *(ours for name, ours in FIELDS.items() if name in options["outputs"])),
+            logit_scale=options["logit_scale"], softcap=options["final_logit_softcapping"], temperature=options["temperature"],
+        )  # fmt: skip
+    assert values.log_probs is not None
     mask = labels != IGNORED
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss = -values.log_probs.sum() / count
-    aux_loss = _router_loss(options["text_config"], made, kwargs) if kwargs.get("output_router_logits") else None
-    if aux_loss is not None:
-        loss = loss + getattr(options["text_config"], "router_aux_loss_coef", 0.0) * aux_loss
+    aux_loss: Any = None
+    config = options["text_config"]
+    if kwargs.get("output_router_logits"):
+        # the mixture's load-balancing loss, as transformers' own forward adds it
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        aux_loss = load_balancing_loss_func(
+            made.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
+        )
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     fields = {name: getattr(values, ours) for name, ours in FIELDS.items()}
-    fields["is_top1"] = None if values.top1 is None else values.top1 == labels
-    if fields["is_top1"] is not None:
-        fields["is_top1"] = fields["is_top1"] & mask
+    fields["is_top1"] = None if values.top1 is None else (values.top1 == labels) & mask
     return FusedCausalLMOutput(loss=loss, log_probs=values.log_probs, label_mask=mask, aux_loss=aux_loss, **fields)
-
-
-def _values(options: dict[str, Any], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Any:
-    return linear_log_probs(
-        hidden, weight, labels, bias=bias, outputs=("log_probs", *(ours for name, ours in FIELDS.items() if name in options["outputs"])),
-        logit_scale=options["logit_scale"], softcap=options["final_logit_softcapping"], temperature=options["temperature"],
-    )  # fmt: skip
-
-
-def _router_loss(text_config: Any, made: Any, kwargs: dict[str, Any]) -> Any:
-    """The mixture's load-balancing loss, as transformers' own forward adds it."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    return load_balancing_loss_func(
-        made.router_logits, text_config.num_experts, text_config.num_experts_per_tok, kwargs.get("attention_mask")
-    )

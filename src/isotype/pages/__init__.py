@@ -1,7 +1,6 @@
 """The page of a code: why it matters, an example, what to do instead. `isotype doctor explain CODE` prints it.
 
-A page is `pages/CODE.md` here, or, for families whose pages are the docstrings of their rules, what `page(code)` of the family's
-module answers. Imports no torch.
+A page is `pages/CODE.md` here, or what `page(code)` of the module answers that reads the sheets of its rules. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module, resources
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from ..finding import Finding
 
 # Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() -> list[str]`.
 FAMILIES = {
-    "PR": "isotype.precision.rules",
+    "PR": "isotype.precision.resolve",
     "CF": "isotype.doctor.check.rules",
     "EX": "isotype.doctor.explain.explain",
 }
@@ -28,8 +26,7 @@ def codes() -> list[str]:
     """Every code that has a page."""
     here = [f.name.removesuffix(".md") for f in resources.files(__name__).iterdir() if f.name.endswith(".md")]
     for module in FAMILIES.values():
-        if find_spec(module.rpartition(".")[0]) and find_spec(module):
-            here += import_module(module).codes()
+        here += import_module(module).codes()
     return sorted(set(here))
 
 
@@ -39,8 +36,7 @@ def page(code: str) -> str | None:
     file = resources.files(__name__) / f"{code}.md"
     if code.isalnum() and file.is_file():
         return file.read_text(encoding="utf-8")
-    module = FAMILIES.get(code[:2])
-    if module and find_spec(module.rpartition(".")[0]) and find_spec(module):
+    if module := FAMILIES.get(code[:2]):
         text: str | None = import_module(module).page(code)
         return text
     return None

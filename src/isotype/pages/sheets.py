@@ -101,6 +101,10 @@ class Section:
     name: str
     entries: list[Entry]
 
+    def as_page(self) -> str:
+        """What `isotype doctor explain CODE` prints."""
+        return f"# {self.code}: {self.page}\n"
+
 
 def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
     """Those of one sheet, in order; `ranks` and `fields` are regular expressions for their words.

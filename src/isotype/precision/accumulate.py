@@ -37,14 +37,6 @@ class Processes(Protocol):
         """Begins to sum a tensor over all of them, in place; returns a function that waits for the sum."""
 
 
-class Gradients(Protocol):
-    """Where the gradients are."""
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
-
-    def gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor: ...
-
-
 class BucketSums:
     """The sums of one step after the other.
 
@@ -53,7 +45,9 @@ class BucketSums:
     dtype  of the sums
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients, processes: Processes, dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], gradients: GradientAccumulator, processes: Processes, dtype: torch.dtype
+    ) -> None:
         self._gradients, self._processes, self._dtype = gradients, processes, dtype
         # backward makes the gradients of the last parameters first
         self._buckets = list(neighbours(list(reversed(parameters)), dtype))
@@ -236,14 +230,11 @@ class GradientAccumulator:
         gradient = self.gradient(parameter)
         if gradient is None:
             gradient = torch.zeros_like(parameter, dtype=self.dtype)
-            self._store(parameter, gradient)
+            if parameter.dtype == self.dtype:
+                parameter.grad = gradient
+            else:
+                self._buffers[id(parameter)] = gradient
         return gradient
-
-    def _store(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if parameter.dtype == self.dtype:
-            parameter.grad = gradient
-        else:
-            self._buffers[id(parameter)] = gradient
 
     def zero(self) -> None:
         """Frees every gradient until the next backward."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..dtypes import to_torch
 from ..environment import planned
-from ..instance_method import MadeMethod
+from ..instance_method import InstanceMethod
 from .parts import Part
 from .precision import Precision
 from .vision import is_of_vision, vision_parts
@@ -31,12 +31,8 @@ def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
             classes = set(owner._no_split_modules)  # type: ignore[arg-type]  # a list of names, where there is one
             lists = [module for module in owner.modules() if isinstance(module, nn.ModuleList)]
             members = {block for blocks in lists for block in blocks if type(block).__name__ in classes}
-            return [block for block in owner.modules() if block in members and not _holds_another(block, members)]
+            return [block for block in owner.modules() if members.intersection(block.modules()) == {block}]
     return []
-
-
-def _holds_another(block: nn.Module, members: set[nn.Module]) -> bool:
-    return any(inner in members for inner in block.modules() if inner is not block)
 
 
 def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
@@ -64,7 +60,7 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
     return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)} if in_fp32 else set()
 
 
-class SumByBlock:
+class _SumByBlock:
     """Forward hook of a block, before it runs: each tensor that needs a gradient gets a view, where the gradients of its uses meet."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -82,16 +78,6 @@ def _met(given: Any) -> Any:
     return given
 
 
-def sum_by_block(block: nn.Module) -> None:
-    block.register_forward_pre_hook(SumByBlock(), with_kwargs=True)
-
-
-def remove(module: nn.Module) -> None:
-    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, SumByBlock)]:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
 _STATE = "_isotype_precision"
 
 
@@ -106,10 +92,10 @@ class _State:
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.forward = precision, device_type, forward
         self.use(precision.compute)
-        self.methods: list[MadeMethod] = []
+        self.methods: list[InstanceMethod] = []
         self.settings: list[tuple[nn.Module, str, Any]] = []
 
-    def put(self, method: MadeMethod) -> None:
+    def put(self, method: InstanceMethod) -> None:
         self.methods.append(method)
         method.put()
 
@@ -200,21 +186,22 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     state = _State(precision, device_type, inner.__dict__.get("forward"))
     setattr(inner, _STATE, state)
 
-    state.put(MadeMethod(_in_its_precision, (), inner))
+    state.put(InstanceMethod(_in_its_precision, inner, arguments=()))
     for part_called in _called_alone(inner):
         setattr(part_called, _STATE, _PartState(state, part_called.__dict__.get("forward")))
-        state.put(MadeMethod(_in_its_precision, (), part_called))
+        state.put(InstanceMethod(_in_its_precision, part_called, arguments=()))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
-    for block in _blocks_of_transformers(inner):
+    # some decoder layers of transformers (Mamba, XGLM, JetMoE) widen the residual stream by themselves
+    for block in (block for stack in inner.modules() if isinstance(stack, nn.ModuleList) for block in stack if is_block(block)):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     for block in denoiser_blocks(inner):
         # a table of shifts and scales that is trained in fp32 widens the stream by itself
         block.register_forward_hook(_NarrowAll(to_torch(precision.compute)))
-        sum_by_block(block)
+        block.register_forward_pre_hook(_SumByBlock(), with_kwargs=True)
     module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
-            state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))
+            state.put(InstanceMethod(_multiplying_in, module, arguments=(to_torch(precision.compute),)))
         if is_narrowed(module, in_fp32):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
@@ -241,9 +228,10 @@ def remove_precision(model: nn.Module) -> None:
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
-        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow)]:
-            del module._forward_hooks[key]
-        remove(module)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Narrow | _SumByBlock)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _called_alone(inner: nn.Module) -> list[nn.Module]:
@@ -308,15 +296,6 @@ class _NarrowAll(_Narrow):
         if isinstance(output, tuple):
             return tuple(super(_NarrowAll, self).__call__(module, args, one) for one in output)
         return super().__call__(module, args, output)
-
-
-def _blocks_of_transformers(inner: nn.Module) -> Iterator[nn.Module]:
-    """The decoder layers of a model that transformers defines. Some (Mamba, XGLM, JetMoE) widen the residual stream by themselves."""
-    for stack in inner.modules():
-        if isinstance(stack, nn.ModuleList):
-            for block in stack:
-                if is_block(block):
-                    yield block
 
 
 def is_block(module: nn.Module) -> bool:

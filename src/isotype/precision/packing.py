@@ -6,7 +6,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +78,6 @@ def _fp8(found: Mapping[str, Any]) -> Packing:
     return Packing("fp8", "fp8", f"a scale for each block of {rows} x {columns}", ((rows, columns),), activations=activations)
 
 
-def _fbgemm(found: Mapping[str, Any]) -> Packing:
-    return Packing("fbgemm_fp8", "fp8", "a scale a channel", activations=True)
-
-
-def _bitsandbytes(found: Mapping[str, Any]) -> Packing:
-    return Packing("bitsandbytes", "int8", "a scale a channel", activations=True)
-
-
 def _gptq(found: Mapping[str, Any]) -> Packing:
     bits, version = int(found["bits"]), str(found.get("checkpoint_format") or "gptq")
     if bits not in (4, 8):
@@ -103,14 +95,6 @@ def _awq(found: Mapping[str, Any]) -> Packing:
         raise UnreadPacking(f"AWQ's version {version} with {bits} bits: gemm with 4 bits is read")
     size = int(found.get("group_size", found.get("q_group_size", 128)))
     return Packing("awq", "int4", _group_words(size), ((1, size),), 4)
-
-
-def _mxfp4(found: Mapping[str, Any]) -> Packing:
-    return Packing("mxfp4", "mxfp4", _group_words(32), ((1, 32),), 4)
-
-
-def _gguf(found: Mapping[str, Any]) -> Packing:
-    return Packing("gguf", "gguf", f"blocks {', '.join(found['kinds'])}")
 
 
 def _modelopt(found: Mapping[str, Any]) -> Packing:
@@ -194,7 +178,15 @@ def _block(given: Any) -> tuple[int, int]:
     return rows, columns
 
 
-_READERS = {
-    "fp8": _fp8, "fbgemm_fp8": _fbgemm, "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4, "modelopt": _modelopt,
-    "compressed-tensors": _compressed, "gguf": _gguf, "torchao": _torchao,
-}  # fmt: skip
+_READERS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda found: Packing("fbgemm_fp8", "fp8", "a scale a channel", activations=True),
+    "bitsandbytes": lambda found: Packing("bitsandbytes", "int8", "a scale a channel", activations=True),
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": lambda found: Packing("mxfp4", "mxfp4", _group_words(32), ((1, 32),), 4),
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed,
+    "gguf": lambda found: Packing("gguf", "gguf", f"blocks {', '.join(found['kinds'])}"),
+    "torchao": _torchao,
+}

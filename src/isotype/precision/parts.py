@@ -90,9 +90,6 @@ def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
 
 
-def _nothing(model: nn.Module) -> None: ...
-
-
 @dataclass(frozen=True)
 class Part:
     """Process `rank` of `parts` that share each weight by rows.
@@ -102,7 +99,7 @@ class Part:
 
     rank: int
     parts: int
-    look: Callable[[nn.Module], None] = _nothing
+    look: Callable[[nn.Module], None] = lambda model: None
 
     def narrowed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, in its whole shape, on the CPU. Only the own rows have values, except of vectors, which are small.

@@ -1,6 +1,8 @@
 """Resolves a preset and overrides on a device to one value for each role, with the reason for each value. Imports no torch.
 
-Advice holds: every way out that a rule names is tried on the very settings, and told with what else it needs.
+Contradictions between the values are found before anything is loaded, by the sheet `rules.txt`, which `pages.sheets` reads. A rule names
+the settings, where each was set, why they conflict, and the fix. Errors refuse the run; warnings are shown in its header. Every way out
+that a rule names is tried on the very settings, and told with what else it needs.
 """
 
 from __future__ import annotations
@@ -9,12 +11,132 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ..dtypes import itemsize
 from ..errors import UsageError
-from ..finding import Finding, Severity
+from ..finding import Finding, Place, Severity
+from ..pages import sheets
+from .packing import WORDS as PACKED
 from .precision import ABOUT, EIGHT_BIT, PRESETS, ROLES, TASK_ROLES, Precision
-from .rules import Facts, Setting, check
+
+if TYPE_CHECKING:
+    from ..environment.hardware import Hardware
+
+RULES = {
+    section.code: section
+    for section in sorted(
+        sheets.sections(Path(__file__).with_name("rules.txt"), ranks="error|warning", fields="names|cause|fix"), key=lambda s: s.code
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value and its source. `given`: the user wrote it; it is not from a preset or a default."""
+
+    value: str
+    where: str = "default"
+    given: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.where})"
+
+
+class _Words(sheets.Facts):
+    """The words of the sheet: its own, settings by name (their values), and the following.
+
+    given ROLE                   whether the user wrote it
+    packed ROLE                  whether its weights are a few bits with scales
+    bf16 among ROLE, ROLE        those of the roles that are bf16; `half among`: bf16 or fp16
+    ROLES set to WORD            `precision.ROLE: WORD`, for each of the roles
+    device, bf16 of device       its name; native, emulated or none
+    eight bit                    whether the optimizer keeps its states in 8 bits
+    ROLE narrower than ROLE      a test of its own
+
+    settings  every role of the run, `adapter` (lora, none), `frozen` (yes, no: whether weights of the model are not trained),
+              `optimizer_name` (adamw, adamw8bit) and `preset`
+    """
+
+    def __init__(self, settings: Mapping[str, Setting], device: Hardware) -> None:
+        super().__init__()
+        self.settings, self.device = settings, device
+
+    def get(self, name: str) -> Any:
+        settings = self.settings
+        if name in self.made:
+            return self.made[name]
+        if name in settings:
+            return settings[name].value
+        kind, _, rest = name.partition(" ")
+        roles, found, word = name.partition(" set to ")
+        if found:
+            return " and ".join(f"precision.{role}: {self.get(word)}" for role in str(self.get(roles)).split(", "))
+        dtype, found, roles = name.partition(" among ")
+        if found:
+            wanted = ("bf16", "fp16") if dtype == "half" else (dtype,)
+            return ", ".join(r for r in self.made.get(roles, roles).split(", ") if r in settings and settings[r].value in wanted)
+        match kind:
+            case "given":
+                return settings[rest].given
+            case "packed":
+                return self.get(rest) in ("nf4", *PACKED)
+            case "eight":
+                return self.get("optimizer_name") in EIGHT_BIT
+            case "device":
+                return self.device.name
+            case "bf16" if rest == "of device":
+                return self.device.bf16
+        return None
+
+    def holds_specially(self, term: str) -> bool | None:
+        left, found, right = term.partition(" narrower than ")
+        if not found:
+            return None
+        one, other = self.get(left), self.get(right)
+        return one is not None and itemsize(one) < itemsize(other)
+
+
+def check(settings: Mapping[str, Setting], device: Hardware) -> list[Finding]:
+    """Every finding of every rule, by code; `settings` as `_Words` has them."""
+    found = []
+    for code, section in RULES.items():
+        words, (head, *entries) = _Words(settings, device), section.entries
+        head.make(words)
+        for entry in entries:
+            if severity := entry.rank(words):
+                names, cause, fix = (entry.first(name, words) for name in ("names", "cause", "fix"))
+                keys = names.split(", ")
+                found.append(
+                    Finding(
+                        code=code, severity=Severity.parse(severity), message=words.say(entry.title), place=_place(keys, settings),
+                        cause=cause, fix=fix, details=tuple((_key(k), str(settings[k])) for k in keys),
+                    )
+                )  # fmt: skip
+    return found
+
+
+def codes() -> list[str]:
+    return list(RULES)
+
+
+def page(code: str) -> str | None:
+    """The page of a rule."""
+    return RULES[code].as_page() if code in RULES else None
+
+
+def _place(keys: list[str], settings: Mapping[str, Setting]) -> Place:
+    """Of the first setting that the user wrote, else of the first."""
+    written = next((k for k in keys if settings[k].given), keys[0])
+    file, _, line = settings[written].where.rpartition(", ")[2].rpartition(":")  # "run.yaml:3", or "preset nf4-lora, run.yaml:3"
+    in_file = bool(file) and line.isdigit()
+    return Place(file=file if in_file else None, line=int(line) if in_file else None, symbol=_key(written))
+
+
+def _key(name: str) -> str:
+    return {"adapter": "adapter.kind", "optimizer_name": "train.optimizer"}.get(name, f"precision.{name}")
+
 
 Settings = Mapping[str, str]
 Change = dict[str, str | None]  # key -> its new value, or None where it is removed
@@ -96,17 +218,6 @@ def _further(bad: Finding, change: Change, settings: Settings) -> Iterator[Chang
             yield way
 
 
-class Device(Protocol):
-    """What resolving needs to know of `isotype.environment.hardware.Hardware`."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def bf16(self) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
     """The contract of one run.
@@ -152,7 +263,7 @@ class Resolved:
         return declared
 
 
-def choose_preset(device: Device, *, adapter: str) -> tuple[str, str]:
+def choose_preset(device: Hardware, *, adapter: str) -> tuple[str, str]:
     """What `auto` becomes on a device, and why: (preset, reason)."""
     if device.bf16 == "native":
         name = "bf16-mixed" if adapter == "none" else "bf16-lora"
@@ -165,7 +276,7 @@ def choose_preset(device: Device, *, adapter: str) -> tuple[str, str]:
 def resolve(
     settings: Mapping[str, str | None] | None = None,
     *,
-    device: Device,
+    device: Hardware,
     adapter: str = "lora",
     optimizer: str = "adamw",
     frozen: bool | None = None,
@@ -204,7 +315,7 @@ class _Settled:
     """
 
     def __init__(
-        self, said: Mapping[str, str], device: Device, adapter: str, optimizer: str, frozen: bool | None, where: dict[str, str],
+        self, said: Mapping[str, str], device: Hardware, adapter: str, optimizer: str, frozen: bool | None, where: dict[str, str],
         task_roles: dict[str, str], checkpoint: tuple[str, str] | None,
     ) -> None:  # fmt: skip
         self._checkpoint = checkpoint
@@ -258,7 +369,7 @@ class _Settled:
         table["frozen"] = Setting("yes" if (adapter != "none" if frozen is None else frozen) else "no")
         table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
 
-        findings = check(Facts(settings=table, device=device.name, device_kind=device.kind, bf16=device.bf16))
+        findings = check(table, device)
         self.precision, self.preset, self.reasons, self.findings = precision, preset, reasons, findings
         changed = [role for role, value in given.items() if value != getattr(PRESETS[preset], role)]
         # what a preset is about may be the very thing that was changed

@@ -5,7 +5,6 @@ Imports no transformers: the parts are what a model's `get_decoder` and `get_enc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +12,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 LANGUAGE, TOWER, PROJECTOR = "language", "tower", "projector"
-_MODALITIES = ("image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,9 @@ def _parts_of(model: Any) -> VisionParts | None:
     language = paths.get(id(model.get_decoder()), "")
     if not language:
         return None
-    towers = {paths.get(id(tower), "") for tower in _towers(model)}
+    towers = {paths.get(id(model.get_encoder(modality=modality)), "") for modality in ("image", "video", "audio")}
     head = paths.get(id(model.get_output_embeddings()), "")
     return VisionParts(language, tuple(sorted(tower for tower in towers if tower and not _below(language, tower))), head)
-
-
-def _towers(model: Any) -> Iterator[nn.Module]:
-    for modality in _MODALITIES:
-        yield model.get_encoder(modality=modality)
 
 
 def is_of_vision(model: Any, full: str) -> bool:

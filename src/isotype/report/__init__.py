@@ -1,5 +1,5 @@
 """`report.html` of a run: one file, no network; made from the files in the run folder only."""
 
-from .write import write_report
+from .page import write_report
 
 __all__ = ["write_report"]

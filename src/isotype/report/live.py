@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import IsotypeError, UsageError
 from ..runs.folder import LOCK, LOG, holder, is_held
+from .page import STEPS, Live, render
 from .record import RunRecord, picture_of, read_run
-from .write import STEPS, Live, render
 
 HOST = "127.0.0.1"
 LINES, TAIL = 40, 32 << 10  # of the log: lines that are shown, bytes that are read

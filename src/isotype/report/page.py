@@ -1,26 +1,77 @@
-"""Computes the content of the report page from a run's record; the template only lays it out."""
+"""Makes the report page of a run from its record, and writes it whole or not at all. The template only lays out what is computed here."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..config.sources import short_names
-from ..wording import counted
-from .chart import line_chart
-from .plots import MANY, loss_plot, plots, smoothed
-from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of, smaller, spread
+from ..errors import RunError, UsageError
+from ..runs.checkpoint.atomic_folder import write_text
+from ..wording import count, counted, duration, percent, plain, size
+from .plots import MANY, line_chart, loss_plot, plots, smoothed
+from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, read_run, rows_of, smaller, spread
 from .verdicts import precision, preflight, verdict
-from .words import bytes_written, count, duration, percent, plain
 
+REPORT = "report.html"
+STEPS = "steps.js"  # of the page with pictures
 _MOODS = {"done": "good", "running": "busy", "failed": "bad", "interrupted": "warn", "stopped": "warn"}
 _WORDS = {"interrupted": "interrupted, can be resumed", "stopped": "stopped without an end"}
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a page that `isotype watch` serves has beside the report.
+
+    log       the last lines that the run printed
+    process   the process that trains, where it can be asked to stop
+    stopping  whether it was asked
+    """
+
+    log: str
+    process: int | None
+    stopping: bool
+
+
+def write_report(run_folder: Path, out: Path | None = None) -> Path:
+    """Makes the page from the files in `run_folder`: report.html there, or `out`.
+
+    Raises UsageError when the folder holds no run or the file cannot be written.
+    """
+    target = out or run_folder / REPORT
+    text = render(read_run(run_folder)).encode("utf-8", "backslashreplace").decode()  # a file's name may be no UTF-8
+    try:
+        write_text(target, text)
+    except RunError as error:
+        raise UsageError(error.message, fix=error.fix) from None
+    return target
+
+
+def render(record: RunRecord, live: Live | None = None) -> str:
+    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network, and no script but that of its pictures.
+
+    live  for a page that is served, which has one script and a form
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("isotype.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    script = files(__package__).joinpath(STEPS).read_text(encoding="utf-8")
+    policy = "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = environment.get_template("report.html.jinja")
+    return template.render(page(record), live=live, script=Markup(script), script_hash=policy).lstrip()
 
 
 @dataclass(frozen=True)
@@ -38,7 +89,7 @@ def page(record: RunRecord) -> dict[str, Any]:
     return {
         "verdict": verdict(record) if record.metrics else None,
         "name": record.folder.resolve().name,
-        "status": status(record),
+        "status": (_WORDS.get(record.status, record.status), _MOODS.get(record.status, "warn")),
         "progress": progress(record),
         "error": record.result.get("error"),
         "subtitle": subtitle(record),
@@ -64,12 +115,6 @@ def page(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def status(record: RunRecord) -> tuple[str, str]:
-    """Words and mood."""
-    said = record.status
-    return _WORDS.get(said, said), _MOODS.get(said, "warn")
-
-
 def progress(record: RunRecord) -> tuple[int, int] | None:
     """(step, all steps) of a run that is not at its end."""
     total = record.plan.get("total")
@@ -83,18 +128,13 @@ def subtitle(record: RunRecord) -> str:
     model = record.setting("model", "name") or record.result.get("base")
     kind, train = record.setting("adapter", "kind"), record.setting("data", "train") or record.setting("images", "train")
     total, trained = (n if isinstance(n := record.plan.get(key), int) else 0 for key in ("parameters", "trained"))
-    how = (
-        f"{'LoRA' if kind == 'lora' else 'LoKr'} r={record.setting('adapter', 'r')}"
-        if kind in ("lora", "lokr")
-        else "every weight trained"
-        if kind == "none"
-        else None
-    )
+    adapter = {"lora": "LoRA", "lokr": "LoKr"}.get(kind)
+    how = f"{adapter} r={record.setting('adapter', 'r')}" if adapter else "every weight trained" if kind == "none" else None
     parts = [
         "/".join(Path(str(model)).parts[-2:]) if model else None,
         f"{count(total)} parameters" if total else None,
         record.precision.get("preset"),
-        f"{how}, {percent(trained / total)} trained" if total and kind in ("lora", "lokr") else how,
+        f"{how}, {percent(trained / total)} trained" if total and adapter else how,
         f"on {short_names(train)}" if train else None,
     ]
     return "  ·  ".join(str(part) for part in parts if part)
@@ -110,25 +150,26 @@ def tiles(record: RunRecord) -> list[Tile]:
         line = smoothed(loss) if many else loss  # the line that the chart labels
         name = "training loss" + (", smoothed" if many else "")
         found.append(Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}"))
-    evaluations = record.evaluations()
-    if evaluations:
+    if evaluations := record.evaluations():
         step, best = min(evaluations, key=lambda p: p[1])
         first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""
         found.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
-    steps = max((s for s, _ in loss), default=None)
-    if steps is not None:
-        seen = [v for _, v in record.curve(units) if math.isfinite(v)]
-        found.append(Tile("steps", f"{steps:,.0f}", f"{count(seen[-1])} {units}" if seen else ""))
-    seconds = record.result.get("trained_seconds") or sum(v for _, v in record.curve("seconds") if math.isfinite(v))
-    if isinstance(seconds, int | float) and seconds > 0:
-        found.append(Tile("training time", duration(seconds), "in steps alone"))
-    speed = sorted(v for _, v in record.curve(f"{units}_per_second") if math.isfinite(v))
+    if loss:
+        seen = record.last(units)
+        found.append(Tile("steps", f"{max(step for step, _ in loss):,.0f}", "" if seen is None else f"{count(seen)} {units}"))
+    seconds, speed, memory = (finite_values(record, key) for key in ("seconds", f"{units}_per_second", "memory_bytes"))
+    trained = record.result.get("trained_seconds") or sum(seconds)
+    if isinstance(trained, int | float) and trained > 0:
+        found.append(Tile("training time", duration(trained), "in steps alone"))
     if speed:
-        found.append(Tile(f"{units} per second", plain(speed[len(speed) // 2]), "median"))
-    memory = [v for _, v in record.curve("memory_bytes") if math.isfinite(v)]
+        found.append(Tile(f"{units} per second", plain(median(speed)), "median"))
     if memory:
-        found.append(Tile("peak memory", bytes_written(max(memory))))
+        found.append(Tile("peak memory", size(max(memory))))
     return found
+
+
+def finite_values(record: RunRecord, key: str) -> list[float]:
+    return [value for _, value in record.curve(key) if math.isfinite(value)]
 
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:
@@ -194,31 +235,22 @@ def data(record: RunRecord) -> dict[str, Any]:
         side = record.data.get(key)
         if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
             continue
-        lengths = dict_of(side.get("lengths"))
-        facts = [
-            ("pairs", side.get("pairs")),
-            ("rows", side.get("rows")),
-            ("tokens", side.get("tokens")),
-            ("learnt tokens", side.get("supervised_tokens")),
-            ("cut at the end", side.get("truncated")),
-            (
-                "dropped",
-                sum(d.get("rows", 0) for d in list_of(side.get("dropped")) if isinstance(d, dict) and isinstance(d.get("rows"), int)),
-            ),
-            ("exact repeats", side.get("duplicates")),
-            ("tokens of the median row", lengths.get("median")),
-            ("tokens of the longest row", lengths.get("longest")),
-        ]
+        dropped = [one["rows"] for one in list_of(side.get("dropped")) if isinstance(one, dict) and isinstance(one.get("rows"), int)]
+        known = {**dict_of(side.get("lengths")), **side, "dropped": sum(dropped)}
         sides.append(
             {
                 "title": title + (" (held out)" if side.get("held_out") else ""),
-                "facts": [(name, f"{value:,}") for name, value in facts if isinstance(value, int)],
+                "facts": [(name, f"{n:,}") for fact, name in _ROW_FACTS.items() if isinstance(n := known.get(fact), int)],
                 "files": _sources(side, record.data.get("mix") if key == "train" else None),
             }
         )
     return {"sides": sides, "notes": [str(note) for note in list_of(record.data.get("notes"))]}
 
 
+_ROW_FACTS = {
+    "pairs": "pairs", "rows": "rows", "tokens": "tokens", "supervised_tokens": "learnt tokens", "truncated": "cut at the end",
+    "dropped": "dropped", "duplicates": "exact repeats", "median": "tokens of the median row", "longest": "tokens of the longest row",
+}  # fmt: skip
 _PICTURE_FACTS = {
     "train_pictures": "training pictures", "eval_pictures": "for evaluation", "regularisation_pictures": "for regularisation",
     "masked_pictures": "with a mask", "bad_pictures": "left out", "captions": "captions", "buckets": "aspect buckets",

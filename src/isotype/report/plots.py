@@ -1,14 +1,22 @@
-"""The curves of a run as data: what `chart` draws into the page."""
+"""The curves of a run: what they show, and their drawing as inline SVG.
+
+Colours are CSS variables, so that one drawing serves light and dark pages. A chart needs no script: it is overlaid with invisible columns,
+and the one under the pointer shows its values.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
 from typing import Any, Literal
 
-from .record import RunRecord
-from .words import bytes_written, count, percent, plain
+from markupsafe import Markup
+
+from ..wording import count, percent, plain, size
+from .record import RunRecord, spread
 
 Point = tuple[float, float]
 LOSSES = (
@@ -19,15 +27,9 @@ LOSSES_OF_PICTURES = (
     "Training loss: the squared error of the predicted velocity or noise, a mean over the latent pixels of a step's pictures, before its "
     "update; it depends on the noise levels that were drawn. Evaluation loss: the same at fixed noise levels of the evaluation pictures."
 )
-
-
-def losses_told(record: RunRecord) -> str:
-    """What the loss of this run is."""
-    return LOSSES_OF_PICTURES if record.plan.get("task") == "diffusion" else LOSSES
-
-
 MANY = 30  # number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
 MOST_POINTS = 600  # of one line: more than a page has pixels for
+COLUMNS = 48  # columns of a chart that show their values under the pointer
 FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
 _NOISY = ("tokens_per_second", "share_changed")
 
@@ -42,21 +44,15 @@ class Series:
     colour: int = 1
 
 
-@dataclass(frozen=True)
-class Guide:
-    """A horizontal line at a value that means something."""
-
-    value: float
-    label: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plot:
     """Curves over steps with a title and one sentence that says how to read them.
 
     written    writes a value on the axis
+    guide      a horizontal line at a value that means something, and its label
     trouble    what is wrong with the values themselves
     from_zero  the axis begins at 0, unless the values lie so close together that their course could not be seen
+    resumed    steps that the run went on from after it was stopped
     """
 
     key: str
@@ -64,15 +60,14 @@ class Plot:
     series: Sequence[Series]
     written: Callable[[float], str] = plain
     note: str = ""
-    guides: Sequence[Guide] = ()
+    guide: tuple[float, str] | None = None
     from_zero: bool = True
     trouble: str = ""
     resumed: Sequence[int] = ()
-    """Steps that the run went on from after it was stopped."""
 
     @property
     def finite(self) -> list[Point]:
-        return [p for s in self.series for p in s.points if math.isfinite(p[1])]
+        return [p for s in self.series for p in _finite(s.points)]
 
     @property
     def legend(self) -> list[Series]:
@@ -80,33 +75,13 @@ class Plot:
         named = [s for s in self.series if s.look != "faint"]
         return named if len(named) > 1 else []
 
-    @property
-    def bounds(self) -> tuple[list[Guide], list[float]]:
-        """The guides in reach and the ticks of the axis. A guide far above the curve would flatten it."""
-        values = [y for _, y in self.finite]
-        low, high = min(values), max(values)
-        shown = [g for g in self.guides if math.isfinite(g.value) and g.value <= high * 3 + 1e-12]
-        low, high = min([low, *(g.value for g in shown)]), max([high, *(g.value for g in shown)])
-        return shown, nice_ticks(0.0 if self.from_zero and low <= FITTED * high else low, high)
-
-    @property
-    def marks(self) -> list[int]:
-        """The resumes that lie within the curves."""
-        first, last = min(x for x, _ in self.finite), max(x for x, _ in self.finite)
-        return [step for step in self.resumed if first <= step <= last]
-
-    @property
-    def steps(self) -> list[float]:
-        """Where the axis below is marked: whole steps within the curves."""
-        first, last = min(x for x, _ in self.finite), max(x for x, _ in self.finite)
-        return [t for t in nice_ticks(first, last) if first <= t <= last and t == int(t)] or [first]
-
 
 def loss_plot(record: RunRecord) -> Plot | None:
     """Training loss, raw and smoothed, with the evaluations."""
+    note = LOSSES_OF_PICTURES if record.plan.get("task") == "diffusion" else LOSSES
     plot = _plot(
         record, "loss", "Loss", record.curve("eval_loss"), name="training loss", smoothing="smoothed over 4% of the steps",
-        evaluated="evaluation loss", note=losses_told(record), from_zero=False,
+        evaluated="evaluation loss", note=note, from_zero=False,
     )  # fmt: skip
     return plot if plot.finite else None
 
@@ -123,7 +98,7 @@ _OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("share_changed", "Share changed", "Trained elements that the update before moved. Low: updates vanish in rounding.", percent),
     ("learning_rate", "Learning rate", "", plain),
     ("tokens_per_second", "Tokens per second", "", count),
-    ("memory_bytes", "Peak memory", "", bytes_written),
+    ("memory_bytes", "Peak memory", "", size),
     ("promotions", "Unintended promotions", "Module outputs wider than the declared compute dtype, a step.", plain),
     ("loss_scale", "Loss scale", "One that keeps falling means gradients that overflow.", count),
 )
@@ -157,42 +132,30 @@ def _plot(
     series = [Series(name, points, "faint" if many else "line")] if points else []
     series += [Series(f"{name}, {smoothing}", smoothed(points))] if many else []
     series += [Series(evaluated, evaluations, "dots", colour=2)] if evaluations else []
-    return Plot(key=key, title=title, series=series, trouble=_lost([*points, *evaluations]), resumed=record.resumed_at, **how)
+    lost = sum(not math.isfinite(v) for _, v in [*points, *evaluations])
+    trouble = f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top." if lost else ""
+    return Plot(key=key, title=title, series=series, trouble=trouble, resumed=record.resumed_at, **how)
 
 
 def _norm(record: RunRecord) -> Plot:
     clip = record.setting("train", "clip")
-    finite = [v for _, v in record.curve("grad_norm") if math.isfinite(v)]
-    guides, note = [], "Not clipped."
-    if isinstance(clip, int | float) and clip > 0:
-        over = sum(v > clip for v in finite) / len(finite) if finite else 0.0
-        note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
-        guides = [Guide(float(clip), f"clip {plain(float(clip))}")]
-    return _plot(record, "grad_norm", "Gradient norm", note=note, guides=guides)
+    if not isinstance(clip, int | float) or clip <= 0:
+        return _plot(record, "grad_norm", "Gradient norm", note="Not clipped.")
+    finite = [v for _, v in _finite(record.curve("grad_norm"))]
+    over = sum(v > clip for v in finite) / max(1, len(finite))
+    note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
+    return _plot(record, "grad_norm", "Gradient norm", note=note, guide=(float(clip), f"clip {plain(float(clip))}"))
 
 
-def _lost(points: Sequence[Point]) -> str:
-    lost = sum(not math.isfinite(v) for _, v in points)
-    return f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top." if lost else ""
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
 
 
-def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round values that enclose [low, high]."""
-    if high <= low:
-        pad = abs(low) * 0.1 or 1.0
-        low, high = (0.0 if low >= 0 else low - pad), high + pad
-    step = (high - low) / about
-    magnitude = 10.0 ** math.floor(math.log10(step))
-    step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [step * k for k in range(first, last + 1)]
-
-
-def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
-    """A moving average over `share` of the points; values that are not finite break it and stay."""
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """A moving average over 4% of the points; values that are not finite break it and stay."""
     import numpy as np
 
-    span = max(1, int(len(points) * share / 2))
+    span = max(1, int(len(points) * 0.04 / 2))
     values, window = np.pad([y for _, y in points], span, constant_values=math.nan), np.ones(2 * span + 1)
     known = np.isfinite(values)
     # each window is added up by itself, so that one huge value leaves those without it exact
@@ -200,17 +163,141 @@ def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
     return [(x, float(total / number) if math.isfinite(y) else math.nan) for (x, y), total, number in zip(points, sums, counts)]
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about `most` points: of every bucket its smallest and largest, so that no peak is lost."""
-    if len(points) <= most:
+def nice_ticks(low: float, high: float) -> list[float]:
+    """About five round values that enclose [low, high]."""
+    if high <= low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = (0.0 if low >= 0 else low - pad), high + pad
+    step = (high - low) / 4
+    magnitude = 10.0 ** math.floor(math.log10(step))
+    step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * k for k in range(first, last + 1)]
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most about MOST_POINTS: of every bucket its smallest and largest, and the first that is not finite, so that no peak is lost."""
+    if len(points) <= MOST_POINTS:
         return list(points)
-    size = math.ceil(len(points) / (most // 2))
+    each = math.ceil(len(points) / (MOST_POINTS // 2))
     result: list[Point] = []
-    for start in range(0, len(points), size):
-        bucket = points[start : start + size]
-        finite = [p for p in bucket if math.isfinite(p[1])]
-        if len(finite) < len(bucket):
-            result.append(next(p for p in bucket if not math.isfinite(p[1])))
-        if finite:
-            result += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
+    for start in range(0, len(points), each):
+        bucket = points[start : start + each]
+        if finite := sorted(_finite(bucket), key=lambda p: p[1]):
+            result += {finite[0], finite[-1]}
+        result += [p for p in bucket if not math.isfinite(p[1])][:1]
     return sorted(result, key=lambda p: p[0])
+
+
+def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
+    """The plot as SVG; empty when no value is finite."""
+    if not plot.finite:
+        return Markup("")
+    frame = _Frame(plot, width, height)
+    lines = [part for series in plot.series for part in frame.series(series)]
+    parts = "".join([*frame.grid(), *frame.resumed(), *lines, *frame.labels(), *frame.columns()])
+    return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(plot.title)}">{parts}</svg>')
+
+
+class _Frame:
+    """The plot area and its scales. A guide far above the curve would flatten it, and is left out."""
+
+    left, right, top, bottom = 52, 58, 14, 24
+
+    def __init__(self, plot: Plot, width: int, height: int) -> None:
+        self.plot, self.written, self.height = plot, plot.written, height
+        self.end, self.base = width - self.right, height - self.bottom
+        steps, values = zip(*plot.finite)
+        low, high = min(values), max(values)
+        self.guide = plot.guide if plot.guide and plot.guide[0] <= high * 3 + 1e-12 else None
+        if self.guide:
+            low, high = min(low, self.guide[0]), max(high, self.guide[0])
+        self.x0, self.x1 = min(steps), max(steps)
+        self.ticks = nice_ticks(0.0 if plot.from_zero and low <= FITTED * high else low, high)
+        self.y0, self.y1 = self.ticks[0], self.ticks[-1]
+
+    def x(self, value: float) -> float:
+        span = self.end - self.left
+        return self.left + (span * (value - self.x0) / (self.x1 - self.x0) if self.x1 > self.x0 else span / 2)
+
+    def y(self, value: float) -> float:
+        return self.base - (self.base - self.top) * (value - self.y0) / (self.y1 - self.y0)
+
+    def _across(self, look: str, y: float) -> str:
+        return f'<line class="{look}" x1="{self.left}" x2="{self.end}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+    def _down(self, look: str, x: float) -> str:
+        return f'<line class="{look}" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top}" y2="{self.base}"/>'
+
+    def grid(self) -> list[str]:
+        parts = []
+        for tick in self.ticks:
+            parts.append(self._across("grid", self.y(tick)))
+            text = escape(self.written(tick))
+            parts.append(f'<text class="tick" x="{self.left - 7}" y="{self.y(tick) + 3.5:.1f}" text-anchor="end">{text}</text>')
+        whole = [t for t in nice_ticks(self.x0, self.x1) if self.x0 <= t <= self.x1 and t == int(t)] or [self.x0]
+        for tick in whole:
+            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{self.base + 15}" text-anchor="middle">{tick:,.0f}</text>')
+        parts.append(f'<text class="tick" x="{self.end + 24}" y="{self.base + 15}">step</text>')
+        guide = [self._across("guide", self.y(self.guide[0]))] if self.guide else []
+        return [*parts, self._across("axis", self.base), *guide]
+
+    def resumed(self) -> list[str]:
+        """A line at each resume within the curves."""
+        places = [self.x(step) for step in self.plot.resumed if self.x0 <= step <= self.x1]
+        said = [f'<text class="tick" x="{x + 4:.1f}" y="{self.top + 9}">resumed</text>' for x in places if self.plot.key == "loss"]
+        return [*(self._down("resumed", x) for x in places), *said]
+
+    def labels(self) -> list[str]:
+        """Last values and the guide at the right edge, moved apart where they would overlap."""
+        wanted = [(self.y(self.guide[0]), "guide-label", self.guide[1])] if self.guide else []
+        for one in self.plot.series:
+            if one.look != "faint" and (finite := _finite(one.points)):
+                wanted.append((self.y(finite[-1][1]), f"value c{one.colour}", self.written(finite[-1][1])))
+        placed: list[str] = []
+        lowest = -math.inf
+        for y, look, text in sorted(wanted):
+            lowest = max(y, lowest + 13)
+            placed.append(f'<text class="{look}" x="{self.end + 8}" y="{lowest + 3.5:.1f}">{escape(text)}</text>')
+        return placed
+
+    def series(self, series: Series) -> list[str]:
+        points = thinned(series.points)
+        finite = _finite(points)
+        if not finite:
+            return []
+        parts = [f'<path class="{series.look} c{series.colour}" d="{self._path(points)}"/>']
+        if series.look == "dots" or len(finite) == 1:
+            parts += [f'<circle class="dot c{series.colour}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4"/>' for x, y in finite]
+        for x in [x for x, y in points if not math.isfinite(y)]:
+            mark = f"<title>{escape(series.name)} is not finite at step {x:,.0f}</title>"
+            parts.append(f'<circle class="lost" cx="{self.x(min(max(x, self.x0), self.x1)):.1f}" cy="{self.top}" r="4">{mark}</circle>')
+        return parts
+
+    def columns(self) -> list[str]:
+        """Invisible columns; under the pointer each shows a line and the values at its step."""
+        values = [(one, dict(_finite(one.points))) for one in self.plot.series]
+        marked = {step for one, found in values if one.look == "dots" for step in found}
+        steps = sorted({step for _, found in values for step in found})
+        places = [(self.x(step), step) for step in sorted({*spread(steps, COLUMNS), *spread(sorted(marked), COLUMNS)})]
+        edges = [self.left, *((a + b) / 2 for (a, _), (b, _) in pairwise(places)), self.end]
+        parts = []
+        for (x, step), (start, stop) in zip(places, pairwise(edges)):
+            said = [f"step {step:,.0f}"]
+            for one, found in values:
+                if step in found:
+                    name, _, how = one.name.partition(", ")
+                    said.append(f"{'smoothed' if how.startswith('smoothed') else name} {self.written(found[step])}")
+            hit = f'<rect class="hit" x="{start:.1f}" y="0" width="{max(stop - start, 0.1):.1f}" height="{self.height}"/>'
+            text = f'<text class="said" x="{self.end}" y="9" text-anchor="end">{escape("   ".join(said))}</text>'
+            parts.append(f'<g class="column">{hit}{self._down("at", x)}{text}</g>')
+        return parts
+
+    def _path(self, points: Sequence[Point]) -> str:
+        """A line that is interrupted where a value is not finite."""
+        words, pen_up = [], True
+        for x, y in points:
+            if math.isfinite(y):
+                words.append(f"{'M' if pen_up else 'L'}{self.x(x):.1f} {self.y(y):.1f}")
+            pen_up = not math.isfinite(y)
+        return "".join(words)

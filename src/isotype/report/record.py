@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..runs.folder import is_held
+from ..runs.folder import is_held, rows_in
 
 FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.json", "result.json", "preflight.json", "config.yaml")
 
@@ -81,8 +81,7 @@ class RunRecord:
         return [f"after step {one['after_step']}: {one['what']}" for one in rows_of(self.resumes.get("changes"), "after_step", "what")]
 
     def setting(self, section: str, key: str) -> Any:
-        part = self.settings.get(section)
-        return part.get(key) if isinstance(part, dict) else None
+        return dict_of(self.settings.get(section)).get(key)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -92,18 +91,12 @@ def read_run(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in FILES):
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
     record = RunRecord(folder)
-    for attribute, name in (
-        ("environment", "env"),
-        *((same, same) for same in ("precision", "data", "result", "preflight", "plan", "resumes")),
-    ):
-        value = _json(folder / f"{name}.json", record)
-        if isinstance(value, dict):
-            setattr(record, attribute, value)
-    shown = _json(folder / "examples.json", record)
-    rows = shown.get("examples") if isinstance(shown, dict) else None
-    before = shown.get("before") if isinstance(shown, dict) else None
-    record.before_edits = before if isinstance(before, dict) else {}
-    record.examples = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    for name in ("precision", "data", "result", "preflight", "plan", "resumes"):
+        setattr(record, name, dict_of(_json(folder / f"{name}.json", record)))
+    record.environment = dict_of(_json(folder / "env.json", record))
+    shown = dict_of(_json(folder / "examples.json", record))
+    record.before_edits = dict_of(shown.get("before"))
+    record.examples = [row for row in list_of(shown.get("examples")) if isinstance(row, dict)]
     record.running = is_held(folder)
     record.metrics = _metrics(folder / "metrics.jsonl", record)
     _settings(folder / "resolved.yaml", record)
@@ -161,15 +154,7 @@ def _json(path: Path, record: RunRecord) -> Any:
 
 
 def _metrics(path: Path, record: RunRecord) -> list[dict[str, Any]]:
-    rows, broken = [], []
-    for number, line in enumerate((_text(path, record) or "").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            broken.append(number)
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
+    rows, broken = rows_in(_text(path, record) or "")
     if broken:
         record.damaged.append(f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})")
     return rows
@@ -183,12 +168,9 @@ def _settings(path: Path, record: RunRecord) -> None:
 
     record.settings_text = text
     try:
-        value = YAML(typ="safe", pure=True).load(text)
+        record.settings = dict_of(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, ValueError) as error:
         record.damaged.append(f"resolved.yaml: {str(error).splitlines()[0]}")
-        return
-    if isinstance(value, dict):
-        record.settings = value
 
 
 _NAME = re.compile(r"samples/step_\d+_\d+\.png")  # what a run writes; a folder from elsewhere may name anything
@@ -220,7 +202,7 @@ def asked(sample: dict[str, Any]) -> str:
     return f"{prompt}{AVERAGE}" if sample.get("weights") == "average" else prompt
 
 
-def spread(steps: list[int], most: int) -> list[int]:
+def spread(steps: list[Any], most: int) -> list[Any]:
     """At most so many, evenly spread."""
     if len(steps) <= most:
         return steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..wording import duration, percent, plain
 from .record import RunRecord, dict_of, list_of, rows_of
-from .words import duration, percent, plain
 
 _NOT_A_DTYPE = ("rounding", "loss_scaling")
 ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")
@@ -23,10 +23,8 @@ class Verdict:
 
 def verdict(record: RunRecord) -> Verdict:
     """Base against tuned loss on the evaluation rows, and whether the declared precision was kept."""
-    learnt, learnt_mood = _learnt(record)
-    precision, precision_mood = _precision(record)
-    worst = next(mood for mood in ("bad", "warn", "good") if mood in (learnt_mood, precision_mood))
-    return Verdict(learnt, precision, worst)
+    (learnt, mood), (kept, other) = _learnt(record), _precision(record)
+    return Verdict(learnt, kept, next(worst for worst in ("bad", "warn", "good") if worst in (mood, other)))
 
 
 def _learnt(record: RunRecord) -> tuple[str, str]:
@@ -71,18 +69,15 @@ def precision(record: RunRecord) -> dict[str, Any]:
     broken = " ".join(v["declared"] for v in violations)
     rows = []
     for role in [r for r in ROLES if r in declared or r in observed] + [r for r in {**declared, **observed} if r not in ROLES]:
-        setting = declared.get(role)
-        value, reason = (setting.get("value"), setting.get("reason")) if isinstance(setting, dict) else (setting, None)
-        if isinstance(setting, dict) and isinstance(setting.get("rest"), str):
+        setting = declared[role] if isinstance(declared.get(role), dict) else {"value": declared.get(role)}
+        value = setting.get("value")
+        if isinstance(setting.get("rest"), str):
             value = f"{value} (rest {setting['rest']})"
-        seen = observed.get(role)
-        words = [f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}" for dtype, n in seen.items()] if isinstance(seen, dict) else []
-        if seen is not None and not isinstance(seen, dict):
-            words = [str(seen)]
+        words = [f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}" for dtype, n in dict_of(observed.get(role)).items()]
         mood = "bad" if f"precision.{role}:" in broken else "good" if words and value is not None else ""
         said = ", ".join(words) or ("" if role in _NOT_A_DTYPE else "not observed")
-        rows.append({"role": role, "declared": value, "reason": str(reason or ""), "observed": said, "mood": mood, "seen": bool(words),
-                     "unseen": str(unobserved.get(role, ""))})  # fmt: skip
+        rows.append({"role": role, "declared": value, "reason": str(setting.get("reason") or ""), "observed": said, "mood": mood,
+                     "seen": bool(words), "unseen": str(unobserved.get(role, ""))})  # fmt: skip
     reasons = [row["reason"] for row in rows if row["reason"]]
     usual = max(set(reasons), key=reasons.count) if reasons else ""
     return {

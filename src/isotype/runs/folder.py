@@ -1,11 +1,11 @@
-"""The run folder: created once, locked by one process, its small files replaced atomically; checks of an untrusted one."""
+"""The run folder: created once, locked by one process, its small files replaced atomically, its metrics; checks of an untrusted one."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -62,6 +62,18 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         write_text(self.path / name, text)
 
+    def write_samples(self, step: int, samples: Sequence[tuple[dict[str, Any], tuple[str, bytes] | None]]) -> list[dict[str, Any]]:
+        """Writes a round of samples: of each its facts, and suffix and bytes of its file, if any. Returns the facts, with the files."""
+        self.samples.mkdir(exist_ok=True)
+        made = []
+        for position, (facts, file) in enumerate(samples):
+            if file is not None:
+                facts = {**facts, "file": f"samples/step_{step}_{position}{file[0]}"}
+                (self.path / facts["file"]).write_bytes(file[1])
+            made.append(facts)
+        self.write_json(f"samples/step_{step}.json", {"step": step, "samples": made})
+        return made
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Locks the folder for this process. Where no run begins, and nothing is left behind, the folders made for it are removed again.
@@ -100,6 +112,43 @@ class RunFolder:
                 os.unlink(self.path / LOCK)
                 for path in made:
                     path.rmdir()
+
+
+class Metrics:
+    """Appends to a file; a last line cut short by a kill is dropped on resume."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def write(self, **facts: Any) -> None:
+        with self.file.open("a", encoding="utf-8") as f:
+            f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
+
+    def sync(self) -> None:
+        """Syncs the file to the disk, so that after a power failure no checkpoint exists without its earlier lines."""
+        if self.file.is_file():
+            with self.file.open("rb") as f:
+                os.fsync(f.fileno())
+
+    def cut_after(self, step: int) -> None:
+        """Removes the lines after `step`, which the resumed run will write again."""
+        rows, _ = rows_in(self.file.read_text(encoding="utf-8", errors="replace") if self.file.is_file() else "")
+        remaining = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
+        write_text(self.file, "".join(json.dumps(row) + "\n" for row in remaining))
+
+
+def rows_in(text: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of metrics.jsonl, and the numbers of lines that are broken."""
+    rows, broken = [], []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            broken.append(number)
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows, broken
 
 
 def require_run(path: Path) -> Path:
@@ -158,10 +207,8 @@ LOCK = ".lock"
 def take_lock(handle: int, path: Path) -> None:
     """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when another process has the lock, or had it and
     has just removed the file with it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
-        return
+    import fcntl
+
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held = os.fstat(handle).st_nlink > 0

@@ -1,55 +1,15 @@
-"""The records that a run writes while it trains: `metrics.jsonl` and `precision.json`."""
+"""The record of the observed dtypes that a run writes while it trains: `precision.json`."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ..observe import Observation
 from ..observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
-from .checkpoint.atomic_folder import write_text
 from .folder import RunFolder
-
-
-class Metrics:
-    """Appends to a file; a last line cut short by a kill is dropped on resume."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def write(self, **facts: Any) -> None:
-        with self.file.open("a", encoding="utf-8") as f:
-            f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
-
-    def sync(self) -> None:
-        """Syncs the file to the disk, so that after a power failure no checkpoint exists without its earlier lines."""
-        if self.file.is_file():
-            with self.file.open("rb") as f:
-                os.fsync(f.fileno())
-
-    def read(self) -> list[dict[str, Any]]:
-        if not self.file.is_file():
-            return []
-        rows = []
-        for line in self.file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-        return rows
-
-    def cut_after(self, step: int) -> None:
-        """Removes the lines after `step`, which the resumed run will write again."""
-        remaining = [row for row in self.read() if isinstance(row.get("step"), int) and row["step"] <= step]
-        write_text(self.file, "".join(json.dumps(row) + "\n" for row in remaining))
-
 
 PRECISION_FILE = "precision.json"
 

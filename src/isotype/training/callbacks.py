@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
 from ..observe.continuity import BUFFER, STATE, Continuity
-from .task import modes_restored, process_settings_restored, random_state_restored
+from .task import modes_restored, random_state_restored
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """A user's own loss in place of the task's: the summed losses of a micro-batch."""
@@ -82,10 +82,14 @@ def call_back(callbacks: Sequence[Callback], name: str, moment: Moment, optimize
 
     Raises RunError CB001 when one changed a weight, whether it is trained, or a state of the optimizer.
     """
+    dtype = torch.get_default_dtype()
     for callback in callbacks:
         before = Snapshot(moment.model, optimizer)
-        with random_state_restored(), process_settings_restored(), modes_restored(moment.model):
-            getattr(callback, f"on_{name}")(moment)
+        with random_state_restored(), modes_restored(moment.model), torch.set_grad_enabled(torch.is_grad_enabled()):
+            try:
+                getattr(callback, f"on_{name}")(moment)
+            finally:
+                torch.set_default_dtype(dtype)
         if (changed := before.changed()) is not None:
             raise RunError(
                 f"step {moment.step}: {type(callback).__name__}.on_{name} changed {changed}", code="CB001",

@@ -1,14 +1,18 @@
-"""Prints the progress of a run: a header, one live line, evaluations and samples; plain lines if the output is not a terminal."""
+"""The terminal of a run: a header, one live line, evaluations and samples; plain lines if the output is not a terminal. And what ends a run
+from there: Ctrl-C, SIGTERM and a terminal that is closed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import signal
+import stat
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -26,24 +30,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def size(count: float) -> str:
-    """Bytes for people: `1.2 GB` (10^9)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> str:
-    """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.2 GB  ETA 0:42`"""
+    """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB  ETA 0:42`"""
     parts = [f"step {step}/{total}", f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad {row['grad_norm']:.3g}"]
     parts[2:2] = [f"{name} {row[name]:.3g}" for name in words.live if row.get(name) is not None]
     if row.get("share_changed") is not None:
         parts.append(f"changed {row['share_changed']:.0%}")
     parts.append(f"{row[f'{words.units}_per_second']:,.{0 if row[f'{words.units}_per_second'] >= 100 else 2}f} {words.unit}/s")
     if row.get("memory_bytes"):
-        parts.append(size(row["memory_bytes"]))
+        parts.append(f"{row['memory_bytes'] / 1e9:.2f} GB")
     if row.get("promotions"):
         parts.append(f"{row['promotions']} promotions")
     if row.get("overflow"):
@@ -61,21 +56,18 @@ class _OutlivedOutput(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        _into_nothing(self.file)
+        _into_nothing(self.file.fileno())
+        said = "warning   the output is no longer read: the run goes on, and metrics.jsonl in its folder has the steps"
         try:
-            print(
-                "warning   the output is no longer read: the run goes on, and metrics.jsonl in its folder has the steps",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(said, file=sys.stderr, flush=True)
         except BrokenPipeError:  # `2>&1 |`
-            _into_nothing(sys.stderr)
+            _into_nothing(sys.stderr.fileno())
 
 
-def _into_nothing(stream: IO[str]) -> None:
+def _into_nothing(*streams: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError):  # a stream that is no file
-        os.dup2(nowhere, stream.fileno())
+    for stream in streams:
+        os.dup2(nowhere, stream)
     os.close(nowhere)
 
 
@@ -106,16 +98,14 @@ class RunConsole:
         self._keep("\n".join(before))
 
     def _keep(self, text: str) -> None:
-        if self._silent:
-            return
         if self._log is None:
             self._before.append(text)
-            return
-        try:
-            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
-                log.write(f"{text}\n")
-        except OSError:  # a full disk ends the run at its next checkpoint; the log is no reason to
-            self._log = Path(os.devnull)
+        elif not self._silent:
+            try:
+                with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                    log.write(f"{text}\n")
+            except OSError:  # a full disk ends the run at its next checkpoint; the log is no reason to
+                self._log = Path(os.devnull)
 
     def ended(self, result: Mapping[str, Any]) -> None:
         """Stores the result, and prints it as one JSON object on stdout where that was asked for."""
@@ -135,11 +125,9 @@ class RunConsole:
 
     def header(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
-            first, *rest = text.splitlines() or [""]
-            self.console.print(Text.assemble((f"{label:<10}", "bold"), first))
-            self._keep(printable(f"{label:<10}{first}"))
-            for line in rest:
-                self.say(f"{'':<10}{line}")
+            lines = f"{label:<10}{text}".replace("\n", f"\n{'':<10}")
+            self.console.print(Text.assemble((lines[:10], "bold"), lines[10:]))
+            self._keep(printable(lines))
 
     def progress(self, step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> None:
         if self._silent:
@@ -161,14 +149,56 @@ class RunConsole:
             self._live.stop()
             self._live = None
 
-    def samples(self, step: int, samples: Sequence[Sample], *, most: int = 3) -> None:
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
         self.say(f"  samples at step {step}", style="dim")
-        for one in samples[:most]:
+        for one in samples[:3]:
             asked, made = one.lines()
             self.say(f"    > {_short(asked)}", style="dim")
             self.say(f"    {_short(made) or '(nothing)'}")
 
 
-def _short(text: str, most: int = 160) -> str:
+def _short(text: str) -> str:
     flat = printable(" ".join(text.split()))
-    return flat if len(flat) <= most else flat[: most - 1] + "…"
+    return flat if len(flat) <= 160 else flat[:159] + "…"
+
+
+class Interrupt:
+    """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets `asked`.
+
+    While `training` is true, the loop saves after its step and stops; a second signal stops it at once. Before that a signal raises
+    KeyboardInterrupt, since tokenising may take hours.
+    """
+
+    def __init__(self) -> None:
+        self.asked = self.training = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def begin(self) -> None:
+        """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by a `__del__` or a library."""
+        if self.asked:
+            raise KeyboardInterrupt
+        self.training = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        at_once = self.asked or not self.training
+        self.asked = True
+        if at_once:
+            raise KeyboardInterrupt
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        """Handles SIGHUP. It may arrive twice, from the kernel and from the shell, and printing to the closed terminal would fail."""
+        _into_nothing(*(stream for stream in (1, 2) if stat.S_ISCHR(os.fstat(stream).st_mode)))
+        if not self.asked:
+            self._handle(number, frame)

@@ -59,8 +59,8 @@ def _quotas(shares: Sequence[Share]) -> list[int]:
 class RowStream(Feed[RowType]):
     """A feed of rows that are all in memory or in the cache. `position` (rows handed out so far) is its whole state."""
 
-    def __init__(self, rows: Sequence[RowType], *, seed: int, shuffle: bool, position: int = 0, shares: Sequence[Share] = ()) -> None:
-        self.rows, self.seed, self.shuffle, self.position, self.shares = rows, seed, shuffle, position, shares
+    def __init__(self, rows: Sequence[RowType], *, seed: int, shuffle: bool, shares: Sequence[Share] = ()) -> None:
+        self.rows, self.seed, self.shuffle, self.position, self.shares = rows, seed, shuffle, 0, shares
         self._epoch, self._order = -1, list[int]()
 
     def take(self, count: int) -> list[RowType]:

@@ -21,9 +21,8 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
 from ..wording import counted
 from .console import RunConsole, duration
-from .ema import FOLDER_SUFFIX
 from .loop import Loop
-from .optimizer import SCHEDULE_FREE, averages_in_place
+from .optimizer import FOLDER_SUFFIX, SCHEDULE_FREE, averages_in_place
 from .setup import Prepared
 from .task import Evaluation, Task, same_draws
 
@@ -48,6 +47,7 @@ class _Saved:
     """A written result, and what it must give when it is loaded."""
 
     folder: Path
+    dtype: torch.dtype
     trained: Evaluation
     weights: Digests
 
@@ -56,26 +56,19 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     """world  the processes that call this together"""
     config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
     taken = _take_best(loop, world) if config.train.patience else progress.step
-    adapter, sharding = config.adapter.kind != "none", prepared.sharding
-    kind = "adapter" if adapter else "model"
+    kind = "model" if config.adapter.kind == "none" else "adapter"
     with averages_in_place(loop.stepper.optimizer):
         saved = [_save(loop, loop.folder.path / kind, world)]
     if loop.ema is not None:
         with loop.ema.in_place():
             saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world))
     _free(loop, prepared)
-    reloaded = [
-        verify_result(
-            task, one.folder, precision, prepared.device, trained=one.trained, weights=one.weights, adapter=adapter, world=world,
-            sharding=sharding,
-        )
-        for one in saved
-    ]  # fmt: skip
+    reloaded = [_verify(task, one, precision, prepared.device, world, prepared.sharding) for one in saved]
     result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
         kind: str(saved[0].folder),
-        "base": task.base_name if adapter else None,
+        "base": task.base_name if kind == "adapter" else None,
         "steps": progress.step,
         "of_step": taken,
         "best_eval_loss": progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None,
@@ -97,43 +90,37 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
 
 def _save(loop: Loop, target: Path, world: World) -> _Saved:
     """Writes the model's weights as they are now, and looks at the files. `weights` of the result are known to the first process."""
-    precision, adapter = loop.resolved.precision, loop.config.adapter.kind != "none"
-    dtype = precision.save_adapter if adapter else precision.save_model
-    tensors = loop.write_result(target, world)
+    tensors = loop.write_result(target)
     if world.first:
-        loop.observe_saved(target, dtype)
-    weights = digests(tensors, to_torch(dtype))
+        loop.observe_saved(target)
+    dtype = to_torch(loop.saved_dtype)
     with same_draws():
-        trained = loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world)
-    return _Saved(target, trained, weights)
+        trained = loop.task.evaluate(loop.model, loop.device, dtype=loop.resolved.precision.loss, most=ROWS, world=world)
+    return _Saved(target, dtype, trained, digests(tensors, dtype))
 
 
 def _take_best(loop: Loop, world: World) -> int:
     """With early stopping the best weights are the result; returns their step."""
-    found: tuple[int | None, str | None] = world.first_does(
-        lambda: (loop.store.best, None if loop.store.best is None else loop.store.fault(loop.store.best))
-    )
-    best, reason = found
-    if best is not None and best != loop.progress.step:
-        if reason is not None:
-            loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
-            return loop.progress.step
-        checkpoint = loop.store.load(best, rows_here(loop.model))
-        tensors, state = checkpoint.tensors, checkpoint.state
-        restore_model(loop.model, tensors)
-        if loop.config.train.optimizer == SCHEDULE_FREE:  # its averages follow from its states
-            restore_optimizer(loop.model, loop.stepper.optimizer, tensors, state["optimizer"])
-        if loop.ema is not None:
-            loop.ema.restore(tensors)
-        loop.console.say(f"taking the weights of step {best}, the best evaluation")
-        return best
-    return loop.progress.step
+    best: int | None = world.first_does(lambda: loop.store.best)
+    if best is None or best == loop.progress.step:
+        return loop.progress.step
+    if reason := world.first_does(lambda: loop.store.fault(best)):
+        loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
+        return loop.progress.step
+    checkpoint = loop.store.load(best, rows_here(loop.model))
+    restore_model(loop.model, checkpoint.tensors)
+    if loop.config.train.optimizer == SCHEDULE_FREE:  # its averages follow from its states
+        restore_optimizer(loop.model, loop.stepper.optimizer, checkpoint.tensors, checkpoint.state["optimizer"])
+    if loop.ema is not None:
+        loop.ema.restore(checkpoint.tensors)
+    loop.console.say(f"taking the weights of step {best}, the best evaluation")
+    return best
 
 
 def _free(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
-    loop.observer = loop.stepper = loop.model = loop.ema = None  # type: ignore[assignment]  # nothing reads them again
+    loop.observer = loop.stepper = loop.model = loop.ema = loop.carried = None  # type: ignore[assignment]  # nothing reads them again
     prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
     gc.collect()
     if torch.cuda.is_available():
@@ -143,22 +130,8 @@ def _free(loop: Loop, prepared: Prepared) -> None:
 ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
 
-def saved_dtype_error(precision: Precision, *, adapter: bool, off_the_base: bool = False) -> float:
-    """The allowed relative change of the loss: that of rounding to the saved dtype; 1e-6 if the weights were trained in this dtype.
-
-    off_the_base  what was trained stands beside a residual, which the base's dtype rounded
-    """
-    saved = precision.save_adapter if adapter else precision.save_model
-    if off_the_base and precision.base != "fp32":
-        return max(eps(precision.base), eps(saved))
-    return 1e-6 if saved in ("fp32", precision.trainable) else eps(saved)
-
-
-def verify_result(
-    task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, weights: Digests, adapter: bool,
-    world: World = ALONE, sharding: Sharding | None = None,
-) -> Evaluation:  # fmt: skip
-    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the trained `weights` differs.
+def _verify(task: Task, saved: _Saved, precision: Precision, device: torch.device, world: World, sharding: Sharding | None) -> Evaluation:
+    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the trained weights differs.
 
     sharding  how the trained model was distributed over the processes of `world`, which all call this: the reloaded one is too
     """
@@ -166,27 +139,30 @@ def verify_result(
 
     def compare(model: nn.Module) -> None:
         if world.first:
-            refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
+            refuse_difference(saved.folder, saved.weights, model, saved.dtype)
 
     def load() -> tuple[nn.Module, list[nn.Module]]:
-        if mesh is None:
-            model = task.reload(folder, precision, device)
+        part = None if mesh is None else part_of(mesh, look=compare)
+        model = task.reload(saved.folder, precision, device, part)
+        if part is None:
             compare(model)
-            return model, []
-        part = part_of(mesh, look=compare)
-        model = task.reload(folder, precision, device, part)
-        return model, keep_part(model, mesh, part, reduce=precision.reduce)
+        return model, [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
 
     model, units = world.in_turn(load)
     if sharding is not None:
         Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
     with same_draws():
         reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
-    off_the_base = adapter and task.config.adapter.start in OFF_THE_BASE
-    allowed = saved_dtype_error(precision, adapter=adapter, off_the_base=off_the_base) * max(1.0, abs(trained.loss))
-    if not abs(reloaded.loss - trained.loss) <= allowed:
+    # what rounding to the saved dtype changes; a start that was taken off the base stands beside a residual, which the base's dtype rounded
+    exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
+    allowed = 1e-6 if exact else torch.finfo(saved.dtype).eps
+    adapter = task.config.adapter
+    if adapter.kind != "none" and adapter.start in OFF_THE_BASE and precision.base != "fp32":
+        allowed = max(eps(precision.base), torch.finfo(saved.dtype).eps)
+    trained = saved.trained.loss
+    if not abs(reloaded.loss - trained) <= allowed * max(1.0, abs(trained)):
         raise RunError(
-            f"{folder} was saved, but loaded into a fresh base its loss is {reloaded.loss:.6f} where training had {trained.loss:.6f}",
+            f"{saved.folder} was saved, but loaded into a fresh base its loss is {reloaded.loss:.6f} where training had {trained:.6f}",
             code="SV001", fix="the checkpoints are untouched; report this with env.json",
         )  # fmt: skip
     return reloaded
@@ -195,18 +171,12 @@ def verify_result(
 def say_result(result: dict[str, Any], console: RunConsole) -> None:
     where = result.get("adapter") or result.get("model")
     console.say()
-    console.say(f"done      {counted(result['steps'], 'step')} in {duration(result['trained_seconds'])}" + _best(result))
+    best, step = result["best_eval_loss"], result["best_step"]
+    lowest = f"best evaluation loss {best:.4f} at step {step}" if step else f"no evaluation lower than {best or 0:.4f}, that before step 1"
+    said = "" if best is None else f", {lowest}"
+    console.say(f"done      {counted(result['steps'], 'step')} in {duration(result['trained_seconds'])}{said}")
     console.say(f"saved     {where}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
     equal = f"{counted(check['tensors'], 'tensor')} equal"
     console.say(f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}; {equal}")
-    if "report" in result:
-        console.say(f"report    {result['report']}")
-
-
-def _best(result: dict[str, Any]) -> str:
-    best, step = result.get("best_eval_loss"), result.get("best_step")
-    if best is None:
-        return ""
-    return f", best evaluation loss {best:.4f} at step {step}" if step else f", no evaluation lower than {best:.4f}, that before step 1"

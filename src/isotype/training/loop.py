@@ -10,17 +10,15 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config.kind import LANGUAGE
-from ..config.schema import RunConfig
-from ..distributed.rank import Batching
 from ..distributed.shard import whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
@@ -30,65 +28,53 @@ from ..model.export import trained_tensors
 from ..model.starts import as_ordinary
 from ..observe import Observation, Observer, is_observed
 from ..observe.continuity import AVERAGE, BUFFER, STATE, WEIGHT, Continuity, Key, differing, of_few_bits
-from ..precision.resolve import Resolved
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import (
+    Progress,
+    gathered_random_state,
     optimizer_tensors,
     parts_here,
     restore_model,
     restore_optimizer,
+    restore_random_state_of_rank,
     trainable_tensors,
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
-from ..runs.folder import RunFolder
-from ..runs.record import Metrics, PrecisionRecord
+from ..runs.folder import Metrics, RunFolder
+from ..runs.record import PrecisionRecord
 from .callbacks import Callback, Moment, call_back
-from .checkpoint import Progress, gathered_random_state, restore_random_state_of_rank
-from .console import RunConsole
-from .ema import Averaged, Ema
+from .console import Interrupt, RunConsole
 from .finite import calmer_steps, first_non_finite_trained
-from .interrupt import Interrupt
 from .memory.device import trim_freed_blocks
-from .optimizer import adopt_states, averages_in_place, group_numbers
+from .optimizer import Ema, adopt_states, averages_in_place, group_numbers
 from .schedule import Milestones, Pace, learning_rate
-from .step import LossScale, Stepper, peak_memory
-from .task import Batch, Feed, Sample, Task, batches_of_rank
+from .setup import Prepared
+from .step import LossScale, peak_memory
+from .task import Averaged, Batch, Feed, Task, batches_of_rank
 from .trackers import Trackers
 
 
-@dataclass
 class Loop:
     """The parts of a run. `run()` returns True at the end of the run, False when it was interrupted and saved."""
 
-    config: RunConfig
-    task: Task
-    resolved: Resolved
-    model: nn.Module
-    stepper: Stepper
-    observer: Observer
-    stream: Feed[Any]
-    plan: Milestones
-    folder: RunFolder
-    store: CheckpointStore
-    console: RunConsole
-    device: torch.device
-    trackers: Trackers | None = None
-    callbacks: Sequence[Callback] = ()
-    world: World = ALONE
-    stop_asked: bool = False
-    """A callback asked to end the run."""
-    progress: Progress = field(default_factory=Progress)
-    saved_step: int | None = None
-
-    def __post_init__(self) -> None:
-        self.metrics = Metrics(self.folder.metrics)
-        self.precision_record = PrecisionRecord(
-            self.folder, self.resolved, self.task.roles, lora_branch=self.config.model.lora_branch, writes=self.world.first
-        )
-        self.pace = Pace()
-        self.batching = Batching.of(self.config.train, rank=self.world.rank, size=self.world.size)
-        decay = self.config.train.ema
-        self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
+    def __init__(
+        self, task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole, *, callbacks: Sequence[Callback], world: World
+    ) -> None:
+        self.task, self.folder, self.console, self.callbacks, self.world = task, folder, console, callbacks, world
+        self.config = config = task.config
+        self.resolved, self.model, self.stepper = prepared.resolved, prepared.model, prepared.stepper
+        self.device, self.batching = prepared.device, prepared.batching
+        precision, branch = self.resolved.precision, config.model.lora_branch
+        self.observer = Observer(self.model, precision, lora_branch=branch)
+        self.stream: Feed[Any] = task.feed()
+        self.plan = Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows)
+        self.store = CheckpointStore(folder.checkpoints, keep=config.run.keep)
+        self.metrics = Metrics(folder.metrics)
+        self.trackers: Trackers | None = None
+        self.precision_record = PrecisionRecord(folder, self.resolved, task.roles, lora_branch=branch, writes=world.first)
+        self.progress, self.pace, self.saved_step = Progress(), Pace(), -1
+        self.stop_asked = False  # by a callback
+        self.ema = None if config.train.ema is None else Ema(self.model, config.train.ema, precision.ema)
         averages = self.ema.averages if self.ema is not None else None
         self.carried = self.stepper.carried = Continuity(self.model, self.stepper.optimizer, averages)
         self.stepper.judge_difference = self._judge_difference
@@ -124,29 +110,28 @@ class Loop:
                 with self._errors_told():
                     self.save_adapter()
             if stopping or stopped:
+                # one that a callback ended is sampled there, as at its planned end; it is not evaluated, so that the metrics of a resumed
+                # run are those of the run left alone
+                sampling = not stopping and bool(self.plan.sample_every) and not self.plan.due(self.plan.sample_every, step)
                 with self._errors_told():
-                    self._end_at(step, of_callback=not stopping)
+                    self._between(evaluating=False, sampling=sampling, saving=self.saved_step != step)
                 break
         self.console.settle()
         return True
 
-    def _end_at(self, step: int, *, of_callback: bool) -> None:
-        """Saves the last step of a run that ends early. One that a callback ended is sampled there, as at its planned end; it is not
-        evaluated, so that the metrics of a resumed run are those of the run left alone."""
-        self._between(
-            evaluating=False,
-            sampling=of_callback and bool(self.plan.sample_every) and not self.plan.due(self.plan.sample_every, step),
-            saving=self.saved_step != step,
-        )
-
     @contextmanager
     def _errors_told(self) -> Iterator[None]:
-        """Around work in which processes exchange: an error names the process that is lost, and the last good checkpoint."""
+        """An error names the process that is lost, and the last good checkpoint."""
         try:
             with self.world.exchanging():
                 yield
         except (RunError, UsageError) as error:  # a stream meets its broken rows here
             raise self.with_last_good(error) from error
+
+    @property
+    def _sharing(self) -> World:
+        """The processes that share the model, whose forward is one of all."""
+        return self.world if self.stepper.sharding is not None else ALONE
 
     def _logged(self, step: int) -> bool:
         return step % self.config.run.log_every == 0 or step in (1, self.plan.total)
@@ -164,7 +149,7 @@ class Loop:
         self.carried.begin()
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
         if drawn or self.observer.changed():
-            result, promotions = self._observed_step(batches, step, rate)
+            result, promotions = self._observed_step(batches, step, rate, watched)
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched), None
         if self.ema is not None and not result.overflow:
@@ -199,11 +184,11 @@ class Loop:
         self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan, step), words)
         self._tell("step", row)
 
-    def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
+    def _observed_step(self, batches: Sequence[Batch], step: int, rate: float, watched: bool) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
         with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
-            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=self._logged(step + 1))
+            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched)
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
@@ -219,10 +204,16 @@ class Loop:
         differing(seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True)
         self.precision_record.add(seen)
 
-    def observe_saved(self, folder: Path, declared: str) -> None:
+    @property
+    def saved_dtype(self) -> str:
+        """Of the result."""
+        precision = self.resolved.precision
+        return precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
+
+    def observe_saved(self, folder: Path) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
         seen = Observation(self.progress.step)
-        self.observer.look_at_files(seen, folder, declared)
+        self.observer.look_at_files(seen, folder, self.saved_dtype)
         self.precision_record.add(seen)
 
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
@@ -232,11 +223,10 @@ class Loop:
             self.stepper.accumulator.zero()  # a backward of a callback's own left gradients
 
     def _write(self, row: dict[str, Any]) -> None:
-        if not self.world.first:
-            return
-        self.metrics.write(**row)
-        if self.trackers is not None:
-            self.trackers.row(row)
+        if self.world.first:
+            self.metrics.write(**row)
+            if self.trackers is not None:
+                self.trackers.row(row)
 
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
         """Evaluates, samples and saves after a step; returns True when the run should stop early."""
@@ -245,8 +235,7 @@ class Loop:
             self.world.at(self.progress.step, "an evaluation")
             with self.pace.pause("evaluation"), averages_in_place(self.stepper.optimizer):
                 best, stop = self._evaluate()
-        # a sharded model's forward is one of all processes
-        if sampling and self.task.samples and (self.world.first or self.stepper.sharding is not None):
+        if sampling and self.task.samples and (self.world.first or self._sharing.size > 1):
             self.world.at(self.progress.step, "samples")
             with self.pace.pause("samples"), averages_in_place(self.stepper.optimizer):
                 self._sample()
@@ -275,11 +264,15 @@ class Loop:
             progress.best_loss, progress.best_step, progress.without_gain = compared, progress.step, 0
         else:
             progress.without_gain += 1
-        row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss}
         words = self.task.words
-        row |= {f"eval_{words.evaluated or words.units}": result.weight}
-        row |= {f"eval_loss_{name}": loss for name, loss in result.parts.items()}
-        row |= {f"eval_{name}": value for name, value in result.measures.items()}
+        row = {
+            "step": progress.step,
+            "event": "evaluation",
+            "eval_loss": result.loss,
+            f"eval_{words.evaluated or words.units}": result.weight,
+            **{f"eval_loss_{name}": loss for name, loss in result.parts.items()},
+            **{f"eval_{name}": value for name, value in result.measures.items()},
+        }
         self._write(row)
         self.console.settle()
         self.console.say(
@@ -296,34 +289,22 @@ class Loop:
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as an uninterrupted one
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
-        together = self.world if self.stepper.sharding is not None else ALONE
         with watched as seen:
-            samples = list(self.task.sample(self.model, self.device, world=together))
+            samples = list(self.task.sample(self.model, self.device, world=self._sharing))
         if seen is not None:
             self.precision_record.add(seen)
         if self.ema is not None:
             with self.ema.in_place():
-                samples += map(Averaged, self.task.sample(self.model, self.device, world=together))
+                samples += map(Averaged, self.task.sample(self.model, self.device, world=self._sharing))
         if not self.world.first:
             return
-        self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
-        made = [{**s.as_json(), **self._sample_file(step, i, s)} for i, s in enumerate(samples)]
-        self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": made})
+        made = self.folder.write_samples(step, [(one.as_json(), one.file) for one in samples])
         if self.trackers is not None:
             self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
         self._tell("samples", {"samples": made})
-
-    def _sample_file(self, step: int, position: int, sample: Sample) -> dict[str, str]:
-        """Writes the sample's file, if it has one, and returns its path relative to the run's folder."""
-        if sample.file is None:
-            return {}
-        suffix, content = sample.file
-        name = f"samples/step_{step}_{position}{suffix}"
-        (self.folder.path / name).write_bytes(content)
-        return {"file": name}
 
     def save(self, *, best: bool = False) -> None:
         """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001 when the disk refuses."""
@@ -344,20 +325,13 @@ class Loop:
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
             "precision": self.resolved.text,
         }
-
-        averages = self.ema.tensors() if self.ema else {}
-        tensors = {**trainable_tensors(self.model), **optimizer, **averages}
-        sharding = self.stepper.sharding
+        averages, sharding = self.ema.tensors() if self.ema else {}, self.stepper.sharding
+        tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
+        self.world.first_does(self.metrics.sync)
         if sharding is None:
-
-            def write() -> None:
-                self.metrics.sync()
-                self.store.save(Checkpoint(self.progress.step, tensors | random_tensors, state), best=best)
-
-            self.world.first_does(write)
+            self.world.first_does(lambda: self.store.save(Checkpoint(self.progress.step, tensors, state), best=best))
         else:
-            self.world.first_does(self.metrics.sync)
-            own = Checkpoint(self.progress.step, parts_here(tensors | random_tensors, first=self.world.first), state)
+            own = Checkpoint(self.progress.step, parts_here(tensors, first=self.world.first), state)
             self.store.save_together(own, self.world, part=self.world.rank, parts=sharding.parts, best=best)
         self.saved_step = self.progress.step
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
@@ -373,27 +347,24 @@ class Loop:
         """Writes the adapter as it is now to `adapters/step_N`, and removes those that `run.adapters_keep` does not keep."""
         self._refuse_non_finite()
         self.world.at(self.progress.step, "an adapter")
-        target, together = self.folder.adapters / f"step_{self.progress.step}", self.stepper.sharding is not None
+        target = self.folder.adapters / f"step_{self.progress.step}"
         with self.pace.pause("checkpoint"), averages_in_place(self.stepper.optimizer):
-            if together:
-                self.write_result(target, self.world)
+            if self._sharing.size > 1:
+                self.write_result(target)
             else:
-                self.world.first_does(lambda: self.write_result(target, ALONE), patiently=True)
+                self.world.first_does(lambda: self.write_result(target), patiently=True)
         if self.world.first and (keep := self.config.run.adapters_keep) is not None:
             for step in self.folder.adapter_steps()[:-keep]:
                 shutil.rmtree(self.folder.adapters / f"step_{step}")
 
-    def write_result(self, target: Path, world: World) -> dict[str, Tensor]:
-        """Writes the adapter or the model as its weights are now; returns what is trained, to the first process.
-
-        world  the processes that call this together: all that share the model
-        """
+    def write_result(self, target: Path) -> dict[str, Tensor]:
+        """Writes the adapter or the model as its weights are now; returns what is trained, to the first process. All processes that share
+        the model call it together."""
         precision, sharding = self.resolved.precision, self.stepper.sharding
-        dtype = precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
         if sharding is None:
             tensors = as_ordinary(self.model, trained_tensors(self.model))
         else:
-            tensors = whole_tensors(self.model, world, sharding, to_torch(dtype))
+            tensors = whole_tensors(self.model, self.world, sharding, to_torch(self.saved_dtype))
 
         def fill(folder: Path) -> None:
             with whole_in_state_dict(self.model, tensors if sharding is not None else {}):
@@ -406,7 +377,7 @@ class Loop:
                     precision=precision, observed=self.precision_record.observed, adapter=adapter, scored=train.objective == "reward",
                 )  # fmt: skip
 
-        world.first_does(lambda: write_folder(target, fill), patiently=True)
+        self._sharing.first_does(lambda: write_folder(target, fill), patiently=True)
         return tensors
 
     def restore(self, checkpoint: Checkpoint) -> int:
@@ -416,18 +387,18 @@ class Loop:
         if self.ema is not None:
             self.ema.restore(checkpoint.tensors)
         try:
-            eight_bits = any(name.endswith(".state1") for name in checkpoint.tensors)
-            # older checkpoints do not name it: there were two
-            if state.get("optimizer_is", "adamw8bit" if eight_bits else "adamw") == self.config.train.optimizer:
+            if state.get("optimizer_is", "adamw") == self.config.train.optimizer:  # the first version did not name it
                 restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
                 adopt_states(self.stepper.optimizer, state.get("optimizer_groups", []))
             else:
                 self.console.say("resume    the checkpoint has the states of another optimizer (train.optimizer): they begin anew")
-            processes = restore_random_state_of_rank(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
+            processes = restore_random_state_of_rank(
+                checkpoint.tensors, state, self.world.rank, seed=(self.config.train.seed, checkpoint.step)
+            )
             self.progress = Progress.from_file(state["progress"])
             if self.task.eval_rows:
                 self.progress.evaluate_on(self._evaluation_rows)
-            self.stream.restore(state.get("stream") or {"position": self.progress.position})
+            self.stream.restore(state["stream"])
             if (changed := state.get("share_changed")) is not None:
                 self.stepper.changed = torch.tensor(float(changed), device=self.device)
             if self.stepper.loss_scale and state["loss_scale"]:
@@ -446,12 +417,9 @@ class Loop:
         return processes
 
     def _judge_loaded(self, checkpoint: Checkpoint) -> None:
-        """Compares the loaded weights, states and averages with the file's, their dtypes included. Raises DtypeError DT003.
-
-        Of another precision, which a resume may ask for, the file's numbers may be others.
-        """
+        """Compares the loaded weights, states and averages with the file's, their dtypes included. Raises DtypeError DT003."""
         self.carried.take("the load")
-        if checkpoint.state.get("precision") != self.resolved.text:
+        if checkpoint.state.get("precision") != self.resolved.text:  # a resume may ask for another one
             return
         seen = Observation(checkpoint.step)
         held = self.carried.differences_from(lambda key: checkpoint.tensors.get(tensor_of(key)))

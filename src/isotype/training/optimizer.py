@@ -1,4 +1,6 @@
-"""The optimizer of a run: AdamW for every declared combination of dtypes, and those of other libraries for fp32 weights.
+"""What changes the trained weights: the optimizer, and the averages that take their place in evaluations and results.
+
+AdamW takes every declared combination of dtypes, optimizers of other libraries take fp32 weights.
 
 If all dtypes are fp32, AdamW is torch's fused one; otherwise `MixedAdamW`, since torch's AdamW refuses fp32 gradients of bf16 weights.
 Muon and Adafactor are torch's, Lion and the 8-bit ones bitsandbytes', the others their authors' packages.
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig, TrainSection
+from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
-from ..errors import UsageError
+from ..errors import RunError, UsageError, refuse_where
 from ..ops.adamw import AdamwNumbers, adamw_
 from ..precision.parts import first_element, local_part
 from ..precision.precision import EIGHT_BIT, Precision
@@ -122,13 +125,8 @@ class Muon(MixedAdamW):
 
 def matrices_of(model: nn.Module) -> dict[nn.Parameter, Matrices]:
     """The trained matrices of a model, stacks of experts among them, without embeddings and head."""
-    apart: set[nn.Module] = set()
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            found = getattr(model, name)()
-        except (AttributeError, NotImplementedError):  # a denoiser has neither
-            continue
-        apart |= set(found.modules()) if found is not None else set()
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # a denoiser has none
+    apart: set[nn.Module] = set() if head is None else set(head.modules())
     apart |= {part for m in model.modules() if isinstance(m, nn.Embedding) for part in m.modules()}
     found_matrices: dict[nn.Parameter, Matrices] = {}
 
@@ -172,24 +170,16 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
     for key in _NOT_READ.get(name, ()):
         if sources.get(f"train.{key}", "default") != "default":
             raise UsageError(f"train.{key} has no effect with train.optimizer: {name}", fix=f"remove train.{key}")
-    wrong = {
-        "adamw8bit-paged on a CPU, where nothing is paged": (name == "adamw8bit-paged" and device_type == "cpu", "adamw8bit"),
-        f"{SCHEDULE_FREE} with train.schedule: {train.schedule}, which its average replaces": (
-            name == SCHEDULE_FREE and train.schedule != "constant", f"{SCHEDULE_FREE} and train.schedule: constant"
-        ),
-        f"{SCHEDULE_FREE} with train.ema: it averages the weights itself": (
-            name == SCHEDULE_FREE and train.ema is not None, f"{SCHEDULE_FREE} without train.ema"
-        ),
-        f"{SCHEDULE_FREE} with train.beta1: 0, which leaves nothing to average": (
-            name == SCHEDULE_FREE and train.beta1 == 0, f"{SCHEDULE_FREE} and train.beta1: 0.9"
-        ),
-        f"{PRODIGY} with train.learning_rate: {train.learning_rate:g}: it finds the rate itself": (
-            name == PRODIGY and train.learning_rate != 1.0, f"{PRODIGY} and train.learning_rate: 1"
-        ),
-    }  # fmt: skip
-    for what, (is_so, instead) in wrong.items():
-        if is_so:
-            raise UsageError(f"train.optimizer: {what}", fix=f"train.optimizer: {instead}")
+    key, free = f"train.optimizer: {name}", name == SCHEDULE_FREE
+    refuse_where(
+        (name == "adamw8bit-paged" and device_type == "cpu", f"{key} on a CPU, where nothing is paged", "train.optimizer: adamw8bit"),
+        (free and train.schedule != "constant", f"{key} with train.schedule: {train.schedule}, which its average replaces",
+         f"{key} and train.schedule: constant"),
+        (free and train.ema is not None, f"{key} with train.ema: it averages the weights itself", f"{key} without train.ema"),
+        (free and train.beta1 == 0, f"{key} with train.beta1: 0, which leaves nothing to average", f"{key} and train.beta1: 0.9"),
+        (name == PRODIGY and train.learning_rate != 1.0,
+         f"{key} with train.learning_rate: {train.learning_rate:g}: it finds the rate itself", f"{key} and train.learning_rate: 1"),
+    )  # fmt: skip
 
 
 def build_optimizer(
@@ -277,16 +267,77 @@ def averages_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not hasattr(optimizer, "eval"):
         yield
         return
-    with torch.no_grad():
-        trained = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    with weights_restored(p for group in optimizer.param_groups for p in group["params"]):
         optimizer.eval()
+        yield
+    for group in optimizer.param_groups:
+        group["train_mode"] = True
+
+
+@contextmanager
+def weights_restored(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Restores the bits of these weights on exit. Nothing records within this block."""
+    with torch.no_grad():
+        kept = [(p, p.detach().clone()) for p in parameters]
         try:
             yield
         finally:
-            for p, value in trained:
+            for p, value in kept:
                 p.copy_(value)
-            for group in optimizer.param_groups:
-                group["train_mode"] = True
+
+
+PREFIX = "ema."
+FOLDER_SUFFIX = "_ema"
+"""Of the folder of the averaged result beside the trained one's: `adapter_ema`."""
+
+
+class Ema:
+    """An exponential moving average of the trained weights (`train.ema`), in `precision.ema`.
+
+    averages  name -> the average of one trained weight
+    After its n-th update an average has kept the share min(decay, (1 + n) / (10 + n)) of itself, so that the first steps are forgotten in
+    short runs too (as diffusers' EMAModel).
+    """
+
+    def __init__(self, model: nn.Module, decay: float, dtype: str) -> None:
+        self.decay, self.dtype = decay, dtype
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.averages = {name: p.detach().to(to_torch(dtype), copy=True) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Takes the weights after optimizer step `step`, from 1."""
+        share = min(self.decay, (1 + step) / (10 + step))
+        averages = list(self.averages.values())
+        weights = [p.detach().to(average.dtype) for p, average in zip(self.parameters.values(), averages)]
+        torch._foreach_lerp_(averages, weights, 1 - share)
+
+    def observed(self) -> list[tuple[str, str, str]]:
+        """(role, tensor, dtype), in which a task reports the dtypes of its own roles."""
+        return [("ema", name, dtype_name(average.dtype)) for name, average in self.averages.items()]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the averages within this block, in its weights' own dtype."""
+        with weights_restored(self.parameters.values()):
+            for name, p in self.parameters.items():
+                p.copy_(self.averages[name])
+            yield
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        return {f"{PREFIX}{name}": average for name, average in self.averages.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises  RunError CK003 for a checkpoint without these averages."""
+        for name, average in self.averages.items():
+            saved = tensors.get(f"{PREFIX}{name}")
+            if saved is None or saved.shape != average.shape or saved.dtype != average.dtype:
+                raise RunError(
+                    f"this checkpoint has no average of {name} in {self.dtype}", code="CK003",
+                    fix="resume with the train.ema and precision.ema it was made with",
+                )  # fmt: skip
+            average.copy_(saved)
 
 
 def group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:

@@ -11,12 +11,11 @@ from ..distributed.rank import Batching
 from ..environment.hardware import Hardware, by_name, detect
 from ..errors import UsageError
 from ..precision.resolve import Resolved
-from ..wording import counted
-from .memory.auto import less_memory
+from ..wording import counted, shown
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
-from .memory.device import shown
+from .memory.device import less_memory
 from .memory.plan import MemoryPlan
-from .memory.recomputation import Checkpointing
+from .memory.recomputation import AUTO, Checkpointing
 from .quiet import quiet_libraries
 from .schedule import Milestones, learning_rate, repeats_in_a_step, warmup_steps
 from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
@@ -176,9 +175,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
 
 
 def _every(what: str, steps: int) -> str:
-    if not steps:
-        return f"no {what}"
-    return f"{what} every {steps} steps" if steps > 1 else f"{what} every step"
+    return f"{what} every {steps} steps" if steps > 1 else f"{what} every step" if steps else f"no {what}"
 
 
 def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int) -> dict[str, Any]:
@@ -204,23 +201,15 @@ OF_A_MACHINE = 8  # GPUs
 
 
 @dataclass(frozen=True)
-class KindPlan:
-    """One way to share the work. `memory` is of one process."""
-
-    kind: str
-    memory: MemoryPlan
-    checkpointing: Checkpointing
-
-
-@dataclass(frozen=True)
 class ProcessesPlan:
-    """processes  one a GPU;  nodes  machines;  micro_batches  of each process in a step, of `rows` rows;  taken  what `auto` takes"""
+    """processes  one a GPU;  nodes  machines;  micro_batches  of each process in a step, of `rows` rows;  kinds  the ways to share the
+    work, with the plan of one process;  taken  what `auto` takes"""
 
     processes: int
     nodes: int
     micro_batches: int
     rows: int
-    kinds: Sequence[KindPlan]
+    kinds: Mapping[str, tuple[Checkpointing, MemoryPlan]]
     taken: Parallel
 
     def as_json(self) -> dict[str, Any]:
@@ -229,19 +218,17 @@ class ProcessesPlan:
             "machines": self.nodes,
             "micro_batches": self.micro_batches,
             "rows": self.rows,
-            "kinds": {one.kind: {"memory": one.memory.as_json(), "checkpointing": one.checkpointing.as_settings()} for one in self.kinds},
+            "kinds": {kind: {"memory": m.as_json(), "checkpointing": c.as_settings()} for kind, (c, m) in self.kinds.items()},
             "auto": {"kind": self.taken.kind, "reason": self.taken.reason},
         }
 
     def lines(self) -> list[str]:
         where = "one machine" if self.nodes == 1 else f"{self.nodes} machines of {self.processes // self.nodes}"
-        lines = [
+        return [
             f"processes   {self.processes} on {where}, each {self.micro_batches} x {self.rows} rows of each step: {self.taken}",
             f"  {'kind':<11}{'memory a process':>18}   recomputed",
+            *(f"  {kind:<11}{shown(memory.peak):>18}   {chosen.kind}" for kind, (chosen, memory) in self.kinds.items()),
         ]
-        for one in self.kinds:
-            lines.append(f"  {one.kind:<11}{shown(one.memory.peak):>18}   {one.checkpointing.kind}")
-        return lines
 
 
 def batching_of(task: Task, processes: int) -> Batching:
@@ -261,14 +248,10 @@ def plan_processes(
     whole  the plan of a process that has the whole model
     """
     has, nodes = basis.hardware.memory, max(1, processes // OF_A_MACHINE)
-    kinds = [KindPlan(REPLICATE, whole[1], whole[0])]
-    shared = () if task.config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,)
-    for kind in shared:
-        parts = Parallel(kind, nodes=nodes if kind == HYBRID else 1).parts(processes)
-        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
-        kinds.append(KindPlan(kind, memory, checkpointing))
-    peak, config = whole[1].peak, task.config
-    taken = by_plan(peak, has, lambda: peak, config=config)
-    if config.parallel.kind != "auto":
-        taken = Parallel(config.parallel.kind, "parallel.kind")
+    kinds, config, peak = {REPLICATE: whole}, task.config, whole[1].peak
+    for kind in () if config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,):
+        parts = processes // nodes if kind == HYBRID else processes
+        kinds[kind] = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
+    given = config.parallel.kind
+    taken = by_plan(peak, has, lambda: peak, config=config) if given == AUTO else Parallel(given, "parallel.kind")
     return ProcessesPlan(processes, nodes, len(batching.own), batching.rows, kinds, taken)

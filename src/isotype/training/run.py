@@ -12,24 +12,30 @@ from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_a
 from ..distributed.world import World, join
 from ..environment.hardware import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
-from ..observe import Observer
 from ..runs.checkpoint.atomic_folder import refused, writable_again
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import LOG, RESOLVED, RunFolder, name_of, refuse_code_of
 from .callbacks import Callback, Objective, objective_name
-from .console import RunConsole
+from .console import Interrupt, RunConsole
 from .finish import finish, say_result
-from .interrupt import Interrupt
 from .loop import Loop
-from .memory.auto import less_memory
+from .memory.device import less_memory
 from .preflight.check import RECORD, preflight
 from .quiet import quiet_libraries
-from .resume import Changed, compare_data, compare_objectives, compare_with_before, record_resume, refuse_fewer_steps, restore
-from .schedule import Milestones
 from .setup import Prepared, Subject, prepare
-from .start import header_rows, write_start
+from .start import (
+    Changed,
+    compare_data,
+    compare_objectives,
+    compare_with_before,
+    header_rows,
+    record_resume,
+    refuse_fewer_steps,
+    restore,
+    write_start,
+)
 from .task import Task
-from .trackers import start
+from .trackers import Trackers
 
 INTERRUPTED = 130
 
@@ -60,11 +66,6 @@ def train(
         world.close()
 
 
-def run_folder(loaded: LoadedConfig, resume: Path | None) -> RunFolder:
-    """The folder that a run of this configuration uses."""
-    return RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
-
-
 class _Run:
     """One call of `train`: `run` holds the folder and explains errors, `_train` does the work."""
 
@@ -81,7 +82,8 @@ class _Run:
         world, console = self.world, self.console
         if not world.first:
             console.silence()
-        self.folder = folder = RunFolder(Path(world.first_does(lambda: str(run_folder(self.loaded, self.resume).path))))
+        named = self.config.run.folder.replace("{name}", name_of(self.config))  # the time is in the name: the first process's
+        self.folder = folder = RunFolder(Path(world.first_does(lambda: str(self.resume or named))))
         if self.resume is not None:
             if not folder.is_run:
                 raise UsageError(f"--resume {self.resume}: no {RESOLVED} there: not a run folder")
@@ -89,10 +91,12 @@ class _Run:
         with folder.held() if world.first else contextlib.nullcontext(), self.interrupt, console:
             refuse_folder_of_another_machine(world, folder.path)
             if not self.resuming and folder.is_run:
-                raise UsageError(
-                    f"run.folder: {folder.path} has a run already", fix=f"isotype train --resume {folder.path}, or give another folder"
-                )
-            changes = self._changes() if self.resuming else []
+                fix = f"isotype train --resume {folder.path}, or give another folder"
+                raise UsageError(f"run.folder: {folder.path} has a run already", fix=fix)
+            changes: list[Changed] = []
+            if self.resuming:
+                changes += compare_with_before(self.loaded, self.task, folder, console)
+                changes += compare_objectives(self.loaded, objective_name(self.objective), folder, console)
             try:
                 status, result = self._train(changes)
             except KeyboardInterrupt:
@@ -110,28 +114,31 @@ class _Run:
                 if folder.is_run and world.first:
                     with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
                         folder.write_json("result.json", {"status": "failed", "error": str(explained), "folder": str(folder.path)})
-                    self._say_report()
+                    self._report()
                 if explained is error:
                     raise
                 raise explained from error
         console.ended(result)
         return status
 
-    def _changes(self) -> list[Changed]:
-        """What a resumed run changes in the settings and the objective."""
-        loaded, folder, console = self.loaded, self.folder, self.console
-        now = objective_name(self.objective)
-        return [*compare_with_before(loaded, self.task, folder, console), *compare_objectives(loaded, now, folder, console)]
-
     def _train(self, changes: list[Changed]) -> tuple[int, dict[str, Any]]:
         loaded, config, task, folder, console, world = self.loaded, self.config, self.task, self.folder, self.console, self.world
         quiet_libraries()
         prepared = prepare(task, loaded.sources, folder.base, world)
-        self._refuse_before_the_first_step(prepared)
+        facts = {
+            "versions": versions(),
+            "configuration": lines_of(config),
+            "data": str(task.fingerprints()),
+            "weights": prepared.fingerprint,
+        }
+        refuse_differences(world, **facts)
+        if self.callbacks and prepared.sharding is not None:
+            what = "callbacks are called by the first process, which has only a part of a shared model"
+            raise UsageError(what, fix="parallel.kind: replicate")
         if self.objective is not None:
             objective = self.objective
             prepared.stepper.loss_sum = lambda model, batch, divisor=1: objective(model, batch) / divisor
-        loop = self._loop(prepared)
+        loop = Loop(task, prepared, folder, console, callbacks=self.callbacks, world=world)
         world.at(0, "the preflight")
         subject = Subject(
             config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming,
@@ -153,54 +160,20 @@ class _Run:
             dtype = prepared.resolved.precision.loss
             console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
         loop.precision_record.watched(list(subject.seen))
+        del subject, checked  # its observer holds the model, which `finish` frees
         if self.resuming:
             for reason in passed:
                 console.say(f"resume    {reason}: passed over")
             restore(loop, step, console)
-        names = config.run.trackers if world.first else []
-        loop.trackers = trackers = start(names, folder.path, config.model_dump(), console.say) if names else None
+        if world.first and config.run.trackers:
+            loop.trackers = Trackers(config.run.trackers, folder.path, config.model_dump(), console.say)
         status = 1
         try:
             status, result = self._to_the_end(loop, prepared)
         finally:
-            if trackers is not None:
-                trackers.close(status)
+            if loop.trackers is not None:
+                loop.trackers.close(status)
         return status, result
-
-    def _refuse_before_the_first_step(self, prepared: Prepared) -> None:
-        """Raises UsageError for processes that differ, and for callbacks where the model is shared."""
-        world = self.world
-        if world.size > 1:
-            refuse_differences(
-                world,
-                versions=versions(),
-                configuration=lines_of(self.config),
-                data=str(self.task.fingerprints()),
-                weights=prepared.fingerprint,
-            )
-        if self.callbacks and prepared.sharding is not None:
-            raise UsageError(
-                "callbacks are called by the first process, which has only a part of a shared model", fix="parallel.kind: replicate"
-            )
-
-    def _loop(self, prepared: Prepared) -> Loop:
-        config, task, precision = self.config, self.task, prepared.resolved.precision
-        return Loop(
-            config=config,
-            task=task,
-            resolved=prepared.resolved,
-            model=prepared.model,
-            stepper=prepared.stepper,
-            observer=Observer(prepared.model, precision, lora_branch=config.model.lora_branch),
-            stream=task.feed(),
-            plan=Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows),
-            folder=self.folder,
-            store=CheckpointStore(self.folder.checkpoints, keep=config.run.keep),
-            console=self.console,
-            device=prepared.device,
-            callbacks=self.callbacks,
-            world=self.world,
-        )
 
     def _to_the_end(self, loop: Loop, prepared: Prepared) -> tuple[int, dict[str, Any]]:
         """Trains to the end and writes the result, or says how to resume after an interrupt."""
@@ -212,18 +185,17 @@ class _Run:
                 folder.write_json("result.json", result)
                 console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
                 with contextlib.suppress(KeyboardInterrupt):  # a second one: the run is saved, and the report can be made again
-                    self._say_report()
+                    self._report()
             return INTERRUPTED, result
         try:
             result = finish(loop, prepared)
         except RunError as error:
             raise loop.with_last_good(error) from error
-        if not first:
-            return 0, result
-        folder.write_json("result.json", result)
-        if page := self._report():
-            result["report"] = page
-        say_result(result, console)
+        if first:
+            folder.write_json("result.json", result)
+            say_result(result, console)
+            if page := self._report():
+                result["report"] = page
         return 0, result
 
     def _stopped_at_once(self) -> dict[str, Any]:
@@ -244,15 +216,27 @@ class _Run:
         return result
 
     def _explained(self, error: Exception) -> Exception:
-        """An error for want of memory or of the disk as a RunError that says what to do; another one as it is."""
+        """An error for want of memory or of the disk as one that says what to do: CK001 in the run's folder, a usage error elsewhere.
+        Another one as it is."""
         if (missing := out_of_memory(error)) is not None:
             how = less_memory(self.config, self.config.train.gradient_checkpointing)
             return RunError(f"out of memory: {missing}", fix=how)
-        return refused_by_disk(error, self.folder)
-
-    def _say_report(self) -> None:
-        if page := self._report():
-            self.console.say(f"report    {page}")
+        folder, reason = self.folder, refused(error)
+        fix = "start it again; a folder that was renamed: isotype train --resume ITS_NEW_NAME"
+        gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix=fix)
+        if isinstance(error, IsotypeError):
+            return gone if error.code == "CK001" and not folder.path.is_dir() else error
+        if reason is None:
+            return error
+        name = str(error.filename) if isinstance(error, OSError) and error.filename else ""
+        if name and not Path(name).absolute().is_relative_to(folder.path.absolute()):
+            return UsageError(f"{name[:200]}: {reason}")
+        if not folder.path.is_dir():
+            return gone
+        step, _ = CheckpointStore(folder.checkpoints).newest_whole()
+        good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
+        message = f"{name}: {reason}" if name else reason
+        return RunError(f"{message}\n  saved     {good}", code="CK001", fix=f"{writable_again(reason)}, then resume")
 
     def _report(self) -> str | None:
         """Writes the report. An error is only printed: the run is done and verified, or a full disk must not hide why it ended."""
@@ -261,32 +245,9 @@ class _Run:
         from ..report import write_report
 
         try:
-            return str(write_report(self.folder.path))
+            page = str(write_report(self.folder.path))
         except Exception as error:
             self.console.say(f"warning   no report: {error}; isotype report {self.folder.path} makes it")
             return None
-
-
-def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
-    """Turns a disk error in the run's folder into CK001 with the last good checkpoint, and one elsewhere into a usage error. Returns other
-    errors unchanged."""
-    gone = RunError(
-        f"{folder.path}: the run's folder is gone",
-        code="CK001",
-        fix="start it again; a folder that was renamed: isotype train --resume ITS_NEW_NAME",
-    )
-    if isinstance(error, IsotypeError):
-        # a file of the run could not be written, because its folder was removed
-        return gone if error.code == "CK001" and not folder.path.is_dir() else error
-    reason = refused(error)
-    if reason is None:
-        return error
-    name = str(error.filename) if isinstance(error, OSError) and error.filename else ""
-    if name and not Path(name).absolute().is_relative_to(folder.path.absolute()):
-        return UsageError(f"{name[:200]}: {reason}")
-    step, _ = CheckpointStore(folder.checkpoints).newest_whole()
-    good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
-    if not folder.path.is_dir():
-        return gone
-    message = f"{name}: {reason}" if name else reason
-    return RunError(f"{message}\n  saved     {good}", code="CK001", fix=f"{writable_again(reason)}, then resume")
+        self.console.say(f"report    {page}")
+        return page

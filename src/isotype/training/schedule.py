@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -81,19 +81,18 @@ class Pace:
 
     WINDOW = 50
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._laps: deque[float] = deque(maxlen=self.WINDOW)
         self._warm = False
-        self._at = clock()
+        self._at = 0.0
         self._paused: dict[PauseKind, list[float]] = defaultdict(list)
 
     def start(self) -> None:
-        self._at = self._clock()
+        self._at = time.perf_counter()
 
     def lap(self) -> float:
         """Seconds since `start`."""
-        seconds = self._clock() - self._at
+        seconds = time.perf_counter() - self._at
         if self._warm:
             self._laps.append(seconds)
         self._warm = True
@@ -102,26 +101,19 @@ class Pace:
     @contextmanager
     def pause(self, kind: PauseKind) -> Iterator[None]:
         """Measures what is done between steps."""
-        begin = self._clock()
+        begin = time.perf_counter()
         try:
             yield
         finally:
-            self._paused[kind].append(self._clock() - begin)
-
-    def mean(self, kind: PauseKind) -> float:
-        """Seconds of one such pause, 0 before the first was measured."""
-        return fmean(self._paused[kind]) if self._paused[kind] else 0.0
+            self._paused[kind].append(time.perf_counter() - begin)
 
     def eta(self, plan: Milestones, step: int) -> float | None:
         """Seconds until the end, right after step `step` and before the pauses that follow it; None before the first measurement."""
         if not self._laps:
             return None
-        return (
-            median(self._laps) * (plan.total - step)
-            + pauses_left(plan.total, plan.eval_every, step) * self.mean("evaluation")
-            + pauses_left(plan.total, plan.save_every, step) * self.mean("checkpoint")
-            + pauses_left(plan.total, plan.sample_every, step) * self.mean("samples")
-        )
+        every: dict[PauseKind, int] = {"evaluation": plan.eval_every, "checkpoint": plan.save_every, "samples": plan.sample_every}
+        pauses = sum(pauses_left(plan.total, steps, step) * fmean(self._paused[kind] or [0.0]) for kind, steps in every.items())
+        return median(self._laps) * (plan.total - step) + pauses
 
 
 def pauses_left(total: int, every: int, step: int) -> int:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from ..distributed.rank import Batching
 from ..distributed.shard import Sharding, keep_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
-from ..errors import UsageError
+from ..errors import UsageError, refuse_where
 from ..finding import Finding, Severity
 from ..model.build import resolve_precision
 from ..model.starts import OFF_THE_BASE
@@ -33,10 +32,10 @@ from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
-from .checkpoint import seed_of_rank
-from .memory.auto import WITHIN, auto_checkpointing
-from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, host_memory, recomputing, refuse_without_host_memory
-from .memory.device import memory_there, other_memory, return_freed_blocks, shown
+from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
+from ..wording import shown
+from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, recomputing, refuse_without_host_memory
+from .memory.device import WITHIN, auto_checkpointing, memory_there, other_memory, return_freed_blocks
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
@@ -119,44 +118,31 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
 
 def check_adapters(config: RunConfig) -> None:
     """Raises  UsageError for adapters on the way that would not be written."""
-    run = config.run
-    if run.adapters_every is not None and config.adapter.kind == "none":
-        raise UsageError("run.adapters_every: has no effect with adapter.kind: none", fix="run.save_every: checkpoints hold every weight")
-    if run.adapters_keep is not None and run.adapters_every is None:
-        raise UsageError("run.adapters_keep: has no effect without run.adapters_every", fix="run.adapters_every: 500")
-    adapter = config.adapter
-    of_new_ones = {
-        "adapter.dora": adapter.dora, "adapter.rank_pattern": bool(adapter.rank_pattern),
-        "adapter.alpha_pattern": bool(adapter.alpha_pattern), "adapter.start": adapter.start != "default",
-        "adapter.train_tokens": bool(adapter.train_tokens),
-    }  # fmt: skip
-    beside = {"adapter.plus": adapter.plus is not None, "adapter.start_from": adapter.start_from is not None}
-    for key, given in (of_new_ones | beside).items():
-        if given and adapter.kind == "none":
-            raise UsageError(f"{key}: has no effect with adapter.kind: none", fix=f"remove {key}, or adapter.kind: lora")
-        if given and adapter.start_from is not None and key in of_new_ones:
-            raise UsageError(f"{key}: has no effect with adapter.start_from, whose adapter goes on as it is", fix=f"remove {key}")
-    if adapter.kind == "lokr":
-        refuse_of_lora(config)
-    elif adapter.factor is not None:
-        raise UsageError(
-            f"adapter.factor: has no effect with adapter.kind: {adapter.kind}", fix="remove adapter.factor, or adapter.kind: lokr"
-        )
-    if run.adapter_format == "comfyui" and adapter.dora:
-        raise UsageError("adapter.dora: not offered with run.adapter_format: comfyui", fix="remove adapter.dora, or run.adapter_format")
-    for key, own in (("adapter.plus", adapter.plus), ("adapter.text_encoder_rate", adapter.text_encoder_rate)):
-        if own is not None and config.train.optimizer == "prodigy":
-            raise UsageError(f"{key}: prodigy has one rate for all weights", fix=f"remove {key}, or another train.optimizer")
+    run, adapter, none, unset = config.run, config.adapter, "has no effect with adapter.kind: none", AdapterSection()
 
+    def given(*keys: str) -> list[str]:
+        return [key for key in keys if getattr(adapter, key) != getattr(unset, key)]
 
-def refuse_of_lora(config: RunConfig) -> None:
-    """Raises  UsageError for a LoKr of a language model, or with a setting that only LoRA has"""
-    adapter, new = config.adapter, AdapterSection()
-    if kind_of(config) != DIFFUSION:
-        raise UsageError("adapter.kind: lokr is offered for pictures", fix="adapter.kind: lora")
-    for key in ("dropout", "rslora", "dora", "plus", "start"):
-        if getattr(adapter, key) != getattr(new, key):
-            raise UsageError(f"adapter.{key}: has no effect with adapter.kind: lokr", fix=f"remove adapter.{key}, or adapter.kind: lora")
+    of_new_ones, lokr = given("dora", "rank_pattern", "alpha_pattern", "start", "train_tokens"), adapter.kind == "lokr"
+    refuse_where(
+        (run.adapters_every is not None and adapter.kind == "none", f"run.adapters_every: {none}",
+         "run.save_every: checkpoints hold every weight"),
+        (run.adapters_keep is not None and run.adapters_every is None, "run.adapters_keep: has no effect without run.adapters_every",
+         "run.adapters_every: 500"),
+        *((adapter.kind == "none", f"adapter.{key}: {none}", f"remove adapter.{key}, or adapter.kind: lora")
+          for key in [*of_new_ones, *given("plus", "start_from")]),
+        *((adapter.start_from is not None, f"adapter.{key}: has no effect with adapter.start_from, whose adapter goes on as it is",
+           f"remove adapter.{key}") for key in of_new_ones),
+        (lokr and kind_of(config) != DIFFUSION, "adapter.kind: lokr is offered for pictures", "adapter.kind: lora"),
+        *((lokr, f"adapter.{key}: has no effect with adapter.kind: lokr", f"remove adapter.{key}, or adapter.kind: lora")
+          for key in given("dropout", "rslora", "dora", "plus", "start")),
+        (not lokr and adapter.factor is not None, f"adapter.factor: has no effect with adapter.kind: {adapter.kind}",
+         "remove adapter.factor, or adapter.kind: lokr"),
+        (run.adapter_format == "comfyui" and adapter.dora, "adapter.dora: not offered with run.adapter_format: comfyui",
+         "remove adapter.dora, or run.adapter_format"),
+        *((config.train.optimizer == "prodigy", f"adapter.{key}: prodigy has one rate for all weights",
+           f"remove adapter.{key}, or another train.optimizer") for key in given("plus", "text_encoder_rate")),
+    )  # fmt: skip
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
@@ -172,15 +158,14 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     if config.model.offload == BLOCKS:
         found = blocks_of(task.outline(precision, device_type=basis.device.type).model)
         needed = 0 if found is None else sum(block.bytes for block in found.blocks)
-        refuse_without_host_memory(needed, host_memory(), world.local_size)
+        refuse_without_host_memory(needed, detect("cpu").memory, world.local_size)
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
-    fingerprint = ""
+    fingerprints = [""]
 
     def look(model: nn.Module) -> None:
-        nonlocal fingerprint
-        fingerprint = fingerprint_of_weights(model)
+        fingerprints.append(fingerprint_of_weights(model))
 
     part = None if mesh is None else part_of(mesh, look)
 
@@ -214,7 +199,8 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     loss_sum = partial(task.loss_sum, dtype=precision.loss)
     stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding)
     return Prepared(
-        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprint, parallel
+        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprints[-1],
+        parallel,
     )  # fmt: skip
 
 
@@ -242,6 +228,7 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
 
 
 _OF_WHOLE_WEIGHTS = {
+    **dict.fromkeys(EIGHT_BIT, "its states have a scale every 256 elements of a whole weight"),
     "lion": "bitsandbytes' kernel takes no part of a weight",
     "muon": "it makes whole matrices orthogonal",
     "adafactor": "its states are means of whole rows and columns",
@@ -251,22 +238,16 @@ _OF_WHOLE_WEIGHTS = {
 
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
-    train = config.train
-    if config.model.offload == BLOCKS:
-        return f"{KEY}: a shared model gathers its weights from the other devices"
-    if train.optimizer in EIGHT_BIT:
-        return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
-    if why := _OF_WHOLE_WEIGHTS.get(train.optimizer):
-        return f"train.optimizer: {train.optimizer}: {why}"
-    if config.adapter.start in OFF_THE_BASE:
-        return f"adapter.start: {config.adapter.start}: it is taken off whole weights"
-    if config.adapter.text_encoders:
-        return "adapter.text_encoders: shares of them were never tried"
-    if config.adapter.train_tokens:
-        return "adapter.train_tokens: they are rows of a whole embedding"
-    if train.ema is not None:
-        return "train.ema: averages of shared weights are not offered yet"
-    return None
+    adapter, optimizer = config.adapter, config.train.optimizer
+    cases = (
+        (config.model.offload == BLOCKS, f"{KEY}: a shared model gathers its weights from the other devices"),
+        (optimizer in _OF_WHOLE_WEIGHTS, f"train.optimizer: {optimizer}: {_OF_WHOLE_WEIGHTS.get(optimizer)}"),
+        (adapter.start in OFF_THE_BASE, f"adapter.start: {adapter.start}: it is taken off whole weights"),
+        (adapter.text_encoders, "adapter.text_encoders: shares of them were never tried"),
+        (adapter.train_tokens, "adapter.train_tokens: they are rows of a whole embedding"),
+        (config.train.ema is not None, "train.ema: averages of shared weights are not offered yet"),
+    )
+    return next((why for is_so, why in cases if is_so), None)
 
 
 def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
@@ -367,12 +348,8 @@ def planned_checkpointing(
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seeds the generators of Python, NumPy and torch; `deterministic` also forbids nondeterministic algorithms."""
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    """Seeds all generators; `deterministic` also forbids nondeterministic algorithms."""
+    seed_generators(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

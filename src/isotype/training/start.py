@@ -1,32 +1,213 @@
-"""Writes the files that describe a run before its first step, and the rows of its header."""
+"""The start of a run, and of each part that goes on with it: the files that describe it, what has changed since the last start, the header.
+
+`plan.json` has what the run was last started with. `resumes.json` has the steps after which it was resumed, and what has been different
+since; it is written before the other files of the run folder, which describe the part that was started last.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from ..config.load import LoadedConfig, config_of
+from ..config.compare import compare
+from ..config.load import LoadedConfig, config_of, load
+from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
-from ..distributed.world import ALONE, World
+from ..distributed.world import World
+from ..environment.hardware import detect
 from ..environment.versions import environment
+from ..errors import UsageError
 from ..model.adapter import trainable_share
 from ..model.architecture import AUTO, attention_of, has_attention
 from ..model.architecture import attention_line as attention_of_transformers
+from ..model.build import resolve_precision
 from ..optimize import joint_attention
 from ..precision.parts import local_part
 from ..precision.precision import Precision
+from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
-from ..wording import counted
-from .console import size
+from ..wording import counted, size
+from .console import RunConsole
+from .loop import Loop
 from .memory.device import returns_freed_blocks
-from .resume import DATA, OBJECTIVE, OTHER_ROWS, SETTINGS, had_other_rows
 from .schedule import Milestones
 from .setup import Prepared
 from .task import Task
+
+RESUMES = "resumes.json"
+ROWS, EVALUATION_ROWS = "rows", "evaluation rows"  # of a change
+OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
+OBJECTIVE, SETTINGS, DATA = "objective", "settings", "data"  # in plan.json
+_KINDS = (
+    ("training", ROWS, "it goes on at the same place in them"),
+    ("evaluation", EVALUATION_ROWS, "their losses are not compared with the earlier ones, and the best is chosen anew"),
+)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """`of`: settings, rows, evaluation rows or objective."""
+
+    of: str
+    what: str
+
+
+def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> list[Changed]:
+    """The differences from the configuration that the run was started with, printed too. Refuses those that would make it another run."""
+    resolved = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles)
+    changes = compare(settings_before(folder), loaded.config, auto=resolved.preset, base=resolved.from_checkpoint)
+    edited = [c.key for c in changes if c.key not in loaded.given]
+    if edited and loaded.path == folder.path / RESOLVED:
+        console.say(f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}")
+    forbidden = [c for c in changes if not c.allowed and not loaded.consent]
+    if forbidden:
+        raise UsageError(
+            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden),
+            fix="resume without these, start a new run, or accept them: --yes (from Python: accept_changes=True)",
+        )
+    return [_changed(console, SETTINGS, str(change)) for change in changes]
+
+
+def compare_objectives(loaded: LoadedConfig, now: str | None, folder: RunFolder, console: RunConsole) -> list[Changed]:
+    """The change of a user's objective, printed too; refuses another kind of loss. Only the objective's name is compared.
+
+    now  the objective's name; None for the task's own loss
+    """
+    recorded = folder.read_json("plan.json")
+    before = recorded.get(OBJECTIVE)
+    if OBJECTIVE not in recorded or before == now:  # a run from before this was recorded is not compared
+        return []
+    if (before is None or now is None) and not loaded.consent:
+        was, become = (f"an objective of your own ({name})" if name else "the loss of the task" for name in (before, now))
+        with_it, without = "isotype.train(resume=..., objective=...) with the same function", "leave the objective out, or start a new run"
+        raise UsageError(
+            f"resuming would be another run: it was trained with {was}, and would go on with {become}", fix=with_it if before else without
+        )
+    return [_changed(console, OBJECTIVE, f"objective: {before} -> {now}")]
+
+
+def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[Changed] = ()) -> list[Changed]:
+    """What has changed since the run was last started, printed too. A run from before this was recorded is not compared.
+
+    settings  those that this start changes
+    """
+    before, recorded = folder.read_json("plan.json").get(DATA), folder.read_json("data.json")
+    if not isinstance(before, dict):
+        return []
+    facts, now = task.records().get("data.json", {}), task.fingerprints()
+    by_settings = [change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")]
+    found: list[Changed] = []
+    for kind, of, follows in _KINDS:
+        files = _changed_files(recorded, facts, evaluation=of == EVALUATION_ROWS)
+        streamed = bool(facts.get("stream")) and of == ROWS  # the rows that were compared are the first ones only
+        if now[kind] == before.get(kind) and not (streamed and files):
+            continue
+        if of == EVALUATION_ROWS and not files and found:  # held out of the training files
+            files = _changed_files(recorded, facts, evaluation=False)
+        what = ", ".join([*files[:5], *by_settings]) or "the files are the same: the tokenizer, its chat template or a library"
+        was, are = _rows(recorded), _rows(facts)
+        if of == ROWS and was != are and not streamed:
+            what += f"; training rows: {was} before, {are} now"
+        found.append(_changed(console, of, f"the {of} are not those of the run's last start ({what}): {follows}"))
+    return found
+
+
+def _changed(console: RunConsole, of: str, what: str) -> Changed:
+    console.say(f"changed   {what}")
+    return Changed(of, what)
+
+
+def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
+    """The files of the evaluation, or the others, that data.json names with another checksum than before."""
+    before, after = (
+        dict(_checksums(facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"})) for facts in (old, new)
+    )
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+
+
+def _rows(facts: dict[str, Any]) -> Any:
+    train = facts.get("train")
+    return train.get("rows") if isinstance(train, dict) else None
+
+
+def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
+    """(path, checksum) of each file that data.json names, wherever it does."""
+    if isinstance(facts, dict):
+        if isinstance(facts.get("path"), str) and isinstance(facts.get("sha256"), str):
+            yield facts["path"], facts["sha256"]
+        facts = list(facts.values())
+    for part in facts if isinstance(facts, list) else ():
+        yield from _checksums(part)
+
+
+def settings_before(folder: RunFolder) -> RunConfig:
+    """The settings with which the run was last started, from plan.json; a run from before they were kept there has resolved.yaml alone."""
+    try:
+        return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
+    except (KeyError, ValidationError):
+        return load(folder.path / RESOLVED, [], {}).config
+
+
+def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed]) -> None:
+    """Records a resume after this step, with what it changes; None where the run begins again, so that nothing before it counts."""
+    if step is None:
+        (folder.path / RESUMES).unlink(missing_ok=True)
+        return
+    steps, changes = _read(folder)
+    # steps that are done again, since their checkpoint was damaged, have the later settings
+    changes = [change | {"after_step": min(change["after_step"], step)} for change in changes]
+    made = ({"after_step": step, **asdict(one)} for one in changed)
+    changes += [one for one in made if one not in changes]  # those of a resume that was killed at once are there
+    folder.write_json(RESUMES, {"steps": [*(s for s in steps if s <= step), step]} | ({"changes": changes} if changes else {}))
+
+
+def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
+    """(steps, changes) as far as the file has them in the form that this module writes."""
+    found = folder.read_json(RESUMES)
+    steps, changes = found.get("steps"), found.get("changes")
+    return (
+        [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
+        [c for c in changes if isinstance(c, dict) and type(c.get("after_step")) is int] if isinstance(changes, list) else [],
+    )
+
+
+def refuse_fewer_steps(loop: Loop, made: int | None) -> None:
+    """Raises UsageError where the run has made more steps than it is to have: its settings would be untrue."""
+    if made is not None and made > loop.plan.total:
+        raise UsageError(
+            f"train.steps: {loop.plan.total}, and the run has made {counted(made, 'step')}",
+            fix=f"more than {made} to go on; for a shorter run, give another folder",
+        )
+
+
+def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
+    """Restores the checkpoint of this step, the newest whole one, or begins at step 1 where there is none. Says which."""
+    world = loop.world
+    if step is None:
+        if world.first:
+            loop.store.tidy(None)
+            loop.metrics.cut_after(-1)
+        console.say("resume    no whole checkpoint: starting from the beginning")
+        return
+    wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
+    if world.first:
+        loop.store.tidy(loop.progress.best_step)
+    if wrote != world.size:
+        of_then, now = (counted(count, "process", "processes") for count in (wrote, world.size))
+        said = f"saved by {of_then}, goes on with {now}: the same rows; dropout, where the model has any, draws differently"
+        console.say(f"resume    {said}")
+    ended = ""
+    if step >= loop.plan.total:
+        ended = f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
+    elif loop.ended_early:
+        ended = f", where early stopping ended the run: train.patience={2 * loop.progress.without_gain} goes on"
+    console.say(f"resume    from step {step}{ended}")
 
 
 def write_start(
@@ -41,49 +222,52 @@ def write_start(
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     task.begin(folder.path, resuming=resuming)
+    had_other_rows = resuming and any(change.get("of") == ROWS for change in _read(folder)[1])
     for name, content in task.records().items():
-        if name == "data.json" and resuming and had_other_rows(folder):
+        if name == "data.json" and had_other_rows:
             content = content | {"notes": [*content.get("notes", []), OTHER_ROWS]}
         folder.write_json(name, content)
+    resolved = _resolved_text(loaded, prepared, folder, resuming=resuming)
     trainable, total = trainable_share(prepared.model)
-    shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
-    compared = {OBJECTIVE: objective, DATA: task.fingerprints()}
-    reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
-    reasons["precision.preset"] = prepared.resolved.why_preset
-    values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
-    values["precision.preset"] = prepared.resolved.preset
-    if base := prepared.resolved.from_checkpoint:
-        precision = loaded.config.precision.model_copy(update={"base": base})
-        sources = {**loaded.sources, "precision.base": prepared.resolved.reasons["base"]}
-        loaded = replace(loaded, config=loaded.config.model_copy(update={"precision": precision}), sources=sources)
-    if loaded.config.model.attention == AUTO and has_attention(prepared.model):
-        values["model.attention"] = attention_of(prepared.model)
-        reasons["model.attention"] = attention_of_transformers(prepared.model, AUTO)
-    if loaded.config.train.gradient_checkpointing == "auto":
-        settings = prepared.checkpointing.as_settings()
-        values |= settings
-        reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
-    resolved = resolved_yaml(in_its_folder(loaded, folder) if resuming else loaded, reasons, values)
-    settings = {SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json")}
-    counts = {"task": task.kind, "parameters": total, "trained": trainable}
+    described = {
+        **asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, OBJECTIVE: objective, DATA: task.fingerprints(),
+        "processes": world.size, "machines": world.nodes, SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json"),
+    }  # fmt: skip
     if resuming:  # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with plan.json's again
         folder.write_text(RESOLVED, resolved)
-    folder.write_json("plan.json", {**asdict(plan), **counts, **compared, **shared, **settings})
+    folder.write_json("plan.json", described)
     if not resuming:
         folder.write_text(RESOLVED, resolved)
 
 
-def in_its_folder(loaded: LoadedConfig, folder: RunFolder) -> LoadedConfig:
-    """The settings of a resumed run, with the folder that it is in: it may have been copied or renamed."""
+def _resolved_text(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool) -> str:
+    """`resolved.yaml`: each setting with its source, and what the run chose for those left open."""
+    resolved, model = prepared.resolved, prepared.model
+    reasons = {f"precision.{role}": reason for role, reason in resolved.reasons.items()} | {"precision.preset": resolved.why_preset}
+    values = {f"precision.{role}": value for role, value in resolved.precision.items()} | {"precision.preset": resolved.preset}
+    if base := resolved.from_checkpoint:
+        loaded = _with(loaded, "precision", "base", base, resolved.reasons["base"])
+    if loaded.config.model.attention == AUTO and has_attention(model):
+        values["model.attention"] = attention_of(model)
+        reasons["model.attention"] = attention_of_transformers(model, AUTO)
+    if loaded.config.train.gradient_checkpointing == AUTO:
+        settings = prepared.checkpointing.as_settings()
+        values |= settings
+        reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
     given = loaded.config.run.folder
-    if "{name}" in given or Path(given).resolve() == folder.path.resolve():
-        return loaded
-    run = loaded.config.run.model_copy(update={"folder": str(folder.path)})
-    config = loaded.config.model_copy(update={"run": run})
-    return replace(loaded, config=config, sources={**loaded.sources, "run.folder": "where the run was resumed"})
+    if resuming and "{name}" not in given and Path(given).resolve() != folder.path.resolve():  # it was copied or renamed
+        loaded = _with(loaded, "run", "folder", str(folder.path), "where the run was resumed")
+    return resolved_yaml(loaded, reasons, values)
 
 
-def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World = ALONE) -> list[tuple[str, str]]:
+def _with(loaded: LoadedConfig, section: str, key: str, value: str, source: str) -> LoadedConfig:
+    """The same with another value of one setting."""
+    part = getattr(loaded.config, section).model_copy(update={key: value})
+    config = loaded.config.model_copy(update={section: part})
+    return replace(loaded, config=config, sources={**loaded.sources, f"{section}.{key}": source})
+
+
+def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World) -> list[tuple[str, str]]:
     """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
     config = task.config
     hardware, resolved, train = prepared.hardware, prepared.resolved, config.train
@@ -92,6 +276,8 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
     how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
     weights = sum(local_part(p).numel() * p.element_size() for p in prepared.model.parameters())
     line = attention_line(prepared.model, config.model.attention, p, device_type=prepared.device.type)
+    measured = "isotype plan estimates the peak, each step shows the measured one"
+    returned = "; freed memory is given back at once, since it may become scarce" if returns_freed_blocks() else ""
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
@@ -100,21 +286,18 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("precision", f"{resolved.text}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
-        *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
-        *([("attention", line)] if line else []),
+        ("ops", "\n".join(prepared.manifest.lines())),
+        ("attention", line),
         ("recompute", str(prepared.checkpointing)),
-        (
-            "memory",
-            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one"
-            + ("; freed memory is given back at once, since it may become scarce" if returns_freed_blocks() else ""),
-        ),
+        ("memory", f"weights {size(weights)} of {size(hardware.memory)}; {measured}{returned}"),
         (
             "schedule",
             f"{counted(plan.total, 'step')} of {train.batch_size} x {train.accumulate} {task.words.row}s, "
             f"learning rate {train.learning_rate:g} {train.schedule}",
         ),
+        *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings],
     ]
-    return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
+    return [(label, text) for label, text in rows if text]
 
 
 def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:

@@ -118,6 +118,24 @@ class Sample(Protocol):
 
 
 @dataclass(frozen=True)
+class Averaged:
+    """A sample that was made with the averages of the weights in the model's place; a round has it beside the trained weights' own."""
+
+    sample: Sample
+
+    @property
+    def file(self) -> tuple[str, bytes] | None:
+        return self.sample.file
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.sample.as_json(), "weights": "average"}
+
+    def lines(self) -> tuple[str, str]:
+        asked, made = self.sample.lines()
+        return f"{asked} (average of the weights)", made
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """loss: mean over `weight`, what a batch's `weight` counts; `parts`: the same over parts of the data, by name; `measures`: the task's
     other numbers."""
@@ -376,17 +394,6 @@ def same_draws() -> Iterator[None]:
         torch.manual_seed(0)
         random.seed(0)
         yield
-
-
-@contextmanager
-def process_settings_restored() -> Iterator[None]:
-    """Restores gradient mode and default dtype on exit."""
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(grad)
-        torch.set_default_dtype(dtype)
 
 
 @contextmanager

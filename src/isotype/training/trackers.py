@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..config.yaml_text import write_value
@@ -22,22 +22,20 @@ ID = "wandb_id"
 TIMEOUT = 30  # seconds to wait for the service before going on without it
 
 
-class Tracker(Protocol):
-    """`scalars` are named `train/loss`, `eval/loss`; `address` is the folder or page where the user finds them."""
-
-    name: str
-    address: str
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-    def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
-    def close(self, exit_status: int) -> None: ...
-
-
 class Trackers:
-    """None, one or several."""
+    """Opens the trackers of `run.trackers` in the run folder and says where each writes.
 
-    def __init__(self, trackers: Iterable[Tracker] = (), say: Say = print) -> None:
-        self._trackers, self._say = list(trackers), say
+    settings  the run's configuration, section by section
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say) -> None:
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        self._say = say
+        with random_state_restored():
+            for name in dict.fromkeys(names):
+                made = TensorBoard(folder, settings) if name == TensorBoard.name else WeightsAndBiases(folder, settings, say)
+                self._trackers.append(made)
+                say(f"tracker   {made.name}: {made.address}")
 
     def row(self, facts: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl."""
@@ -57,9 +55,7 @@ class Trackers:
         self._each(lambda tracker: tracker.close(exit_status))
         self._trackers.clear()
 
-    def _each(self, tell: Callable[[Tracker], None]) -> None:
-        if not self._trackers:
-            return
+    def _each(self, tell: Callable[[Any], None]) -> None:
         with random_state_restored():
             for tracker in list(self._trackers):
                 try:
@@ -70,24 +66,11 @@ class Trackers:
                     self._say(f"tracker   {tracker.name} failed and is switched off: {first}")
 
 
-def start(names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say) -> Trackers:
-    """Opens the trackers of `run.trackers` in the run folder and says where each writes.
-
-    settings  the run's configuration, section by section
-    """
-    found: list[Tracker] = []
-    with random_state_restored():
-        for name in dict.fromkeys(names):
-            if name == "tensorboard":
-                found.append(TensorBoard(folder, settings))
-            else:
-                found.append(WeightsAndBiases(folder, settings, say))
-            say(f"tracker   {found[-1].name}: {found[-1].address}")
-    return Trackers(found, say)
-
-
 class TensorBoard:
-    """Opens its file at the first row, whose step tells where a resumed run continues."""
+    """Scalars are named `train/loss`, `eval/loss`; `address` is where the user finds them.
+
+    Opens its file at the first row, whose step tells where a resumed run continues.
+    """
 
     name = "tensorboard"
 
@@ -130,7 +113,7 @@ class WeightsAndBiases:
 
     name = "wandb"
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], say: Any) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], say: Say) -> None:
         import wandb
 
         self._wandb, self._table = wandb, wandb.Table

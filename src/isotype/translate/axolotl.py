@@ -134,26 +134,8 @@ def _pretraining(draft: Draft, given: Given) -> None:
     draft.set(given, "data.train", [entry], "text, tokenised while training (data.stream)")
 
 
-def _lora_targets(draft: Draft, given: Given) -> None:
-    if given.value:
-        t.targets(draft, given)
-    else:
-        draft.no_effect(given, "lora_target_linear decides")
-
-
-def _chat_template(draft: Draft, given: Given) -> None:
-    if given.value == "tokenizer_default":
-        draft.no_effect(given, "the tokenizer's own template; another one: data.chat_template")
-    else:
-        use = f"data.chat_template: a Jinja file; without it the tokenizer's own template is used, not {given.value}"
-        draft.not_offered(given, use)
-
-
-def _wandb_project(draft: Draft, given: Given) -> None:
-    if given.value:
-        draft.set(given, "run.trackers", ["wandb"], "the project: WANDB_PROJECT in the environment")
-    else:
-        draft.no_effect(given, "off")
+def _filled(_: Draft, given: Given) -> bool:
+    return bool(given.value)
 
 
 def _times_an_epoch(target: str) -> t.Handler:
@@ -250,7 +232,11 @@ KEYS: dict[str, t.Handler] = {
     "pretraining_dataset": _pretraining,
     "val_set_size": t.held_out,
     "train_on_inputs": t.either("data.loss_on", "all", "assistant"),
-    "chat_template": _chat_template,
+    "chat_template": t.only(
+        "tokenizer_default",
+        "the tokenizer's own template; another one: data.chat_template",
+        "data.chat_template: a Jinja file; without it the tokenizer's own template is used, not {}",
+    ),
     "freeze_mm_modules": t.frozen("adapter.vision"),
     "eot_tokens": t.changed("the end of a turn is what the chat template writes; it is always learnt"),
     # preferences
@@ -266,7 +252,7 @@ KEYS: dict[str, t.Handler] = {
     "center_rewards_coefficient": _of("center_rewards_coefficient", "reward"),
     # adapter
     "adapter": _adapter,
-    "lora_target_modules": _lora_targets,
+    "lora_target_modules": t.when(_filled, t.targets, t.no_effect("lora_target_linear decides")),
     "lora_target_linear": t.when_on("adapter.targets", "all-linear", "adapter.targets"),
     "peft_init_lora_weights": t.start,
     # precision
@@ -284,7 +270,9 @@ KEYS: dict[str, t.Handler] = {
     "saves_per_epoch": _times_an_epoch("run.save_every"),
     "use_tensorboard": t.when_on("run.trackers", ["tensorboard"], "off"),
     "use_wandb": t.when_on("run.trackers", ["wandb"], "off"),
-    "wandb_project": _wandb_project,
+    "wandb_project": t.when(
+        _filled, t.always("run.trackers", ["wandb"], "the project: WANDB_PROJECT in the environment"), t.no_effect("off")
+    ),
 }
 
 

@@ -50,11 +50,6 @@ def _method(draft: Draft, given: Given) -> None:
     draft.set(given, "train.objective", _objective(draft), f"rows have {rows}; other names: data.columns{reference}")
 
 
-def _loss_type(draft: Draft, given: Given) -> None:
-    sft = t.only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy")
-    (t.no_effect("part of train.objective") if _objective(draft) else sft)(draft, given)
-
-
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     methods = [given for given in source.keys if given.name == "trl_method"]
@@ -179,22 +174,11 @@ def _warmup_ratio(draft: Draft, given: Given) -> None:
         draft.set(given, "train.warmup", value)
 
 
-def _warmup_steps(draft: Draft, given: Given) -> None:
-    value = t.as_number(given.value or 0)
-    if value == 0 and "warmup_ratio" in draft.keys:
-        draft.no_effect(given, "warmup_ratio decides")
-    else:
-        draft.set(given, "train.warmup", value)
-
-
-def _checkpointing(draft: Draft, given: Given) -> None:
-    if str(given.value).lower() in ("unsloth", "offload", "offload_disk"):
-        note = "recomputes layers and keeps what is left in host memory (GPU only)"
-        draft.set(given, "train.gradient_checkpointing", "layers+offload", note)
-    else:
-        t.either("train.gradient_checkpointing", "layers", "none")(draft, given)
-
-
+_checkpointing = t.when(
+    lambda _, given: str(given.value).lower() in ("unsloth", "offload", "offload_disk"),
+    t.always("train.gradient_checkpointing", "layers+offload", "recomputes layers and keeps what is left in host memory (GPU only)"),
+    t.either("train.gradient_checkpointing", "layers", "none"),
+)
 LIGER = t.when_on("model.optimize", True, "switched off; model.optimize is on by default", "Isotype's own ops instead of Liger's")
 # what Hugging Face's Trainer and PEFT take; LLaMA-Factory and axolotl hand these on
 _TRAINER_NO_EFFECT = {
@@ -254,7 +238,11 @@ TRAINER: dict[str, t.Handler] = {
     "lr_scheduler_type": t.schedule,
     "lr_scheduler_kwargs": _schedule_details,
     "warmup_ratio": _warmup_ratio,
-    "warmup_steps": _warmup_steps,
+    "warmup_steps": t.when(
+        lambda draft, given: t.as_number(given.value) == 0 and "warmup_ratio" in draft.keys,
+        t.no_effect("warmup_ratio decides"),
+        t.number("train.warmup"),
+    ),
     "optim": t.optimizer,
     **t.each(_checkpointing, "gradient_checkpointing use_gradient_checkpointing"),
     "activation_offloading": t.when_on("train.gradient_checkpointing", "layers+offload", "off"),
@@ -328,7 +316,11 @@ KEYS: dict[str, t.Handler] = {
     **t.each(t.start, "init_lora_weights lora_init"),
     # preferences
     "trl_method": _method,
-    "loss_type": _loss_type,
+    "loss_type": t.when(
+        lambda draft, _: _objective(draft),
+        t.no_effect("part of train.objective"),
+        t.only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
+    ),
     "beta": _of("beta", "dpo", "ipo", "orpo", "cpo", "simpo", "kto"),
     "label_smoothing": _of("label_smoothing", "dpo", "cpo"),
     "rpo_alpha": _of("nll", "dpo", "ipo"),

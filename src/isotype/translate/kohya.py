@@ -94,13 +94,6 @@ def _text_encoder_lr(draft: Draft, given: Given) -> None:
         p.text_rate(draft, given)
 
 
-def _tag_dropout(draft: Draft, given: Given) -> None:
-    if "images.tag_orders" in draft.settings:
-        draft.set(given, "images.tag_dropout", float(given.value), "of all pictures of the run")
-    else:
-        draft.not_offered(given, "images.tag_dropout, with images.tag_orders")
-
-
 _OF_PICTURES_NO_EFFECT = {
     p.BUCKETS: "min_bucket_reso max_bucket_reso bucket_reso_steps",
     t.IRRELEVANT: "caption_separator caption_extension",
@@ -120,7 +113,11 @@ _OF_PICTURES: dict[str, t.Handler] = {
     "random_crop": p.WINDOWS,
     "shuffle_caption": p.TAG_ORDERS,
     "keep_tokens": _keep_tokens,
-    "caption_tag_dropout_rate": _tag_dropout,
+    "caption_tag_dropout_rate": t.when(
+        lambda draft, _: "images.tag_orders" in draft.settings,
+        t.to("images.tag_dropout", float, "of all pictures of the run"),
+        t.not_offered("images.tag_dropout, with images.tag_orders"),
+    ),
     **t.carried(images="flip=flip_aug caption_dropout=caption_dropout_rate"),
 }
 _SUBSET: dict[str, t.Handler] = {
@@ -200,7 +197,7 @@ KEYS: dict[str, t.Handler] = {
     "prior_loss_weight": t.changed("weight: {} of images.regularisation"),
     # samples, saving
     "sample_prompts": _samples,
-    "save_model_as": t.to("run.adapter_format", lambda _: "comfyui", "comfyui.safetensors beside PEFT's folder"),
+    "save_model_as": t.always("run.adapter_format", "comfyui", "comfyui.safetensors beside PEFT's folder"),
 }
 
 

@@ -60,13 +60,6 @@ def _samples(draft: Draft, given: Given) -> None:
     draft.set(given, "run.samples", found, "with their own settings")
 
 
-def _ema(draft: Draft, given: Given) -> None:
-    if given.value == "OFF":
-        draft.no_effect(given, "off")
-    else:
-        draft.set(given, "train.ema", float(draft.keys.get("ema_decay") or 0.999))
-
-
 _CLIP = {"stable_diffusion_15": 1, "stable_diffusion_20": 1, "stable_diffusion_21": 1, "stable_diffusion_xl_10_base": 2}  # encoders
 
 
@@ -161,7 +154,11 @@ KEYS: dict[str, t.Handler] = {
     "learning_rate_scheduler": p.SCRIPT["lr_scheduler"],
     "gradient_checkpointing": t.to("train.gradient_checkpointing", lambda value: _CHECKPOINTING.get(str(value), "layers")),
     "optimizer.optimizer": t.optimizer,
-    "ema": _ema,
+    "ema": t.when(
+        lambda _, given: given.value == "OFF",
+        t.no_effect("off"),
+        lambda draft, given: draft.set(given, "train.ema", float(draft.keys.get("ema_decay") or 0.999)),
+    ),
     # the objective
     "timestep_distribution": t.word("diffusion.timesteps", {"logit_normal": "logit_normal", "uniform": "uniform"}, p.DENSITIES),
     "noising_weight": t.where("timestep_distribution", "logit_normal", t.number("diffusion.logit_std"), _WITHOUT),
@@ -171,7 +168,7 @@ KEYS: dict[str, t.Handler] = {
     "samples": _samples,
     "sample_after": _every("run.sample_every", "sample_after_unit"),
     "save_every": _every("run.adapters_every", "save_every_unit"),
-    "output_model_format": t.to("run.adapter_format", lambda _: "comfyui", "one more file"),
+    "output_model_format": t.always("run.adapter_format", "comfyui", "one more file"),
 }
 
 

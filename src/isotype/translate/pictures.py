@@ -103,25 +103,32 @@ def _ai_toolkit(tree: Tree, path: Path) -> Iterator[Given]:
     processes = tree.data.get("config", {}).get("process") or []
     if not processes or not isinstance(processes[0], dict):
         raise UsageError(f"{path}: config.process: expected a list with one training process")
-    yield from _nested(processes[0], tree, ("config", "process", 0))
+    yield from nested(processes[0], tree, ("config", "process", 0), listed="datasets")
 
 
-def _nested(node: dict[str, Any], tree: Tree, at: tuple[Any, ...], before: str = "") -> Iterator[Given]:
+def nested(
+    node: Mapping[str, Any], tree: Tree, at: tuple[Any, ...] = (), before: str = "", *, whole: Sequence[str] = (), listed: str = ""
+) -> Iterator[Given]:
+    """`optimizer.lr`: a key for each value below `node`, which lies at `at`.
+
+    whole   mappings that are one value
+    listed  the key of a list of datasets
+    """
     for key, value in node.items():
         name = f"{before}{key}"
-        if isinstance(value, dict):
-            yield from _nested(value, tree, (*at, key), f"{name}.")
-        elif key == "datasets" and isinstance(value, list):
+        if isinstance(value, dict) and value and key not in whole:
+            yield from nested(value, tree, (*at, key), f"{name}.", whole=whole, listed=listed)
+        elif key == listed and isinstance(value, list):
             for i, entry in enumerate(value):
                 for inner, one in entry.items() if isinstance(entry, dict) else ():
-                    yield Given(f"{DATASET}.{i}.{inner}", one, tree.lines.get((*at, key, i, inner)), f"datasets[{i}].{inner}")
+                    yield Given(f"{DATASET}.{i}.{inner}", one, tree.lines.get((*at, key, i, inner)), f"{listed}[{i}].{inner}")
         else:
             yield Given(name, value, tree.lines.get((*at, key)), name)
 
 
 def _onetrainer(tree: Tree, path: Path) -> Iterator[Given]:
     concepts, shown, named = tree.data.get("concepts"), "concepts", tree.data.get("concept_file_name")
-    yield from _nested({key: value for key, value in tree.data.items() if key != "concepts"}, tree, ())
+    yield from nested({key: value for key, value in tree.data.items() if key != "concepts"}, tree)
     if concepts is None and isinstance(named, str):
         file = _file(named, path.parent, Path("."))
         concepts, shown = (None if file is None else _tree(file, read_json).data), Path(named).name

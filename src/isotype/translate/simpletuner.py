@@ -65,27 +65,12 @@ def refusal(source: Source) -> str | None:
     return None
 
 
-def _warmup(draft: Draft, given: Given) -> None:
-    if draft.said("lr_scheduler") == "constant":
-        draft.no_effect(given, "a constant schedule has no warm-up, there too")
-    else:
-        draft.set(given, "train.warmup", t.as_number(given.value or 0))
-
-
 def _lr_end(draft: Draft, given: Given) -> None:
     rate = float(draft.keys.get("learning_rate") or 0)
     if rate and float(given.value) <= rate:
         draft.set(given, "train.min_learning_rate", float(given.value) / rate, "a share of the peak")
     else:
         draft.not_offered(given, "train.min_learning_rate is a share of the peak")
-
-
-def _gradient_precision(draft: Draft, given: Given) -> None:
-    if str(given.value).lower() in ("fp32", "float32"):
-        meant = "what it meant: gradients of bf16 weights, accumulated in fp32; SimpleTuner accepts and ignores it"
-        draft.set(given, "precision.grads", "fp32", meant)
-    else:
-        draft.changed(given, "gradients are accumulated in fp32 (precision.grads)")
 
 
 def _base(draft: Draft, given: Given) -> None:
@@ -99,13 +84,6 @@ def _base(draft: Draft, given: Given) -> None:
 def _ema(draft: Draft, given: Given) -> None:
     decay = float(draft.keys.get("ema_decay") or 0.995)
     t.when_on("train.ema", decay, note="kept in fp32, and saved beside the trained result")(draft, given)
-
-
-def _shift(draft: Draft, given: Given) -> None:
-    if t.as_number(given.value) > 0:
-        draft.set(given, "diffusion.shift", float(given.value))
-    else:
-        draft.changed(given, "diffusion.shift: auto, the scheduler's own")
 
 
 def _add_prompts(draft: Draft, given: Given, prompts: list[str]) -> None:
@@ -207,13 +185,6 @@ def _folder(draft: Draft, given: Given) -> None:
     draft.set(given, _side(_entry(draft, given)), str(given.value))
 
 
-def _instance_prompt(draft: Draft, given: Given) -> None:
-    if _by_instance_prompt(entry := _entry(draft, given)):
-        draft.changed(given, f"{_side(entry)}: caption: {given.value}")
-    else:
-        draft.no_effect(given, "without caption_strategy instanceprompt")
-
-
 def _caption_strategy(draft: Draft, given: Given) -> None:
     word = str(given.value)
     if word == "textfile":
@@ -235,20 +206,16 @@ def _resolution(draft: Draft, given: Given) -> None:
         draft.set(given, "images.resolution", size)
 
 
-def _crop_aspect(draft: Draft, given: Given) -> None:
-    """Squares where pictures are cut to squares, else aspect buckets."""
+def _squares(draft: Draft, given: Given) -> bool:
     entry = _entry(draft, given)
-    if t.is_on(entry.get("crop")) and str(entry.get("crop_aspect", "square")) == "square":
-        draft.no_effect(given, "squares are the default: images.max_aspect")
-    else:
-        draft.set(given, "images.max_aspect", 2.0, "aspect buckets; what a picture is longer than 2 : 1 is cut off")
+    return t.is_on(entry.get("crop")) and str(entry.get("crop_aspect", "square")) == "square"
 
 
 def _crop_style(draft: Draft, given: Given) -> None:
     if not t.is_on(_entry(draft, given).get("crop", True)):
         draft.no_effect(given, "without crop")
     elif str(given.value) == "random":
-        t.to("images.crop", lambda _: 4, p.MANY_WINDOWS)(draft, given)
+        t.always("images.crop", 4, p.MANY_WINDOWS)(draft, given)
     else:
         draft.set(given, "images.crop", "center", "" if given.value == "center" else f"{given.value} is not offered")
 
@@ -274,11 +241,22 @@ _OF_PICTURES: dict[str, t.Handler] = {
     "repeats": t.changed("so many times more than once: repeats of the source"),
     "is_regularisation_data": t.changed("images.regularisation, where it is on"),
     "caption_strategy": _caption_strategy,
-    "instance_prompt": _instance_prompt,
+    "instance_prompt": t.when(
+        lambda draft, given: _by_instance_prompt(_entry(draft, given)),
+        lambda draft, given: draft.changed(given, f"{_side(_entry(draft, given))}: caption: {given.value}"),
+        t.no_effect("without caption_strategy instanceprompt"),
+    ),
     "only_instance_prompt": t.changed("caption of the source, where it is on"),
     "parquet": t.changed(_TABLE_COLUMNS),
     "resolution": _resolution,
-    **t.each(_crop_aspect, "crop crop_aspect"),
+    **t.each(
+        t.when(
+            _squares,
+            t.no_effect("squares are the default: images.max_aspect"),
+            t.always("images.max_aspect", 2.0, "aspect buckets; what a picture is longer than 2 : 1 is cut off"),
+        ),
+        "crop crop_aspect",
+    ),
     "crop_style": _crop_style,
     "conditioning_data": t.changed("images.masks, where it holds masks"),
     "probability": t.only("1 1.0", "switched off", "repeats of a source make its pictures come more often"),
@@ -340,7 +318,13 @@ KEYS: dict[str, t.Handler] = {
     # precision
     **t.each(t.Draft.precision, "mixed_precision base_model_default_dtype pure_bf16"),
     "base_model_precision": _base,
-    "gradient_precision": _gradient_precision,
+    "gradient_precision": t.when(
+        lambda _, given: str(given.value).lower() in ("fp32", "float32"),
+        t.always(
+            "precision.grads", "fp32", "what it meant: gradients of bf16 weights, accumulated in fp32; SimpleTuner accepts and ignores it"
+        ),
+        t.changed("gradients are accumulated in fp32 (precision.grads)"),
+    ),
     "vae_dtype": t.word("precision.vae", {"fp32": "fp32", "bf16": "bf16"}, "the default: the VAE computes in fp32", fate="no_effect"),
     **t.each(
         t.only(
@@ -353,14 +337,22 @@ KEYS: dict[str, t.Handler] = {
     # steps
     "num_train_epochs": t.count("train.epochs"),
     "lr_scheduler": t.schedule_of(_SCHEDULES),
-    "lr_warmup_steps": _warmup,
+    "lr_warmup_steps": t.when(
+        lambda draft, _: draft.said("lr_scheduler") == "constant",
+        t.no_effect("a constant schedule has no warm-up, there too"),
+        t.number("train.warmup"),
+    ),
     "lr_end": _lr_end,
     "optimizer": t.word("train.optimizer", _OPTIMIZERS, t.OTHER_OPTIMIZERS),
     "gradient_checkpointing_interval": _checkpointing_every,
     "use_ema": _ema,
     "ema_decay": t.where("use_ema", "on", t.no_effect("part of train.ema"), "without use_ema"),
     # the objective
-    "flow_schedule_shift": _shift,
+    "flow_schedule_shift": t.when(
+        lambda _, given: t.as_number(given.value) > 0,
+        t.to("diffusion.shift", float),
+        t.changed("diffusion.shift: auto, the scheduler's own"),
+    ),
     "flow_schedule_auto_shift": t.changed("diffusion.shift: auto, the scheduler's own, where it is on"),
     "flow_use_uniform_schedule": t.when_on("diffusion.timesteps", "uniform"),
     "prediction_type": t.to("diffusion.objective", lambda value: {"epsilon": "epsilon", "v_prediction": "v"}.get(str(value), "auto")),

@@ -11,10 +11,10 @@ from typing import Any
 from ..doctor.check import python_calls, shell
 from ..doctor.check.programs import is_config_env
 from ..doctor.check.python_calls import Call, Unknown, read_notebook
-from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, read_yaml, scalar
+from ..doctor.check.text_files import Unreadable, read_json, read_toml, read_yaml, scalar
 from ..doctor.check.tools import identify
 from ..errors import UsageError
-from .pictures import keys_of, kohya_dataset_file, simpletuner_keys, tool_of_program, tool_of_tree, without_secret
+from .pictures import keys_of, kohya_dataset_file, nested, simpletuner_keys, tool_of_program, tool_of_tree, without_secret
 from .transforms import Computed, Given
 
 LARGEST = 4 << 20  # bytes
@@ -121,7 +121,8 @@ def read(path: Path, asked: str | None = None) -> Source:
         found = keys_of(of_pictures, tree, path)
         named = next((given.value for given in found if given.name == "dataset_config"), None)
         return Source(str(path), of_pictures, [*found, *kohya_dataset_file(named, path)])
-    keys = _keys(tree, whole=tool != "torchtune")
+    data = tree.data if isinstance(tree.data, dict) else {}
+    keys = list(nested(data, tree, whole=() if tool == "torchtune" else _WHOLE))
     names = {given.name.partition(".")[0] for given in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
         tool = "axolotl"  # also for files in which most keys are Hugging Face's
@@ -130,23 +131,7 @@ def read(path: Path, asked: str | None = None) -> Source:
     return Source(str(path), _TOOL_OF.get(tool or "", tool), keys)
 
 
-def _keys(tree: Tree, *, whole: bool) -> list[Given]:
-    """One Given a key. Lists of mappings (datasets) stay whole; nested sections become `optimizer.lr` where the tool has such."""
-    keys: list[Given] = []
-
-    def add(node: dict[str, object], path: tuple[str, ...]) -> None:
-        for key, value in node.items():
-            here = (*path, str(key))
-            if isinstance(value, dict) and value and (not whole or here[-1] not in _WHOLE):
-                add(value, here)
-            else:
-                keys.append(Given(".".join(here), value, tree.lines.get(here), ".".join(here)))
-
-    if isinstance(tree.data, dict):
-        add(tree.data, ())
-    return keys
-
-
+# mappings that are one value; torchtune, whose components nest, has none
 _WHOLE = (
     "lr_scheduler_kwargs", "special_tokens", "fsdp_config", "plugins", "rope_scaling", "chat_template_kwargs", "dataset_columns",
     "deepspeed",

@@ -92,27 +92,6 @@ def _dataset(draft: Draft, given: Given) -> None:
     draft.set(given, target, [entry], "of which torchtune reads the folder data/rl alone" if paired and not files else "")
 
 
-def _validation(draft: Draft, given: Given) -> None:
-    if str(draft.keys.get("run_val_every_n_steps")).isdigit():
-        _dataset(draft, given)
-    else:
-        draft.no_effect(given, "no evaluation: run_val_every_n_steps is not set")
-
-
-def _loss(draft: Draft, given: Given) -> None:
-    if given.value == _DPO:
-        draft.set(given, "train.objective", "dpo", t.REFERENCE)
-    else:
-        t.no_effect("the loss is cross-entropy")(draft, given)
-
-
-def _reference(draft: Draft, given: Given) -> None:
-    if given.value == draft.keys.get("checkpointer.checkpoint_dir"):
-        draft.no_effect(given, t.REFERENCE)
-    else:
-        draft.not_offered(given, f"another model; {t.REFERENCE}")
-
-
 def _betas(draft: Draft, given: Given) -> None:
     first, second = (float(value) for value in given.value)
     draft.settings["train.beta2"] = second
@@ -187,13 +166,23 @@ KEYS: dict[str, t.Handler] = {
     ),
     # data
     "dataset._component_": _dataset,
-    "dataset_val._component_": _validation,
+    "dataset_val._component_": t.when(
+        lambda draft, _: draft.said("run_val_every_n_steps").isdigit(),
+        _dataset,
+        t.no_effect("no evaluation: run_val_every_n_steps is not set"),
+    ),
     "dataset.train_on_input": t.either("data.loss_on", "all", "assistant"),
     "dataset.conversation_column": t.to("data.columns", lambda value: {"messages": str(value)}),
     "dataset.conversation_style": t.to("data.format", lambda value: "sharegpt" if value == "sharegpt" else "messages"),
     # preferences
-    "loss._component_": _loss,
-    "ref_checkpointer.checkpoint_dir": _reference,
+    "loss._component_": t.when(
+        lambda _, given: given.value == _DPO, t.always("train.objective", "dpo", t.REFERENCE), t.no_effect("the loss is cross-entropy")
+    ),
+    "ref_checkpointer.checkpoint_dir": t.when(
+        lambda draft, given: given.value == draft.keys.get("checkpointer.checkpoint_dir"),
+        t.no_effect(t.REFERENCE),
+        t.not_offered(f"another model; {t.REFERENCE}"),
+    ),
     # steps
     "seed": t.to("train.seed", lambda value: int(t.as_number(value))),
     "optimizer._component_": t.optimizer,

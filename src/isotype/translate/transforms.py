@@ -267,6 +267,16 @@ def where(key: str, words: str, then: Handler, otherwise: str) -> Handler:
     return handler
 
 
+def when(holds: Callable[[Draft, Given], object], then: Handler, otherwise: Handler) -> Handler:
+    """`then` where what the file says `holds`."""
+    return lambda draft, given: (then if holds(draft, given) else otherwise)(draft, given)
+
+
+def always(target: str, value: Any, note: str = "") -> Handler:
+    """The same value, whatever the key's is."""
+    return to(target, lambda _: value, note)
+
+
 def no_effect(why: str) -> Handler:
     return lambda draft, given: draft.no_effect(given, why)
 
@@ -284,8 +294,15 @@ def not_offered(use: str) -> Handler:
 
 
 def only(words: str, why: str, use: str) -> Handler:
-    """The one way that is offered has no effect; others are not offered."""
-    return lambda draft, given: draft.no_effect(given, why) if str(given.value) in words.split() else draft.not_offered(given, use)
+    """The one way that is offered has no effect; others are not offered: a note, in which {} is the value."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        if str(given.value) in words.split():
+            draft.no_effect(given, why)
+        else:
+            draft.not_offered(given, use.replace("{}", str(given.value)))
+
+    return handler
 
 
 def preference(name: str, *objectives: str, of: Callable[[Draft], str | None]) -> Handler:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.keys import keys, sections
-from ..config.load import load
+from ..config.load import config_of
 from ..config.yaml_text import write_value
 from ..doctor.check import check
 from ..doctor.check.settings import Record
@@ -98,7 +96,10 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
     outcomes = sorted(draft.outcomes, key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)))
     text = _text(draft, source, _NAMES.get(name, name))
-    _validate(text, path)
+    try:
+        config_of(text, "the configuration made of it")
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     return Translation(name, str(path), text, outcomes, findings, draft.notes)
 
 
@@ -286,19 +287,6 @@ def _text(draft: Draft, source: Source, tool: str) -> str:
                 why = ", ".join(sorted({given.written or given.name for given in draft.about_precision if given.value not in OFF}))
             lines.append(f"{setting:<40}  # {' '.join(why.split())}" if why else setting)
     return "\n".join(lines) + "\n"
-
-
-def _validate(text: str, path: Path) -> None:
-    """The result is read as `isotype train` reads it. What that refuses is reported as a mistake in the source."""
-    handle, name = tempfile.mkstemp(suffix=".yaml")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        load(name)
-    except UsageError as error:
-        raise UsageError(f"{path}: {str(error).replace(name, 'the configuration made of it')}") from None
-    finally:
-        os.unlink(name)
 
 
 def _short(value: Any) -> str:

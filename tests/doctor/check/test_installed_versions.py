@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# what check says -> library, file, a pattern that its source holds (with "not ", that it does not)
+# what check says -> library, file, a pattern that its source holds
 CLAIMS = {
     "CF040: use_cpu replaces no_cuda": ("transformers", "training_args.py", r"(?m)^    use_cpu\s*:"),
     "CF042: one quantisation only": ("transformers", "utils/quantization_config.py", r"both True, but only one can be used"),
@@ -73,14 +73,11 @@ CLAIMS = {
 }
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_the_installed_version_does_as_check_says(claim: str):
-    library, file, pattern = CLAIMS[claim]
+@pytest.mark.parametrize("library", sorted({library for library, *_ in CLAIMS.values()}))
+def test_the_installed_version_does_as_check_says(library: str):
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         pytest.skip(f"{library} is not installed")
-    source = (Path(spec.origin).parent / file).read_text(encoding="utf-8")
-    if pattern.startswith("not "):
-        assert not re.search(pattern.removeprefix("not "), source), f"{library}/{file}: {claim} is stale"
-    else:
-        assert re.search(pattern, source), f"{library}/{file}: {claim} is stale"
+    for claim, (of, file, pattern) in CLAIMS.items():
+        if of == library:
+            assert re.search(pattern, (Path(spec.origin).parent / file).read_text(encoding="utf-8")), f"{library}/{file}: {claim} is stale"

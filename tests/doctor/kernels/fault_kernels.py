@@ -1,4 +1,4 @@
-"""Kernels that fail for some dtype, each beside its repaired form. The faulty line carries `# fault`."""
+"""Kernels that fail for some dtype, and with FIXED do not. The faulty line carries `# fault`."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,10 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def loop_fp64_scalar(x_ptr, out_ptr, scale, n, BLOCK: tl.constexpr):
+def loop_fp64_scalar(x_ptr, out_ptr, scale, n, FIXED: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
+    if FIXED:
+        scale = scale.to(tl.float32)
     m = tl.full((BLOCK,), -float("inf"), tl.float32)
     for i in range(n):
         value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
@@ -16,19 +18,8 @@ def loop_fp64_scalar(x_ptr, out_ptr, scale, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def loop_fp64_scalar_fixed(x_ptr, out_ptr, scale, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    scale = scale.to(tl.float32)
-    m = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for i in range(n):
-        value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
-        m = tl.maximum(m, value * scale)
-    tl.store(out_ptr + cols, m)
-
-
-@triton.jit
-def while_sum(x_ptr, out_ptr, n):
-    total = 0
+def while_sum(x_ptr, out_ptr, n, FIXED: tl.constexpr):
+    total = tl.zeros((), tl.float32) if FIXED else 0
     i = 0
     while i < n:
         total += tl.load(x_ptr + i)  # fault
@@ -37,34 +28,15 @@ def while_sum(x_ptr, out_ptr, n):
 
 
 @triton.jit
-def while_sum_fixed(x_ptr, out_ptr, n):
-    total = tl.zeros((), tl.float32)
-    i = 0
-    while i < n:
-        total += tl.load(x_ptr + i).to(tl.float32)
-        i += 1
-    tl.store(out_ptr, total)
-
-
-@triton.jit
-def branch_else(x_ptr, out_ptr, causal, n, BLOCK: tl.constexpr):
+def branch_else(x_ptr, out_ptr, causal, n, FIXED: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    if FIXED:
+        x = x.to(tl.float32)
     if causal:
         y = x
     else:
         y = x * tl.full((BLOCK,), 2.0, tl.float32)  # fault
-    tl.store(out_ptr + cols, y, mask=cols < n)
-
-
-@triton.jit
-def branch_else_fixed(x_ptr, out_ptr, causal, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
-    if causal:
-        y = x
-    else:
-        y = x * tl.full((BLOCK,), 2.0, tl.float32)
     tl.store(out_ptr + cols, y, mask=cols < n)
 
 
@@ -76,107 +48,59 @@ def _scaled(x, scale):
 
 
 @triton.jit
-def branch_in_helper(x_ptr, out_ptr, scale, BLOCK: tl.constexpr):
+def branch_in_helper(x_ptr, out_ptr, scale, FIXED: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
-    x = _scaled(tl.load(x_ptr + cols), scale)
-    tl.store(out_ptr + cols, x)
+    x = tl.load(x_ptr + cols)
+    tl.store(out_ptr + cols, _scaled(x.to(tl.float32) if FIXED else x, scale))
 
 
 @triton.jit
-def _scaled_fixed(x, scale):
-    x = x.to(tl.float32)
-    if scale != 1.0:
-        x = x * scale
-    return x
-
-
-@triton.jit
-def branch_in_helper_fixed(x_ptr, out_ptr, scale, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = _scaled_fixed(tl.load(x_ptr + cols), scale)
-    tl.store(out_ptr + cols, x)
-
-
-@triton.jit
-def dot_probabilities(q_ptr, k_ptr, v_ptr, out_ptr, N: tl.constexpr):
+def dot_probabilities(q_ptr, k_ptr, v_ptr, out_ptr, FIXED: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, N)
     at = i[:, None] * N + i[None, :]
     s = tl.dot(tl.load(q_ptr + at), tl.load(k_ptr + at))
     p = tl.exp(s - tl.max(s, 1)[:, None])
     v = tl.load(v_ptr + at)
+    if FIXED:
+        p = p.to(v.dtype)
     tl.store(out_ptr + at, tl.dot(p, v))  # fault
 
 
 @triton.jit
-def dot_probabilities_fixed(q_ptr, k_ptr, v_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    at = i[:, None] * N + i[None, :]
-    s = tl.dot(tl.load(q_ptr + at), tl.load(k_ptr + at))
-    p = tl.exp(s - tl.max(s, 1)[:, None])
-    v = tl.load(v_ptr + at)
-    tl.store(out_ptr + at, tl.dot(p.to(v.dtype), v))
-
-
-@triton.jit
-def log_of_mean(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def log_of_mean(x_ptr, out_ptr, n, FIXED: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    if FIXED:
+        x = x.to(tl.float32)
     square = x * x
     tl.store(out_ptr + cols, tl.sqrt(square + 1), mask=cols < n)  # fault
 
 
 @triton.jit
-def log_of_mean_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
-    square = x * x
-    tl.store(out_ptr + cols, tl.sqrt(square + 1), mask=cols < n)
-
-
-@triton.jit
-def tanh_low(x_ptr, out_ptr, BLOCK: tl.constexpr):
+def tanh_low(x_ptr, out_ptr, FIXED: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + cols)
+    if FIXED:
+        x = x.to(tl.float32)
     tl.store(out_ptr + cols, libdevice.tanh(x))  # fault
 
 
 @triton.jit
-def tanh_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+def low_sum_loop(x_ptr, out_ptr, n, FIXED: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols).to(tl.float32)
-    tl.store(out_ptr + cols, libdevice.tanh(x))
-
-
-@triton.jit
-def low_sum_loop(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
+    acc = tl.zeros((BLOCK,), tl.float32 if FIXED else x_ptr.dtype.element_ty)
     for i in range(n):
         acc += tl.load(x_ptr + i * BLOCK + cols)  # fault
     tl.store(out_ptr + cols, acc)
 
 
 @triton.jit
-def low_sum_loop_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for i in range(n):
-        acc += tl.load(x_ptr + i * BLOCK + cols)
-    tl.store(out_ptr + cols, acc)
-
-
-@triton.jit
-def low_block_sum(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def low_block_sum(x_ptr, out_ptr, n, FIXED: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    if FIXED:
+        x = x.to(tl.float32)
     tl.store(out_ptr, tl.sum(x, 0))  # fault
-
-
-@triton.jit
-def low_block_sum_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
-    tl.store(out_ptr, tl.sum(x.to(tl.float32), 0))
 
 
 @triton.jit
@@ -207,7 +131,7 @@ def three_rows_in_one_warp(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def low_dot_fixed(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+def low_dot(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     at = i[:, None] * N + i[None, :]
     c = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))

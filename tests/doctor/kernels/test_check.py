@@ -31,11 +31,9 @@ class Case:
     constexprs: dict[str, Any] = field(default_factory=dict)
     words: tuple[str, ...] = ()  # that cause and fix must hold
     severity: Severity = Severity.ERROR
-    fixed_signatures: dict[str, dict[str, str]] | None = None
 
 
 XO = {"x_ptr": "*F", "out_ptr": "*F"}
-DOT = {"a_ptr": "*F", "b_ptr": "*F", "out_ptr": "*F"}
 CASES = [
     Case("loop_fp64_scalar", "KN002", "m", {"eager": {"x_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp32", "n": "i32"}, "inductor": {"x_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp64", "n": "i32"}}, {"BLOCK": 64}, ("fp64", "Inductor", "scale.to(tl.float32)")),
     Case("while_sum", "KN002", "total", low(**XO, n="i32"), {}, ("loop", "tl.float32")),
@@ -49,44 +47,28 @@ CASES = [
 ]  # fmt: skip
 
 
-def fault_lines(case: Case) -> list[int]:
-    """The lines marked `# fault` in the kernel and in the functions of its file that it calls."""
-    found = []
-    for function in (getattr(kernels, case.name), kernels._scaled):
-        source, first = inspect.getsourcelines(function.fn)
-        found += [first + i for i, text in enumerate(source) if "# fault" in text]
-    return found
-
-
 def loud(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if f.severity > Severity.NOTE]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_fault_is_found_named_and_explained(case: Case) -> None:
-    values = case.constexprs
-    found = loud(check(getattr(kernels, case.name), case.signatures, values).findings)
-    assert [f.code for f in found] == [case.code], [f.render() for f in found]
-    finding = found[0]
-    assert finding.severity == case.severity
+def test_the_fault_is_found_named_and_explained_and_its_repaired_form_is_quiet(case: Case) -> None:
+    kernel = getattr(kernels, case.name)
+    (finding,) = loud(check(kernel, case.signatures, {**case.constexprs, "FIXED": False}).findings)
     text = finding.render()
-    for word in case.words:
-        assert word in text, text
-    if case.variable:
-        assert dict(finding.details)["variable"] == case.variable, text
+    assert (finding.code, finding.severity, dict(finding.details)["variable"]) == (case.code, case.severity, case.variable), text
+    assert [word for word in case.words if word not in text] == [], text
     assert finding.fix
-    assert any(abs((finding.place.line or 0) - line) <= 1 for line in fault_lines(case)), text
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_repaired_form_is_quiet(case: Case) -> None:
-    signatures = case.fixed_signatures or case.signatures
-    values = dict(case.constexprs)
-    for name in ("BLOCK", "D"):
-        if any(s.get(name) == "constexpr" for s in signatures.values()):
-            values[name] = 64 if name == "BLOCK" else 32
-    found = loud(check(getattr(kernels, f"{case.name}_fixed"), signatures, values).findings)
-    assert not found, [f.render() for f in found]
+    # in the kernel or in the function of its file that it calls
+    lines = [
+        first + i
+        for f in (kernel, kernels._scaled)
+        for source, first in [inspect.getsourcelines(f.fn)]
+        for i, t in enumerate(source)
+        if "# fault" in t
+    ]
+    assert any(abs((finding.place.line or 0) - line) <= 1 for line in lines), text
+    assert not loud(check(kernel, case.signatures, {**case.constexprs, "FIXED": True}).findings)
 
 
 def test_a_block_through_one_pointer_is_no_matter_of_dtypes() -> None:

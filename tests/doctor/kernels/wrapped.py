@@ -83,7 +83,7 @@ def copy(x):
 
 def mixed_dot(a, b):
     out = torch.empty(32, 32, device=a.device)
-    fault_kernels.low_dot_fixed[(1,)](a, b, out, N=32)
+    fault_kernels.low_dot[(1,)](a, b, out, N=32)
     return out
 
 

@@ -5,6 +5,7 @@ They vary public failures: mask, rotary table, cache, adapter, checkpoint, optim
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -38,6 +39,14 @@ class Attention(nn.Module):
 def x_of(dtype=bf16, n=6, d=16, batch=1):
     torch.manual_seed(0)
     return torch.randn(batch, n, d).to(dtype)
+
+
+def step(model, optimizer, x=None, autocast=False):
+    with torch.autocast("cpu", bf16, enabled=autocast):
+        loss = model(x_of(next(model.parameters()).dtype) if x is None else x).float().pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 # ---- errors
@@ -142,9 +151,7 @@ def python_check_in_a_library(broken):
 
 
 def default_dtype_in_generator(broken):
-    from contextlib import contextmanager
-
-    @contextmanager
+    @contextlib.contextmanager
     def building_in(dtype):
         old = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -218,7 +225,7 @@ def validation_leaves_fp16_for_the_scaler(broken):
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
-    def step():
+    def scaled_step():
         loss = model(x_of(model.weight.dtype)).float().pow(2).mean()
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -229,9 +236,9 @@ def validation_leaves_fp16_for_the_scaler(broken):
     def log_validation(live):
         live.half()
 
-    step()
+    scaled_step()
     log_validation(model if broken else copy.deepcopy(model))
-    step()
+    scaled_step()
 
 
 # ---- silent faults
@@ -298,11 +305,8 @@ def ema_in_bf16(broken):
     model = nn.Linear(16, 16)
     average = [p.detach().clone().to(bf16 if broken else torch.float32) for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for step in range(12):
-        loss = model(x_of(torch.float32) + step).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    for number in range(12):
+        step(model, optimizer, x_of(torch.float32) + number)
         with torch.no_grad():
             for mean, p in zip(average, model.parameters()):
                 mean.lerp_(p.to(mean.dtype), 0.001)
@@ -324,10 +328,7 @@ def weight_decay_in_bf16(broken):
     model = nn.Linear(16, 16, bias=False).to(bf16 if broken else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.01)
     for _ in range(6):
-        loss = model(x_of(model.weight.dtype)).float().pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        step(model, optimizer)
 
 
 def copied_back_from_fp32(broken):
@@ -347,23 +348,9 @@ def one_autocast_around_the_loop(broken):
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def step():
-        loss = model(x_of(torch.float32)).float().pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    if broken:
-        with torch.autocast("cpu", bf16):
-            for _ in range(3):
-                step()
-    else:
+    with torch.autocast("cpu", bf16) if broken else contextlib.nullcontext():
         for _ in range(3):
-            with torch.autocast("cpu", bf16):
-                loss = model(x_of(torch.float32)).float().pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            step(model, optimizer, autocast=True)
 
 
 def rotary_by_autocast_product(broken):
@@ -429,21 +416,15 @@ def validation_casts_the_live_model(broken):
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def train():
-        loss = model(x_of(model.weight.dtype)).float().pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
     def log_validation():
         live = model if broken else copy.deepcopy(model)
         live.to(torch.float16)
         with torch.no_grad():
             live(x_of(torch.float16))
 
-    train()
+    step(model, optimizer)
     log_validation()
-    train()
+    step(model, optimizer)
 
 
 def double_from_numpy(broken):

@@ -173,23 +173,17 @@ def test_counted_time_follows_the_copies_where_there_is_little_work():
     assert counted(made, 8192, "sm_90").time is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "device", "said"),
-    [
+def test_what_leaves_no_blocks_to_move_or_no_place_for_them_is_refused_in_one_line():
+    for settings, device, said in (
         (["adapter.kind=none"], "cuda", "adapter.kind: none trains every one"),
         ([], "cpu", "on a CPU they are there already"),
         (["train.gradient_checkpointing=none"], "cuda", "a block that does not recompute keeps its weights"),
         (["train.gradient_checkpointing=layers", "train.checkpointed_layers=2"], "cuda", "a block that does not recompute"),
-    ],
-)
-def test_what_leaves_no_blocks_to_move_is_refused_in_one_line(settings, device, said):
-    with pytest.raises(UsageError, match=said) as refused:
-        check_offload(load(None, ["model.offload=blocks", *settings]).config, device_type=device)
-    assert "\n" not in refused.value.message
-    assert refused.value.fix
-
-
-def test_a_shared_model_and_too_little_host_memory_are_refused_in_one_line():
+    ):
+        with pytest.raises(UsageError, match=said) as refused:
+            check_offload(load(None, ["model.offload=blocks", *settings]).config, device_type=device)
+        assert "\n" not in refused.value.message
+        assert refused.value.fix
     with pytest.raises(UsageError, match=r"parallel.kind: shard with model.offload: blocks"):
         parallel_as_configured(load(None, ["model.offload=blocks", "parallel.kind=shard"]).config, world(2))
     refuse_without_host_memory(30 << 30, 32 << 30)

@@ -12,12 +12,12 @@ from tests.models import assert_same_step, lora, step, tiny
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.ops import cpp as ops_cpp
-from isotype.ops.attention import cpu, op
+from isotype.ops.attention import op
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
-from isotype.training.memory.auto import WITHIN, auto_checkpointing
+from isotype.training.memory.device import WITHIN, auto_checkpointing
 from isotype.training.memory.plan import MemoryPlan
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, as_configured, checkpointable, chosen
 
@@ -26,13 +26,10 @@ def train_section(*settings):
     return load(None, list(settings)).config.train
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("all", (0, 1, 2, 3, 4)), ("2", (0, 1)), ("every 2", (0, 2, 4)), ("every 9", (0,)), ("[4, 1, 1]", (1, 4)), ("5", (0, 1, 2, 3, 4))],
-)
-def test_layers_are_chosen_as_written(text, expected):
-    train = train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")
-    assert chosen(train.checkpointed_layers, 5) == expected
+def test_layers_are_chosen_as_written():
+    for text, expected in (("all", (0, 1, 2, 3, 4)), ("2", (0, 1)), ("every 2", (0, 2, 4)), ("every 9", (0,)), ("[4, 1, 1]", (1, 4))):
+        train = train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")
+        assert chosen(train.checkpointed_layers, 5) == expected, text
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +38,9 @@ def ids():
 
 
 @pytest.mark.parametrize("what", [Checkpointing("layers", (0, 2), 4), Checkpointing("layers+offload", (0, 1, 2, 3), 4)], ids=str)
-@pytest.mark.parametrize("preset", ["fp32", "bf16-lora"])
-def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, preset, ids):
+def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, ids):
     model = lora(tiny(num_hidden_layers=4), lora_dropout=0.3)
-    apply_precision(model, PRESETS[preset], device_type="cpu")
+    apply_precision(model, PRESETS["bf16-lora"], device_type="cpu")
     model.train()
     recomputing = copy.deepcopy(model)
     apply_checkpointing(recomputing, what)
@@ -86,18 +82,19 @@ def simulated(checkpointing):
     return replace(NOTHING, peak=(100 - saved) * MiB)
 
 
-@pytest.mark.parametrize(
-    ("has", "device_type", "kind", "layers"),
-    [(100, "cpu", "none", 0), (99, "cpu", "layers", 1), (75, "cuda", "layers", 5), (40, "cuda", "layers", 12), (30, "cuda", "layers", 14),
-     (29, "cuda", "layers+offload", 16), (29, "cpu", "layers", 16), (1, "cuda", "layers+offload", 16)],
-)  # fmt: skip
-def test_auto_recomputes_as_few_layers_as_needed(has, device_type, kind, layers):
-    found, plan = auto_checkpointing(simulated, layers=LAYERS, has=round(has * MiB / (1 - WITHIN)) + 1, besides=0, device_type=device_type)
-    assert found.kind == kind
-    # the estimate may ask for more than the fewest, never for too few
-    assert layers <= len(found.layers) <= layers + 2
-    assert plan == simulated(found)
-    assert found.reason.startswith("auto: ")
+def test_auto_recomputes_as_few_layers_as_needed(subtests):
+    for has, device_type, kind, layers in (
+        (100, "cpu", "none", 0), (99, "cpu", "layers", 1), (75, "cuda", "layers", 5), (40, "cuda", "layers", 12),
+        (30, "cuda", "layers", 14), (29, "cuda", "layers+offload", 16), (29, "cpu", "layers", 16), (1, "cuda", "layers+offload", 16),
+    ):  # fmt: skip
+        with subtests.test(has=has, device_type=device_type):
+            there = round(has * MiB / (1 - WITHIN)) + 1
+            found, plan = auto_checkpointing(simulated, layers=LAYERS, has=there, besides=0, device_type=device_type)
+            assert found.kind == kind
+            # the estimate may ask for more than the fewest, never for too few
+            assert layers <= len(found.layers) <= layers + 2
+            assert plan == simulated(found)
+            assert found.reason.startswith("auto: ")
 
 
 @pytest.fixture
@@ -135,15 +132,15 @@ def keeping(checkpointing):
     return replace(NOTHING, peak=(100 - saved * len(checkpointing.layers)) * MiB)
 
 
-@pytest.mark.parametrize(
-    ("target", "kind", "layers", "kept"),
-    [(100, "none", 0, False), (97, "layers", 1, True), (70, "layers", 6, False), (19, "layers+offload", 16, True),
-     (18, "layers+offload", 16, False)],
-)  # fmt: skip
-def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(target, kind, layers, kept):
-    found, plan = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB)
-    assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
-    assert plan.peak == keeping(found).peak <= target * MiB
+def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(subtests):
+    for target, kind, layers, kept in (
+        (100, "none", 0, False), (97, "layers", 1, True), (70, "layers", 6, False), (19, "layers+offload", 16, True),
+        (18, "layers+offload", 16, False),
+    ):  # fmt: skip
+        with subtests.test(target=target):
+            found, plan = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB)
+            assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
+            assert plan.peak == keeping(found).peak <= target * MiB
 
 
 # --- `train.keep_attention`: attention whose results were kept does not run again in backward, and no gradient changes.
@@ -171,8 +168,8 @@ def gradients(model, kind="none", **options):
 @pytest.fixture
 def counted(monkeypatch):
     """How often attention's kernel ran."""
-    seen, real = [], cpu.attention_forward
-    monkeypatch.setattr(op.cpu, "attention_forward", lambda *args: seen.append(1) or real(*args))
+    seen, real = [], op.attention_forward
+    monkeypatch.setattr(op, "attention_forward", lambda *args: seen.append(1) or real(*args))
     return seen
 
 

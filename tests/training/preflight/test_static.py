@@ -1,9 +1,7 @@
-"""Checks of the preflight that run no step: device, schedule, lost updates, disk."""
+"""Checks of the preflight that run no step: lost updates, disk, memory."""
 
 from dataclasses import replace
 from types import SimpleNamespace
-
-import pytest
 
 from isotype.finding import Severity
 from isotype.tasks.language.outline import step_outline
@@ -15,29 +13,21 @@ from isotype.training.preflight.static import (
     checkpoint_bytes,
     disk_too_small,
     memory_too_small,
-    never_leaves_warmup,
     result_bytes,
     vanishing_updates,
 )
-
-
-def test_a_warmup_as_long_as_the_run(subject):
-    (finding,) = never_leaves_warmup(subject(train={"steps": 5, "warmup": 5, "learning_rate": 6e-4}))
-    assert "5 steps of warm-up in a run of 5" in finding.message
-    assert finding.observed == "at most 0.0005, at the last step"
-
 
 FULL = {"kind": "none"}
 NEAREST = {"preset": "bf16-pure", "rounding": "nearest"}
 
 
-@pytest.mark.parametrize(("rate", "severity"), [(1e-5, Severity.ERROR), (1e-4, Severity.WARNING)])
-def test_bf16_weights_rounded_to_nearest(subject, rate, severity):
-    (finding,) = vanishing_updates(subject(adapter=FULL, precision=NEAREST, train={"learning_rate": rate}))
-    assert finding.severity == severity
-    assert "bf16 keeps 8 bits" in str(finding.cause)
-    assert dict(finding.details)["still"].startswith("5 of 21 tensors"), "a norm's weight is 1 and does not move"
-    assert finding.fix == f"precision.rounding: stochastic, precision.trainable: fp32, or a train.learning_rate above {rate:g}"
+def test_bf16_weights_rounded_to_nearest(subject):
+    for rate, severity in ((1e-5, Severity.ERROR), (1e-4, Severity.WARNING)):
+        (finding,) = vanishing_updates(subject(adapter=FULL, precision=NEAREST, train={"learning_rate": rate}))
+        assert finding.severity == severity
+        assert "bf16 keeps 8 bits" in str(finding.cause)
+        assert dict(finding.details)["still"].startswith("5 of 21 tensors"), "a norm's weight is 1 and does not move"
+        assert finding.fix == f"precision.rounding: stochastic, precision.trainable: fp32, or a train.learning_rate above {rate:g}"
 
 
 def test_a_rate_that_only_prodigy_takes_is_warned_of(subject):

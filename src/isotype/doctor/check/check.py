@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
+from ...wording import aligned, counted
 from .programs import from_environment, from_python, from_script
 from .python_calls import read_notebook
 from .rules import RULES
@@ -79,7 +80,7 @@ def trouble_without_files(checked: Checked, paths: Iterable[str]) -> Finding | N
     return Finding(
         code="CF099",
         severity=Severity.NOTE,
-        message=f"no configuration found in {checked.files} file{'s' * (checked.files != 1)}",
+        message=f"no configuration found in {counted(checked.files, 'file')}",
         place=Place(file=", ".join(paths)),
         fix="give the folder or file with the training configuration",
     )
@@ -96,13 +97,8 @@ def table(record: Record) -> str:
             rows.append((role, decision.value, decision.why, where))
     if not rows:
         return ""
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
     main = next((d for d in record.facts.documents if d.tool in MAIN), record.facts.documents[0])
-    lines = [f"what {main.file} will really do ({main.tool})"]
-    lines += [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)) + f"  {row[3]}".rstrip() for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([f"what {main.file} will really do ({main.tool})", *(f"  {line}" for line in aligned(rows))])
 
 
 def as_json(record: Record) -> dict[str, object]:
@@ -141,12 +137,8 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
                 continue
             if other.attributes.get("reader") == "python" and other.file != main.file and other_folder != folder:
                 continue  # a program elsewhere in the tree
-            if (
-                os.path.basename(other.file) in referenced
-                or other_folder == folder
-                or other_folder in folder.parents
-                or folder in other_folder.parents
-            ):
+            near = folder.is_relative_to(other_folder) or other_folder.is_relative_to(folder)
+            if near or os.path.basename(other.file) in referenced:
                 by_tool.setdefault(other.tool, []).append(other)
         for tool, candidates in by_tool.items():
             named = [d for d in candidates if os.path.basename(d.file) in referenced]
@@ -168,9 +160,7 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
         if document.tool not in ("env", "code", "checkpoint") or not mains:
             by_folder.setdefault(folder, []).append(document)
     for documents in by_folder.values():
-        counts: dict[str, int] = {}
-        for document in documents:
-            counts[document.tool] = counts.get(document.tool, 0) + 1
+        counts = Counter(document.tool for document in documents)
         alone = [d for d in documents if counts[d.tool] > 1 and d.tool in ("deepspeed", "accelerate", "model")]
         rest = [d for d in documents if d not in alone]
         made += [Facts([d], device) for d in alone]
@@ -246,44 +236,21 @@ def _shown(path: Path) -> str:
 
 
 def _read(path: Path, found: Collection, *, explicit: bool) -> None:
-    name, suffix, shown = path.name, path.suffix.lower(), _shown(path)
-
-    def keep(document: Document | None) -> None:
-        if document is not None and document.settings:
-            found.documents.append((path.parent, document))
-
+    suffix, shown, text = path.suffix.lower(), _shown(path), ""
     try:
-        if suffix == ".safetensors":
-            keep(_safetensors(path, shown))
-            return
-        if path.stat().st_size > LARGEST:
+        if suffix != ".safetensors" and path.stat().st_size > LARGEST:
             if explicit:
                 raise UsageError(f"{shown}: {path.stat().st_size >> 20} MiB is no configuration")
             return
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = "" if suffix == ".safetensors" else path.read_text(encoding="utf-8", errors="replace")
         if suffix == ".py":
             found.trouble += autocast_around_backward(text, shown)
-            for made in from_python(text, shown):
-                keep(made)
-        elif suffix == ".ipynb":
-            code, line_of = read_notebook(text)
-            for made in from_python(code, shown):
-                made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
-                keep(made)
-        elif suffix in (".sh", ".bash", ".slurm", ".sbatch"):
-            for made in from_script(text, shown):
-                keep(made)
-        elif suffix == ".env" or name == ".env":
-            for made in from_environment(text, shown):
-                keep(made)
-        elif suffix in (".json", ".jsonc", ".yaml", ".yml", ".toml"):
-            tree = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml}.get(suffix, read_json)(text)
-            read = _document(tree, name, shown)
-            if read is None and explicit:
-                found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
-            keep(read)
-        elif explicit:
+        if explicit and not may_be_configuration(path.name):
             raise UsageError(f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python and safetensors")
+        documents = _documents(path, text, shown)
+        if explicit and documents == [None]:
+            found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
+        found.documents += [(path.parent, document) for document in documents if document is not None and document.settings]
     except Unreadable as error:
         # a text that says nothing of training (a template of something else) is nobody's fault
         if explicit or error.line is None or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):
@@ -296,6 +263,30 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         found.trouble.append(_trouble(shown, None, f"{type(error).__name__}: {error}"))
 
 
+def _documents(path: Path, text: str, shown: str) -> Sequence[Document | None]:
+    """By the file's ending. None for a tree of settings that is no tool's."""
+    match path.suffix.lower():
+        case ".safetensors":
+            return [_safetensors(path, shown)]
+        case ".py":
+            return from_python(text, shown)
+        case ".ipynb":
+            code, line_of = read_notebook(text)
+            documents = from_python(code, shown)
+            for made in documents:
+                made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
+            return documents
+        case ".sh" | ".bash" | ".slurm" | ".sbatch":
+            return from_script(text, shown)
+        case ".json" | ".jsonc":
+            return [_tree_document(read_json(text), path.name, shown)]
+        case ".yaml" | ".yml":
+            return [_tree_document(read_yaml(text), path.name, shown)]
+        case ".toml":
+            return [_tree_document(read_toml(text), path.name, shown)]
+    return from_environment(text, shown)
+
+
 def _trouble(file: str, line: int | None, what: str, severity: Severity = Severity.ERROR) -> Finding:
     return Finding(
         code="CF099",
@@ -306,7 +297,7 @@ def _trouble(file: str, line: int | None, what: str, severity: Severity = Severi
     )
 
 
-def _document(tree: Tree, name: str, shown: str) -> Document | None:
+def _tree_document(tree: Tree, name: str, shown: str) -> Document | None:
     tool = identify(tree.data, name)
     tables: set[str] = set()
     if tool is None and name.endswith(".toml"):  # kohya's scripts take the keys of all tables as if there were no tables

@@ -89,12 +89,8 @@ def from_python(text: str, shown: str) -> list[Document]:
                 continue
             known = list(_plain(prefix + key, value))
             for name, plain in known:
-                if (
-                    name in into.settings
-                    and into.settings[name].value != plain
-                    and into.tool not in ("accelerate", "code")
-                    and not replaces
-                ):
+                before = into.settings.get(name)
+                if before is not None and before.value != plain and into.tool not in ("accelerate", "code") and not replaces:
                     ambiguous.append((into, name))
                 into.add(name, plain, line)
             if not known:
@@ -115,14 +111,10 @@ def from_python(text: str, shown: str) -> list[Document]:
         elif call.name == "BitsAndBytesConfig":
             if len(quantisations) == 1:  # else they are a program's alternatives
                 copy(call, document("model"), "quantization_config.")
-        elif (
-            call.name == "from_pretrained"
-            and re.search(r"Model|Pipeline|VAE|UNet|Transformer", call.owner)
-            and "Tokenizer" not in call.owner
-        ):
-            copy(call, document("model", unsloth="Fast" in call.owner) if "Fast" in call.owner else document("model"))
+        elif call.name == "from_pretrained" and re.search(f"{_MODEL}|Pipeline", call.owner) and "Tokenizer" not in call.owner:
+            made = document("model", unsloth=True) if "Fast" in call.owner else document("model")
+            copy(call, made)
             if call.owner.startswith("Fast"):
-                made = document("model")
                 for key in ("load_in_4bit", "load_in_8bit"):
                     if key in made.settings:
                         made.settings[f"quantization_config.{key}"] = made.settings[key]
@@ -168,14 +160,16 @@ def from_python(text: str, shown: str) -> list[Document]:
 def _cast_when_loaded(call: python_calls.Call) -> str | None:
     """The dtype of `Model.from_pretrained(...).half()` and its like."""
     owner, _, method = call.owner.rpartition(".")
-    if method != "from_pretrained" or not re.search(r"Model|VAE|UNet|Transformer", owner):
-        return None
-    if call.name == "to":
-        given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
-        return given if isinstance(given, str) and given.startswith("torch.") else None
-    return _CASTS.get(call.name)
+    return _dtype_given(call) if method == "from_pretrained" and re.search(_MODEL, owner) else None
 
 
+def _dtype_given(call: python_calls.Call) -> str | None:
+    """Of `.to(torch.bfloat16)`, `.half()` and its like; None for another call."""
+    given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0] if call.name == "to" else _CASTS.get(call.name)
+    return str(given) if isinstance(given, str) and given.startswith("torch.") else None
+
+
+_MODEL = "Model|VAE|UNet|Transformer"
 _CASTS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float": "torch.float32"}
 
 
@@ -183,11 +177,9 @@ def _casts_before_training(calls: list[python_calls.Call]) -> Iterator[tuple[pyt
     """`model = Net().half()` or `model.half()` above an optimizer over `model.parameters()`: a model of the program's own."""
     trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
     for call in calls:
-        name = call.target or call.owner
-        given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0] if call.name == "to" else _CASTS.get(call.name)
-        cast = isinstance(given, str) and given.startswith("torch.") and dtype_of(given) is not None
-        if cast and not call.conditional and name in trained and call.line < trained[name]:
-            yield call, str(given)
+        name, given = call.target or call.owner, _dtype_given(call)
+        if given and dtype_of(given) and not call.conditional and name in trained and call.line < trained[name]:
+            yield call, given
 
 
 _KOHYA_SCRIPT = re.compile(
@@ -233,41 +225,34 @@ def _command(words: list[str], line: int, shown: str) -> list[Document]:
     else:
         return []
     given = shell.arguments(words[start:])
+    document = Document("", shown, attributes={"reader": "command line"})
     if first == "tune" and words[1:2] == ["run"]:
-        recipe = Document("torchtune", shown, attributes={"reader": "command line"})
+        document.tool = "torchtune"
         for word in words[start:]:
             if changed := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", word):
-                recipe.add(changed[1], changed[2], line)
-        if recipe.settings:  # the recipe's name says what is trained
-            recipe.add("recipe", " ".join(word for word in words[start:] if "=" not in word), line, written="tune run")
-        return [recipe] if recipe.settings else []
-    name = words[program] if program is not None else " ".join(words[:2])
-    if not given:
-        return documents
-    if _KOHYA_SCRIPT.search(name) or {"full_bf16", "full_fp16", "network_module"} & set(given):
-        tool: str | None = "kohya"
-    elif _SIMPLETUNER.search(name) or {"gradient_precision", "base_model_precision"} & set(given):
-        tool = "simpletuner"
-    elif first == "llamafactory-cli":
-        tool = "llamafactory"
-    elif first == "axolotl":
-        tool = "axolotl"
-    elif "mixed_precision" in given and not {"bf16", "fp16"} & set(given):
-        tool = "script"
-    else:
-        tool = identify(given)
-        tool = (
-            "hf"
-            if tool in ("model", "peft", "checkpoint", "deepspeed", None)
-            and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & set(given)
-            else tool
-        )
-    if tool is None:
-        return documents
-    document = Document(tool, shown, attributes={"reader": "command line"})
-    for key, value in given.items():
+                document.add(changed[1], changed[2], line)
+        if document.settings:  # the recipe's name says what is trained
+            document.add("recipe", " ".join(word for word in words[start:] if "=" not in word), line, written="tune run")
+        return [document]
+    document.tool = _tool_of(first, words[program] if program is not None else " ".join(words[:2]), given) or ""
+    for key, value in given.items() if document.tool else ():
         document.add(key, value, line, written=f"--{key}")
     return [*documents, document]
+
+
+def _tool_of(first: str, name: str, given: dict[str, str | bool]) -> str | None:
+    """Of a command with these options, which begins with `first` and runs the program `name`."""
+    if _KOHYA_SCRIPT.search(name) or {"full_bf16", "full_fp16", "network_module"} & given.keys():
+        return "kohya"
+    if _SIMPLETUNER.search(name) or {"gradient_precision", "base_model_precision"} & given.keys():
+        return "simpletuner"
+    if first in ("llamafactory-cli", "axolotl"):
+        return first.removesuffix("-cli")
+    if "mixed_precision" in given and not {"bf16", "fp16"} & given.keys():
+        return "script"
+    tool = identify(given)
+    trainers = tool in ("model", "peft", "checkpoint", "deepspeed", None)
+    return "hf" if trainers and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & given.keys() else tool
 
 
 def from_environment(text: str, shown: str) -> list[Document]:

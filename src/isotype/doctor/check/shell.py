@@ -28,45 +28,37 @@ class Script:
     prefixed: dict[str, Assignment] = field(default_factory=dict)
 
 
+_TOKEN = re.compile(
+    r"""(?P<comment>(?<![^\s;&|])\#[^\n]*)|(?P<blank>(?:[^\S\n]|\\\n)+)|(?P<end>[;&|\n])"""
+    r"""|'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|(?P<plain>(?:(?!\\\n)[^\s'";&|])+|.)""",
+    re.S,
+)
+_COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function", "case", "esac"}  # their lines are left out
+
+
 def read(text: str) -> Script:
-    """As a shell would."""
+    """As a shell would: `;`, `&&`, `|` and line breaks part commands."""
     script = Script()
-    for line, logical in _logical_lines(text):
-        _read_line(script, logical.strip(), line)
+    words: list[tuple[str, bool]] = []  # a word without quotes, whether single quotes kept it from expansion
+    word, single, left_out, line, start = None, False, False, 1, 1
+    for token in _TOKEN.finditer(text + "\n"):
+        kind = str(token.lastgroup)
+        if kind in ("single", "double", "plain"):
+            start = start if words or word is not None else line
+            piece = token[kind].replace("\\\n", " ")
+            word = (word or "") + (piece.replace('\\"', '"') if kind == "double" else piece)
+            single = single or kind == "single"
+        elif word is not None:
+            words.append((word, single))
+            word, single = None, False
+        if kind == "end" and words:
+            left_out = left_out or words[0][0] in _COMPOUND
+            if not left_out:
+                _read_command(script, words, start)
+            words = []
+        left_out = left_out and token[0] != "\n"
+        line += token[0].count("\n")
     return script
-
-
-def _logical_lines(text: str) -> list[tuple[int, str]]:
-    """Lines joined where a backslash or an open quote continues them."""
-    joined: list[tuple[int, str]] = []
-    pending, start = "", 0
-    for number, raw in enumerate(text.splitlines(), 1):
-        start = start or number
-        pending += raw
-        if pending.endswith("\\"):
-            pending = pending[:-1] + " "
-            continue
-        if _open_quote(pending) and number - start < 200:
-            pending += "\n"
-            continue
-        joined.append((start, pending))
-        pending, start = "", 0
-    if pending:
-        joined.append((start, pending))
-    return joined
-
-
-def _open_quote(text: str) -> bool:
-    quote = ""
-    for i, char in enumerate(text):
-        if quote:
-            if char == quote and not (quote == '"' and text[i - 1] == "\\"):
-                quote = ""
-        elif char in "'\"":
-            quote = char
-        elif char == "#" and (i == 0 or text[i - 1].isspace()):
-            return False
-    return bool(quote)
 
 
 def _expand(script: Script, word: str) -> str:
@@ -77,15 +69,6 @@ def _expand(script: Script, word: str) -> str:
         return match["default"] if match["default"] is not None else ""
 
     return _VARIABLE.sub(lookup, word)
-
-
-def _read_line(script: Script, text: str, line: int) -> None:
-    if not text or text.startswith("#"):
-        return
-    if re.match(r"^(?:if|then|else|fi|for|do|done|while|function|case|esac)\b", text):
-        return
-    for command in _split(text):
-        _read_command(script, command, line)
 
 
 def _read_command(script: Script, raw_words: list[tuple[str, bool]], line: int) -> None:
@@ -107,42 +90,6 @@ def _read_command(script: Script, raw_words: list[tuple[str, bool]], line: int) 
         target[assignment.name] = assignment
     if words:
         script.commands.append((words, line))
-
-
-def _split(text: str) -> list[list[tuple[str, bool]]]:
-    """The commands of a line (`;`, `&&`, `|` part them), each as (word without quotes, whether single quotes kept it from expansion)."""
-    commands: list[list[tuple[str, bool]]] = []
-    words: list[tuple[str, bool]] = []
-    at, current, single, started = 0, "", False, False
-    while at < len(text):
-        char = text[at]
-        if char == "#" and not started:
-            break
-        if char.isspace() or char in ";&|":
-            if started:
-                words.append((current, single))
-            current, single, started = "", False, False
-            if char in ";&|" and words:
-                commands.append(words)
-                words = []
-        elif char == "'":
-            end = text.find("'", at + 1)
-            end = len(text) if end < 0 else end
-            current += text[at + 1 : end]
-            single, started, at = True, True, end
-        elif char == '"':
-            end = at + 1
-            while end < len(text) and text[end] != '"':
-                end += 2 if text[end] == "\\" else 1
-            current += text[at + 1 : end].replace('\\"', '"')
-            started, at = True, end
-        else:
-            current += char
-            started = True
-        at += 1
-    if started:
-        words.append((current, single))
-    return [*commands, words] if words else commands
 
 
 def arguments(words: list[str]) -> dict[str, str | bool]:

@@ -151,9 +151,7 @@ def hf(record: Record) -> None:
         record.set("evaluation", compute, "autocast", by)
     if section is not None or (uses_deepspeed(facts) and compute in ("bf16", "fp16")):
         record.set("parameters", compute, "DeepSpeed casts the module", by or section)
-        record.set(
-            "trained", compute if record.adapter is not True else record.value("trained"), "DeepSpeed casts the module", section or by
-        )
+        record.set("trained", record.value("trained") if record.adapter else compute, "DeepSpeed casts the module", section or by)
         record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", by or section)
         accumulated = deepspeed_setting(facts, "data_types.grad_accum_dtype")
         if accumulated is not None:
@@ -180,33 +178,25 @@ def _own_autocast(facts: Facts) -> Setting | None:
 
 def axolotl(record: Record) -> None:
     facts = record.facts
-    bf16, fp16 = facts.get("axolotl.bf16"), facts.get("axolotl.fp16")
+    bf16, fp16 = facts.get("axolotl.bf16"), facts.on("axolotl.fp16")
+    word = "unset" if bf16 is None else str(truth(bf16.value) if truth(bf16.value) is not None else bf16.value)
     device_has = record.device.bf16 if record.device else True
-    bf16_on = (
-        bf16 is None or truth(bf16.value) is True or (str(bf16.value) == "auto" and device_has) or facts.on("axolotl.bfloat16") is not None
-    )
-    if bf16 is None and (facts.on("axolotl.fp16") or (record.device and not record.device.bf16)):
-        bf16_on = False
-    if bf16 is not None and truth(bf16.value) is False:
-        bf16_on = False
-    fp16_on = not bf16_on and bool(facts.on("axolotl.fp16") or (bf16 is not None and str(bf16.value) == "auto"))
-    half = "bf16" if bf16_on else "fp16" if fp16_on or facts.on("axolotl.float16") else "fp32"
-    by = bf16 if bf16_on else fp16 or facts.on("axolotl.float16")
+    bf16_on = {"unset": device_has and not fp16, "True": True, "False": False, "auto": device_has}.get(word, False)
+    bf16_on = bf16_on or (word not in ("unset", "False") and facts.on("axolotl.bfloat16") is not None)
+    half = "bf16" if bf16_on else "fp16" if fp16 or word == "auto" or facts.on("axolotl.float16") else "fp32"
+    by = bf16 if bf16_on else facts.get("axolotl.fp16") or facts.on("axolotl.float16")
     adapter_from(record, "axolotl.adapter")
-    if record.adapter is None:
-        record.adapter = False
+    record.adapter = bool(record.adapter)
     quantised(record, "axolotl")
     loaded = "fp16" if record.quantised == 8 and not bf16_on else half
     record.set("parameters", loaded, "loaded in the half precision that is on", by)
-    record.set(
-        "trained",
-        "fp32" if record.adapter else loaded,
-        "adapters are fp32" if record.adapter else "every weight, as loaded",
-        record.adapter_by or by,
-    )
+    if record.adapter:
+        record.set("trained", "fp32", "adapters are fp32", record.adapter_by or by)
+    else:
+        record.set("trained", loaded, "every weight, as loaded", record.adapter_by or by)
     record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", by)
-    if half == "fp16" and facts.on("axolotl.fp16"):
-        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("axolotl.fp16"))
+    if half == "fp16" and fp16:
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", fp16)
     if uses_deepspeed(facts) and record.accumulates:
         record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", uses_deepspeed(facts))
 
@@ -226,10 +216,10 @@ def llamafactory(record: Record) -> None:
     record.set("parameters", loaded, "compute dtype", by or stored)
     if record.adapter:
         record.set("trained", "fp32", "PEFT makes adapters fp32", record.adapter_by)
+    elif pure:
+        record.set("trained", "bf16", "pure_bf16", pure)
     else:
-        record.set(
-            "trained", "bf16" if pure else "fp32" if flag else loaded, "pure_bf16" if pure else "upcast to fp32 for training", pure or flag
-        )
+        record.set("trained", "fp32" if flag else loaded, "upcast to fp32 for training", flag)
     record.set("compute", half or loaded, "autocast" if flag else "the weights' own dtype", by or stored)
     if facts.on("llamafactory.fp16"):
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("llamafactory.fp16"))
@@ -248,8 +238,7 @@ def torchtune(record: Record) -> None:
         record.quantised, record.quantised_by = 4, record.adapter_by
     for role in ("parameters", "trained", "compute"):
         record.set(role, word, "torchtune has one dtype", dtype)
-    if "reduction" not in record.roles:
-        record.set("reduction", word, "gradients are reduced in their dtype", dtype)
+    record.set("reduction", word, "gradients are reduced in their dtype", dtype)
 
 
 def torchtitan(record: Record) -> None:
@@ -257,10 +246,9 @@ def torchtitan(record: Record) -> None:
     parameter = facts.get("torchtitan.training.mixed_precision_param")
     reduce = facts.get("torchtitan.training.mixed_precision_reduce")
     dtype = facts.get("torchtitan.training.dtype")
-    held = dtype_of(dtype.value) if dtype else "fp32"
     record.adapter = False
-    record.set("parameters", held, "training.dtype", dtype)
-    record.set("trained", held, "training.dtype", dtype)
+    for role in ("parameters", "trained"):
+        record.set(role, dtype_of(dtype.value) if dtype else "fp32", "training.dtype", dtype)
     record.set("compute", dtype_of(parameter.value) if parameter else "bf16", "mixed_precision_param", parameter)
     record.set("reduction", dtype_of(reduce.value) if reduce else "fp32", "mixed_precision_reduce", reduce)
 
@@ -276,12 +264,12 @@ def lightning(record: Record) -> None:
     record.adapter = True if record.facts.has("peft") else None
     if full.endswith("mixed") and loaded:  # a mixed mode casts no weight: the module keeps what it was loaded in
         record.set("parameters", loaded, "as loaded", loaded_by)
-        record.set(
-            "trained", "fp32" if record.adapter else loaded, "PEFT makes adapters fp32" if record.adapter else "as loaded", loaded_by
-        )
+        record.set("trained", loaded, "as loaded", loaded_by)
+        if record.adapter:
+            record.set("trained", "fp32", "PEFT makes adapters fp32", loaded_by)
     else:
-        record.set("parameters", half if full.endswith("true") else "fp32", full, precision)
-        record.set("trained", half if full.endswith("true") else "fp32", full, precision)
+        for role in ("parameters", "trained"):
+            record.set(role, half if full.endswith("true") else "fp32", full, precision)
     record.set("compute", half, full, precision)
     if full == "16-mixed" and half == "fp16":
         record.set("loss scaling", "dynamic", "16-mixed makes a GradScaler", precision)
@@ -291,51 +279,41 @@ def lightning(record: Record) -> None:
 
 def simpletuner(record: Record) -> None:
     facts = record.facts
-    mixed = facts.get("simpletuner.mixed_precision")
+    keys = ("mixed_precision", "optimizer", "base_model_precision", "base_model_default_dtype", "model_type", "gradient_precision")
+    mixed, optimizer, base, default, kind, gradient = (facts.get(f"simpletuner.{key}") for key in keys)
     mode = str(mixed.value) if mixed else "bf16"
-    optimizer = facts.get("simpletuner.optimizer")
-    name = str(optimizer.value).lower() if optimizer else "adamw_bf16"
-    base = facts.get("simpletuner.base_model_precision")
-    quantised = base is not None and str(base.value) not in ("no_change", "")
-    default = facts.get("simpletuner.base_model_default_dtype")
-    record.adapter = "lora" in facts.word("simpletuner.model_type") if facts.get("simpletuner.model_type") else None
-    record.adapter_by = facts.get("simpletuner.model_type")
+    if base is not None and str(base.value) in ("no_change", ""):
+        base = None
+    wide = default is not None and str(default.value) == "fp32"
+    record.adapter, record.adapter_by = ("lora" in str(kind.value).lower() if kind else None), kind
     weights, by, why = (
         {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "bf16"}.get(mode),
         mixed,
         "mixed_precision decides the weight dtype",
     )
-    if quantised and mode in ("no", "fp16"):
-        weights, by, why = (
-            ("fp32" if default and str(default.value) == "fp32" else "bf16"),
-            default or base,
-            "base_model_default_dtype decides for a quantised base",
-        )
+    if base and mode in ("no", "fp16"):
+        weights, by, why = "fp32" if wide else "bf16", default or base, "base_model_default_dtype decides for a quantised base"
     record.set("parameters", weights, why, by)
-    if name == "adamw_bf16" and not (quantised and default and str(default.value) == "fp32"):
+    if (optimizer is None or str(optimizer.value).lower() == "adamw_bf16") and not (base and wide):
         record.set("trained", "bf16", "adamw_bf16 makes the trained weights bf16", optimizer)
         record.set("optimizer", "bf16", "adamw_bf16 with stochastic rounding", optimizer)
     else:
         record.set("trained", weights, "trained weights get the weight dtype", by)
+    trained = record.value("trained")
     if mode in ("bf16", "fp16", "fp8"):
         record.set("compute", mode, "mixed_precision: autocast", mixed)
     elif mode == "no":
-        record.set("compute", "fp32" if record.value("trained") == "fp32" else "bf16", "mixed_precision no: no autocast", mixed)
+        record.set("compute", "fp32" if trained == "fp32" else "bf16", "mixed_precision no: no autocast", mixed)
     if mode == "fp16":
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
-    gradient = facts.get("simpletuner.gradient_precision")
     if gradient is not None:
-        record.set(
-            "gradients", record.value("trained"), f"gradient_precision={gradient.value} is not applied by current SimpleTuner", gradient
-        )
-    if quantised and base is not None:
-        record.quantised, record.quantised_by = (
-            (4 if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")) else 8),
-            base,
-        )
+        record.set("gradients", trained, f"gradient_precision={gradient.value} is not applied by current SimpleTuner", gradient)
+    if base:
+        record.quantised = 4 if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")) else 8
+        record.quantised_by = base
         record.set("storage", str(base.value), "base_model_precision", base)
     if ema := facts.on("simpletuner.use_ema"):
-        record.set("ema", record.value("trained") or "bf16", "the shadow is a clone of the trained weights", ema)
+        record.set("ema", trained or "bf16", "the shadow is a clone of the trained weights", ema)
 
 
 def kohya(record: Record) -> None:
@@ -347,12 +325,10 @@ def kohya(record: Record) -> None:
     full = facts.on("kohya.full_bf16", "kohya.full_fp16")
     half = mode if mode in ("bf16", "fp16") else "fp32"
     record.set("parameters", half, "mixed_precision", mixed)
-    record.set(
-        "trained",
-        ("bf16" if "bf16" in full.key else "fp16") if full else "fp32",
-        "full_* casts what is trained" if full else "fp32 masters",
-        full,
-    )
+    if full:
+        record.set("trained", "bf16" if "bf16" in full.key else "fp16", "full_* casts what is trained", full)
+    else:
+        record.set("trained", "fp32", "fp32 masters")
     record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", mixed)
     if mode == "fp16" and not full:
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
@@ -376,9 +352,8 @@ def effective_precision(facts: Facts) -> Record:
 def _device(facts: Facts) -> Device | None:
     if facts.device:
         return find_device(facts.device)
-    if facts.on("hf.use_cpu", "hf.no_cuda", "accelerate.use_cpu", "accelerate.cpu"):
-        return find_device("cpu")
-    if facts.word("lightning.accelerator", "lightning.trainer.accelerator") == "cpu" or facts.word("torchtune.device") == "cpu":
+    asked = facts.on("hf.use_cpu", "hf.no_cuda", "accelerate.use_cpu", "accelerate.cpu")
+    if asked or "cpu" in (facts.word("lightning.accelerator", "lightning.trainer.accelerator"), facts.word("torchtune.device")):
         return find_device("cpu")
     named = facts.get("env.GPU_NAME", "env.GPU")
     return find_device(str(named.value)) if named else None
@@ -388,33 +363,20 @@ def _shared(record: Record) -> None:
     """Roles that follow from others."""
     trained = record.value("trained")
     if trained:
-        record.set(
-            "gradients",
-            record.value("gradients") or trained,
-            "a gradient has its weight's dtype",
-            record.by("gradients") or record.by("trained"),
-        )
+        by = record.by("gradients") or record.by("trained")
+        record.set("gradients", record.value("gradients") or trained, "a gradient has its weight's dtype", by)
         if "optimizer" not in record.roles:
             record.set("optimizer", trained, "torch optimizers keep their states in the weight's dtype", record.by("trained"))
     if "accumulation" not in record.roles and record.accumulates is not None and record.value("gradients"):
         record.set("accumulation", record.value("gradients"), "accumulates into .grad", record.accumulates)
     if record.quantised and "storage" not in record.roles:
-        kind = record.facts.word(f"model.{BNB}.bnb_4bit_quant_type", f"checkpoint.{BNB}.bnb_4bit_quant_type") or (
-            "fp4 or nf4" if record.quantised == 4 else "int8"
-        )
+        kind = record.facts.word(f"model.{BNB}.bnb_4bit_quant_type", f"checkpoint.{BNB}.bnb_4bit_quant_type")
+        kind = kind or ("fp4 or nf4" if record.quantised == 4 else "int8")
         record.set("storage", kind, f"{record.quantised}-bit base", record.quantised_by)
     if record.value("compute") in ("bf16", "fp16") and "norms" not in record.roles and record.value("trained") == "fp32" and record.full:
         record.set("norms", "fp32", "autocast runs norms in fp32")
 
 
 _TOOLS: dict[str, Callable[[Record], None]] = {
-    "simpletuner": simpletuner,
-    "axolotl": axolotl,
-    "llamafactory": llamafactory,
-    "torchtune": torchtune,
-    "torchtitan": torchtitan,
-    "lightning": lightning,
-    "kohya": kohya,
-    "hf": hf,
-    "script": script,
+    function.__name__: function for function in (simpletuner, axolotl, llamafactory, torchtune, torchtitan, lightning, kohya, hf, script)
 }

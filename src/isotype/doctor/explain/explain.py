@@ -15,10 +15,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ...dtypes import is_float, itemsize, torch_word
+from ...dtypes import itemsize, torch_word
 from ...finding import Finding, Place, Severity
-from ...pages import docstring_page
-from ...pages.sheets import Entry, sections
+from ...pages.sheets import Entry, Section, sections
 from ...pages.sheets import Facts as Known
 from .log import LONGEST_PASSAGE, Incident, incidents
 from .recognise import dtype_word, half_words, recognise
@@ -36,32 +35,16 @@ class Cause:
     because: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Explained:
-    message: str
-    causes: list[Cause]
-    severity: Severity = Severity.ERROR
-
-    def ranked(self) -> list[Cause]:
-        return sorted(self.causes, key=lambda c: -c.score)
-
-
-FAMILIES: dict[str, tuple[str, Callable[[Seen], Explained]]] = {}  # operator -> (code, function, whose docstring is the page)
-_SHARED: dict[str, list[Entry]] = {}  # causes that several families take in
-
-
-def wider(left: str, right: str) -> bool:
-    try:
-        return itemsize(left) > itemsize(right)
-    except ValueError:
-        return False
-
-
-def is_floating(word: str) -> bool:
-    try:
-        return is_float(word)
-    except ValueError:
-        return False
+_SHEETS = Path(__file__).parent / "families"
+# causes that several families take in, by name
+_SHARED = {section.name: section.entries[1:] for section in sections(_SHEETS / "shared.txt", ranks=r"[\d.]+", fields="why|fix|seen")}
+FAMILIES: dict[str, Section] = {}  # by operator
+for _sheet in sorted(_SHEETS.glob("*.txt")):
+    if _sheet.name != "shared.txt":
+        for _section in sections(_sheet, ranks=r"[\d.]+", fields="message|severity|why|fix|seen"):
+            for _operator in _section.name.split("; "):
+                assert _operator not in FAMILIES, _operator
+                FAMILIES[_operator] = _section
 
 
 _READINGS: dict[str, Callable[[str], Any]] = {
@@ -76,7 +59,6 @@ _READINGS: dict[str, Callable[[str], Any]] = {
     " in brief": lambda text: " ".join(text.split())[:160],
     " in 160": lambda text: text[:160],
     " without quotes": lambda text: text.replace("'", ""),
-    " is floating": is_floating,
 }
 
 
@@ -135,7 +117,10 @@ class Facts(Known):
     def holds_specially(self, term: str) -> bool | None:
         left, found, right = term.partition(" > ")
         if found:
-            return wider(str(self.get(left)), str(self.get(right)))
+            try:
+                return itemsize(str(self.get(left))) > itemsize(str(self.get(right)))
+            except ValueError:  # no dtype
+                return False
         if term.startswith("frames ~ "):
             frame = self.seen.situation.mentions(term.removeprefix("frames ~ "))
             self.frame = frame or self.frame
@@ -152,49 +137,20 @@ def _causes(entries: list[Entry], facts: Facts, moved: float = 0.0) -> Iterator[
             yield Cause(name=facts.say(entry.title), score=float(score) + moved, why=why, fix=fix, because=because)
 
 
-def register(path: Path) -> None:
-    """Makes the families of one sheet."""
-    for section in sections(path, ranks=r"[\d.]+", fields="message|severity|why|fix|seen"):
-
-        def explained(seen: Seen, entries: list[Entry] = section.entries) -> Explained:
-            facts, head = Facts(seen), entries[0]
-            head.make(facts)
-            causes = list(_causes(entries[1:], facts))
-            severity = Severity.parse(head.first("severity", facts) or "error")
-            return Explained(message=head.first("message", facts), causes=causes, severity=severity)
-
-        explained.__doc__ = section.page
-        for operator in section.name.split("; "):
-            assert operator not in FAMILIES, operator
-            FAMILIES[operator] = (section.code, explained)
-
-
-_NOT_DTYPE = """# EX000: not a dtype error
-
-The text holds an error (or none), and nothing in it speaks of a disagreement between dtypes. Shapes, devices, memory and missing keys are
-other matters; isotype says so rather than guess.
-
-If you think it is one after all: paste the whole traceback, from its first line, or run the program under `isotype doctor trace`.
-"""
+def explained(seen: Seen) -> tuple[str, Severity, list[Cause]]:
+    """The message, the severity and the causes of what an incident showed, the likeliest first."""
+    facts, (head, *entries) = Facts(seen), FAMILIES[seen.operator].entries
+    head.make(facts)
+    causes = sorted(_causes(entries, facts), key=lambda c: -c.score)
+    return head.first("message", facts), Severity.parse(head.first("severity", facts) or "error"), causes
 
 
 def codes() -> list[str]:
-    return sorted({"EX000", *(code for code, _ in FAMILIES.values())})
+    return sorted({section.code for section in FAMILIES.values()})
 
 
 def page(code: str) -> str | None:
-    if code == "EX000":
-        return _NOT_DTYPE
-    return next((docstring_page(code, function) for known, function in FAMILIES.values() if known == code), None)
-
-
-_FAMILIES = Path(__file__).parent / "families"
-_SHARED.update(
-    (section.name, section.entries[1:]) for section in sections(_FAMILIES / "shared.txt", ranks="[\\d.]+", fields="why|fix|seen")
-)
-for _sheet in sorted(_FAMILIES.glob("*.txt")):
-    if _sheet.name != "shared.txt":
-        register(_sheet)
+    return next((section.as_page() for section in FAMILIES.values() if section.code == code), None)
 
 
 REPORT = 400  # lines: a text as long as this at most is one report, and what it says in words belongs to its error
@@ -271,31 +227,24 @@ def _said(incident: Incident) -> str:
     return f"{incident.text}: {code}" if incident.text == "AssertionError" and code.startswith("assert ") else incident.text
 
 
+_CONTEXT = ("callback", "generate", "evaluation", "backward", "custom backward", "recompute", "optimizer", "compile")
+
+
 def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
-    code, family = FAMILIES[seen.operator]
-    explained: Explained = family(seen)
-    ranked = explained.ranked()
+    message, severity, ranked = explained(seen)
     if "autocast" in seen.situation:  # it is on already: a remedy that switches it on is none
         ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
     top, others = ranked[0], ranked[1:]
+    fix = (_SWITCHES_ON.sub("", top.fix).strip() if "autocast" in seen.situation else "") or top.fix
     situation = seen.situation
     frame = situation.users or situation.callers or situation.innermost
-    details: list[tuple[str, str]] = [
-        (
-            "error",
-            incident.text.strip()[:300] if len(incident.text.strip().splitlines()) < 2 else _telling_line(incident.text, seen),
-        )
-    ]
+    details: list[tuple[str, str]] = [("error", _telling_line(incident.text.strip(), seen))]
     if seen.dtypes:
         details.append(("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in seen.dtypes.items())))
     if situation.innermost and frame is not situation.innermost:
         details.append(("raised in", f"{situation.innermost.function} at {situation.innermost.file}:{situation.innermost.line} (library)"))
-    context = [
-        flag
-        for flag in ("callback", "generate", "evaluation", "backward", "custom backward", "recompute", "optimizer", "compile")
-        if flag in situation
-    ]
     if situation.frames:
+        context = [flag for flag in _CONTEXT if flag in situation]
         inside = "inside a trainer" if "trainer" in situation else "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, inside])))
     details.append(("sure", sureness(ranked)))
@@ -308,20 +257,21 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
         else Place(file=source, line=_line_of(incident, seen) if source else None)
     )
     return Finding(
-        code=code,
-        severity=explained.severity,
-        message=explained.message,
+        code=FAMILIES[seen.operator].code,
+        severity=severity,
+        message=message,
         place=place,
         cause=f"{top.name}: {'' if top.because else 'perhaps '}{top.why}",
-        fix=without_autocast(top.fix) if "autocast" in seen.situation else top.fix,
+        fix=fix,
         details=tuple(details),
     )
 
 
 def _telling_line(text: str, seen: Seen) -> str:
-    """The line of a long message that recognition rests on."""
-    names = [line for line in text.splitlines() if recognise(line, seen.situation)]
-    return (names[-1] if names else text.splitlines()[0]).strip()[:300]
+    """The line of a message that recognition rests on."""
+    lines = text.splitlines()
+    names = [line for line in lines if recognise(line, seen.situation)] if len(lines) > 1 else []
+    return (names or lines)[-1 if names else 0].strip()[:300]
 
 
 def _line_of(incident: Incident, seen: Seen) -> int:
@@ -358,11 +308,6 @@ def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
 
 NEAR = 2.0  # a cause that scores less than this below the first is as good a guess
 _SWITCHES_ON = re.compile(r"(?:, |; )?(?:or )?run[^,;\n(]*under torch\.autocast\([^)]*\)(?:, or |; or |; )?")
-
-
-def without_autocast(fix: str) -> str:
-    """The fix without the way that switches autocast on, where it is on already; as it is where that is the only way."""
-    return _SWITCHES_ON.sub("", fix).strip() or fix
 
 
 def sureness(ranked: Sequence[Cause]) -> str:

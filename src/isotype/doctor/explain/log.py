@@ -19,11 +19,6 @@ _BOX_ARROW = re.compile(r"^❱\s*\d+ (?P<code>.*)$")
 _PATH = re.compile(r"^(?:[/~.]|[A-Za-z]:\\|<)\S*(?: in)?$")
 
 
-def as_cpython(lines: Iterable[Numbered]) -> Iterator[Numbered]:
-    """Lines with their numbers."""
-    return _pytest(_rich(lines))
-
-
 @dataclass(slots=True)
 class _Box:
     """head: what stands before the box on its lines (a rank); message: the exception's text so far, which follows the box."""
@@ -230,7 +225,7 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
             yield Incident("\n".join(passage), [], passage_start)
             passage.clear()
 
-    for number, line in as_cpython(_plain(lines)):
+    for number, line in _pytest(_rich(_plain(lines))):
         rank = ""
         if match := _RANK.match(line):
             rank, line = match[1], line[match.end() :]

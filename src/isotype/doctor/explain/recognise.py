@@ -188,19 +188,14 @@ def operator_of(situation: Situation) -> str:
 
 def _unknown_wording(text: str, situation: Situation) -> Seen | None:
     """Two different dtypes and a disagreement in one line: a dtype error whose wording is new."""
-    lines = text.splitlines()
+    lines, by = text.splitlines(), {"operator": operator_of(situation) if situation.frames else ""}
     for number, line in enumerate(lines):
         if _SAME_TYPE.search(line) and not _STRICT.search(line):
             line = "\n".join(lines[number : number + 3])  # the types stand in a note of their own
         found = [word for word in dict.fromkeys(dtype_word(match[0]) for match in _STRICT.finditer(line)) if _known(word)]
         if len(found) >= 2 and _DISAGREE.search(line) and re.search(r"(?i)error|dtype|type|precision|expected|must|got", line):
-            return Seen(
-                text=line,
-                operator="unknown wording",
-                dtypes={"first": found[0], "second": found[1]},
-                words={"operator": operator_of(situation) if situation.frames else ""},
-                situation=situation,
-            )
+            dtypes = {"first": found[0], "second": found[1]}
+            return Seen(text=line, operator="unknown wording", dtypes=dtypes, words=by, situation=situation)
     if re.search(r"(?m)^AssertionError: assert .*(?:dtype|scalar_type|element_ty|\.is_(?:fp|bf)\d+\(|is_floating)", text):
         asserted = text.partition("assert ")[2]
         return Seen(text=text, operator="unknown wording", words={"asserted": asserted}, situation=situation)
@@ -208,13 +203,11 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
         r"(?i)(?:scalar types?|dtypes?) of .{1,60}(?:same|match|differ)|(?:same|matching|different|mismatched) (?:dtypes?|scalar types?)\b",
         text,
     ) and re.search(r"Error|Expected|expected|must|should", text):
-        return Seen(
-            text=text,
-            operator="unknown wording",
-            words={"operator": operator_of(situation) if situation.frames else ""},
-            situation=situation,
-        )
-    return _unknown_refusal(text, situation)
+        return Seen(text=text, operator="unknown wording", words=by, situation=situation)
+    for line in lines:
+        if (refused := _refused(line)) is not None:
+            return Seen(text=line, operator="unknown refusal", dtypes=refused, words=by, situation=situation)
+    return None
 
 
 def half_words(text: str) -> list[str]:
@@ -223,21 +216,13 @@ def half_words(text: str) -> list[str]:
     return list(found)
 
 
-def _unknown_refusal(text: str, situation: Situation) -> Seen | None:
-    """One half-precision dtype, or none but the word, and a refusal in the line that names the exception."""
-    for line in text.splitlines():
-        if not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip()) or "is not defined" in line or "import" in line:
-            continue
-        said = _PATHLIKE.sub(" ", line)
-        if not _REFUSES.search(said):
-            continue
-        narrow = half_words(_TAKEN.sub(" ", line))
-        if narrow or re.search(r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said):
-            return Seen(
-                text=line,
-                operator="unknown refusal",
-                dtypes={"refused": narrow[0]} if narrow else {},
-                words={"operator": operator_of(situation) if situation.frames else ""},
-                situation=situation,
-            )
-    return None
+def _refused(line: str) -> dict[str, str] | None:
+    """The half-precision dtype, or none but the word, that is refused in a line that names the exception; None for another line."""
+    if not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip()) or "is not defined" in line or "import" in line:
+        return None
+    said = _PATHLIKE.sub(" ", line)
+    if not _REFUSES.search(said):
+        return None
+    if narrow := half_words(_TAKEN.sub(" ", line)):
+        return {"refused": narrow[0]}
+    return {} if re.search(r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said) else None

@@ -35,7 +35,7 @@ def package(file: str) -> str | None:
 class Situation:
     """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`.
 
-    said    what the lines around the traceback say: autocast, resumed, sharded, features (of images or audio), adapters, fp32 head, muon,
+    said    what the lines around the traceback say: autocast, resumed, sharded, features (of images or audio), adapters, muon,
             grouped product, cpu, mps, compiled only, kv cache, unfrozen, structured input, hard-coded
     quoted  without a traceback, the line of code that the text quotes, as a frame without a file
     """
@@ -72,49 +72,42 @@ class Situation:
         return next((f for f in reversed(self.frames) if re.search(pattern, f"{f.file} {f.function} {f.code}")), None)
 
 
+# flag -> what shows it in a frame: a function's whole name, a line of code, a file's path
+_SHOWN: dict[str, tuple[str, str, str]] = {
+    "generate": ("_?generate|_?sample|_greedy_search|beam_search", r"\bgenerate\(|\.chat\(|pipeline\(", ""),
+    "backward": ("backward", r"\.backward\(|_engine_run_backward|autograd\.grad\(", r"autograd/graph\.py"),
+    "callback": ("on_..+", "", ""),
+    "trainer": (
+        "_inner_training_loop|training_step|fit", "", r"(?:^|/)(?:trainer|training_loop|loop)\w*\.py$|_trainer\.py$",
+    ),
+    "averaging": (r"(?i)(?:.*_)?(?:ema|swa|average)(?:_.*)?", "", r"swa_utils\.py$|(?:^|/)ema\w*\.py$"),
+    "optimizer": ("", r"optim\w*\.step\(", r"/optim/|/optimi|optimizer\w*\.py$"),
+    "evaluation": (
+        "evaluate|evaluation(?:_loop)?|predict|prediction_step|validate|(?:log|run)_validation|validation_step",
+        r"\bevaluate\(|validation", "",
+    ),
+    "autocast": ("", "", r"amp/autocast_mode\.py"),
+    "recompute": ("recompute_fn|unpack_hook", "", r"utils/checkpoint\.py"),
+    "clip": (".*(?:clip_grad|unscale_).*", "clip_grad|unscale_", ""),
+    "compile": ("", "", "_dynamo|_inductor|torchinductor|eval_frame"),
+}  # fmt: skip
+
+
 def _flags(frame: Frame) -> set[str]:
     code, function, file = frame.code, frame.function.rpartition(".")[2], frame.file.replace("\\", "/")
-    found = set()
-    if function in ("generate", "_sample", "_generate", "sample", "_greedy_search", "beam_search") or re.search(
-        r"\bgenerate\(|\.chat\(|pipeline\(", code
-    ):
-        found.add("generate")
-    if function == "backward" or re.search(r"\.backward\(|_engine_run_backward|autograd\.grad\(", code) or "autograd/graph.py" in file:
-        found.add("backward")
+    found = {
+        flag
+        for flag, (name, line, path) in _SHOWN.items()
+        if (name and re.fullmatch(name, function)) or (line and re.search(line, code)) or (path and re.search(path, file))
+    }
     if function == "backward" and package(file) != "torch":
         found.add("custom backward")
-    if function.startswith("on_") and len(function) > 4:
-        found.add("callback")
-    if (
-        re.search(r"(?:^|/)(?:trainer|training_loop|loop)\w*\.py$|_trainer\.py$", file)
-        or function in ("_inner_training_loop", "training_step", "fit")
-        or package(file) in _TRAINERS
-    ):
+    if package(file) in _TRAINERS:
         found.add("trainer")
-    if re.search(r"swa_utils\.py$|(?:^|/)ema\w*\.py$", file) or re.search(r"(?i)(?:^|_)(?:ema|swa|average)(?:_|$)", function):
-        found.add("averaging")
-    elif re.search(r"/optim/|/optimi|optimizer\w*\.py$", file) or re.search(r"optimizer\w*\.step\(|optim\w*\.step\(", code):
-        found.add("optimizer")
-    if function in (
-        "evaluate",
-        "evaluation_loop",
-        "prediction_step",
-        "predict",
-        "validate",
-        "log_validation",
-        "validation_step",
-        "evaluation",
-        "run_validation",
-    ) or re.search(r"\bevaluate\(|validation", code):
-        found.add("evaluation")
-    if "amp/autocast_mode.py" in file:
-        found.add("autocast")
-    if "utils/checkpoint.py" in file or function in ("recompute_fn", "unpack_hook"):
-        found.add("recompute")
-    if re.search(r"\boptim/|optimizer", file) is None and re.search(r"clip_grad|unscale_", code + function):
-        found.add("clip")
-    if re.search(r"_dynamo|_inductor|torchinductor|eval_frame", file):
-        found.add("compile")
+    if "averaging" in found:
+        found.discard("optimizer")
+    if re.search(r"\boptim/|optimizer", file):
+        found.discard("clip")
     return found
 
 
@@ -127,7 +120,6 @@ _SAID = {
     "sharded": r"\bFSDP(?:v?2)?\b|fully_shard|ZeRO-?[123]",
     "features": r"\b(?:image|audio|vision|video|pixel)s?\b",
     "adapters": r"\bq?lora\b|\bpeft\b|\badapters?\b|get_peft_model",
-    "fp32 head": r"cast_lm_head_to_fp32|lm_head_(?:in_)?fp32|upcast_lm_head",
     "muon": r"muon|newtonschulz|zeropower|v_mean|second_momentum",
     "grouped product": r"\b_?grouped_mm\b|grouped_linear",
     "cpu": (
@@ -262,9 +254,6 @@ class Seen:
     dtypes: dict[str, str] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     situation: Situation = field(default_factory=Situation)
-
-    def dtype(self, role: str) -> str:
-        return self.dtypes.get(role, "another dtype")
 
     @property
     def half(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -104,7 +105,6 @@ def trap_launches() -> Iterator[Trap]:
     from triton.runtime.jit import JITFunction
 
     trap = Trap()
-    run, tuned_run = JITFunction.run, Autotuner.run
 
     def trapped(function: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
         trap.launches.append(Launch(function, args, kwargs))
@@ -126,11 +126,8 @@ def trap_launches() -> Iterator[Trap]:
         tuner.nargs = None
         return result
 
-    JITFunction.run, Autotuner.run = trapped, trapped_tuned
-    try:
+    with mock.patch.object(JITFunction, "run", trapped), mock.patch.object(Autotuner, "run", trapped_tuned):
         yield trap
-    finally:
-        JITFunction.run, Autotuner.run = run, tuned_run
 
 
 @dataclass

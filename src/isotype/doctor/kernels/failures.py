@@ -68,36 +68,28 @@ def _math_function(scene: Scene) -> str | None:
 
 
 def dot_operands(scene: Scene) -> Fault | None:
-    found = re.search(r"same dtype\. Got (\w+) and (\w+)", scene.message) or re.search(
-        r"First input \((\w+)\) and second input \((\w+)\) must have the same dtype", scene.message
-    )
-    if not found:
+    pattern = r"same dtype\. Got (\w+) and (\w+)|First input \((\w+)\) and second input \((\w+)\) must have the same dtype"
+    if not (found := re.search(pattern, scene.message)):
         return None
-    left, right = found[1], found[2]
+    left, right = filter(None, found.groups())
     call = scene.node
-    if not isinstance(call, ast.Call) or len(call.args) < 2:
-        return scene.fault(
-            "KN003",
-            "tl.dot",
-            f"tl.dot got {left} and {right}",
-            cause="the operands of tl.dot must have one dtype",
-            fix="cast one operand to the other's dtype",
-            dtypes=(left, right),
-        )
-    a, b = call.args[:2]
+    operands = [*call.args, *(k.value for k in call.keywords)][:2] if isinstance(call, ast.Call) else []
+    if len(operands) < 2:
+        return None
+    a, b = operands
     name_a, name_b = variable_of(a), variable_of(b)
     from_a, from_b = origin(scene.frame, a), origin(scene.frame, b)
     cause = f"tl.dot does not promote: its operands {name_a} ({left}) and {name_b} ({right}) must have one dtype"
     cause += "".join(f"; {n}: {o.text}{scene.at(o)}" for n, o in ((name_a, from_a), (name_b, from_b)) if o)
     promoted = next(((n, o) for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind == "scalar"), None)
-    cast = f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left}, {name_a}.to({name_b}.dtype) keeps {right}"
     if promoted:
         name, step = promoted
         other = name_b if name == name_a else name_a
         fix = f"apply {step.name} after the dot (to its fp32 result), or cast back before it: {name} = (...).to({other}.dtype)"
         message = f"a scalar promotes {name} before tl.dot, which then gets {left} and {right}"
     else:
-        fix, message = cast, f"tl.dot got {name_a} in {left} and {name_b} in {right}"
+        fix = f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left}, {name_a}.to({name_b}.dtype) keeps {right}"
+        message = f"tl.dot got {name_a} in {left} and {name_b} in {right}"
     computed = [n for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind not in ("load", "parameter")]
     variable = promoted[0] if promoted else computed[0] if len(computed) == 1 else name_b
     return scene.fault(
@@ -106,14 +98,10 @@ def dot_operands(scene: Scene) -> Fault | None:
 
 
 def typed_operands(scene: Scene) -> list[ast.AST]:
-    """The typed operands of the expression or loop at which Triton stopped."""
-    node = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
-    return [n for n in ast.walk(node) if n in scene.frame.dtypes and n is not scene.node and not _inside_other(n, node, scene)]
-
-
-def _inside_other(part: ast.AST, whole: ast.AST, scene: Scene) -> bool:
-    typed = [n for n in ast.walk(whole) if n in scene.frame.dtypes and n is not whole and n is not part]
-    return any(part in ast.walk(other) for other in typed)
+    """The outermost typed operands of the expression or loop at which Triton stopped."""
+    whole = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
+    typed = [n for n in ast.walk(whole) if n in scene.frame.dtypes and n is not scene.node]
+    return [n for n in typed if not any(n is not other and other is not whole and n in ast.walk(other) for other in typed)]
 
 
 def redefined_in_branch(scene: Scene) -> Fault | None:
@@ -126,7 +114,8 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
     else:
         assert both is not None
         name, before, block, after = both[1], scalar_word(both[2]), "else", scalar_word(both[3])
-    branch = scene.node if isinstance(scene.node, ast.If) else _enclosing(scene, ast.If)
+    around = [n for n in scene.frame.nodes() if isinstance(n, ast.If) and any(c is scene.node for c in ast.walk(n))]
+    branch = around[-1] if around else None
     inside = _bound_lines(scene.frame, name, after, branch)
     line = scene.frame.line(inside[-1]) if inside else scene.frame.line(scene.node)
     test = getattr(branch, "test", None)
@@ -139,9 +128,11 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
     if entered:
         cause += f", while it enters as {before}: {entered.text}{scene.at(entered)}"
     fix = _widening(name, before, after, entered, "before the branch")
-    flags = _flags(scene.frame, test) if test is not None else []
+    # parameters in the condition that reach the kernel at run time
+    flags = [n for n in names_in(test) if not scene.frame.parameters.get(n, "constexpr").startswith("constexpr")] if test else []
     if flags:
-        fix += f"; or, where it is known at launch, declare {_as_constexprs(flags)}: a constexpr branch may change a dtype"
+        declared = " and ".join(f"{flag}: tl.constexpr" for flag in flags)
+        fix += f"; or, where it is known at launch, declare {declared}: a constexpr branch may change a dtype"
     message = (
         f"{name} is {before} and a run-time branch redefines it as {after}"
         if first
@@ -170,7 +161,8 @@ def reassigned_in_loop(scene: Scene) -> Fault | None:
     statement = inside[-1] if inside else None
     line = scene.frame.line(statement or scene.node)
     entered = _binding_before(scene.frame, name, scene.node, before)
-    made = _statement_origin(scene.frame, statement)
+    value = next((b.value for b in reversed(scene.frame.bindings) if b.node is statement), None)
+    made = origin(scene.frame, value) if value is not None else None
     cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {before}"
     cause += f" ({entered.text})" if entered else ""
     cause += f" and `{ast.unparse(statement)}` makes it {after}" if statement is not None else f" and is re-assigned as {after}"
@@ -215,28 +207,6 @@ def _binding_before(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origi
     return origin(frame, probe)
 
 
-def _statement_origin(frame: Frame, statement: ast.AST | None) -> Origin | None:
-    value = next((b.value for b in reversed(frame.bindings) if b.node is statement), None)
-    return origin(frame, value) if value is not None else None
-
-
-def _enclosing(scene: Scene, kind: type) -> ast.AST | None:
-    tree = scene.frame.tree
-    if tree is None:
-        return None
-    holding = [n for n in ast.walk(tree) if isinstance(n, kind) and any(c is scene.node for c in ast.walk(n))]
-    return holding[-1] if holding else None
-
-
-def _flags(frame: Frame, test: ast.AST) -> list[str]:
-    """Parameters in a branch's condition that reach the kernel at run time."""
-    return [n for n in names_in(test) if n in frame.parameters and not frame.parameters[n].startswith("constexpr")]
-
-
-def _as_constexprs(flags: list[str]) -> str:
-    return " and ".join(f"{flag}: tl.constexpr" for flag in flags)
-
-
 def _widening(name: str, before: str, after: str, entered: Origin | None, when: str) -> str:
     wide = _wider(before, after)
     if entered and entered.kind == "load":
@@ -268,7 +238,8 @@ RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
 def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -> Fault:
     """The fault behind a failed observation; `file` and `line` are the kernel's own, for failures outside any expression."""
     assert observation.failed, "only failures are diagnosed"
-    found = _innermost_of_the_user(observation)
+    # the innermost function of the user's
+    found = next((f for f in observation.failures if not f[0].in_triton), next(iter(observation.failures), None))
     if found is None:
         cause = f"Triton stopped before the kernel's body: {observation.message}"
         fix = "look at the signature and the constexprs of this combination"
@@ -278,11 +249,6 @@ def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -
         if (fault := recognise(scene)) is not None:
             return fault
     return _unrecognised(scene)
-
-
-def _innermost_of_the_user(observation: Observation) -> tuple[Frame, ast.AST] | None:
-    own = [(frame, node) for frame, node in observation.failures if not frame.in_triton]
-    return own[0] if own else (observation.failures[0] if observation.failures else None)
 
 
 def _unrecognised(scene: Scene) -> Fault:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...dtypes import parse
 from .observe import call_name
-from .signature import Combination, Reach, Unwrapped, distinct, is_float_pointer, place_of
+from .signature import Combination, Reach, Unwrapped, distinct, is_float_pointer, is_kernel, place_of, unwrap
 
 _POINTER_WORD = {
     "int64": "*i64", "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1", "fp64": "*fp64", "fp32": "*fp32",
@@ -36,8 +36,9 @@ def fixed_dtypes(function: Any) -> dict[str, str]:
         made = _made_in(scope)
         for call in ast.walk(scope):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript) and _is(call.func.value, function.__name__):
-                passed = dict(zip(function.arg_names, call.args)) if not any(isinstance(a, ast.Starred) for a in call.args) else {}
-                passed |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names and k.arg}
+                starred = any(isinstance(a, ast.Starred) for a in call.args)
+                passed = dict(zip(function.arg_names, () if starred else call.args))
+                passed |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names}
                 for name, value in passed.items():
                     word = (made.get(value.id) if isinstance(value, ast.Name) else None) or _fixed_dtype(value)
                     if word is not None:
@@ -205,8 +206,6 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _called_function(self, node: ast.Call) -> None:
-        from .signature import is_kernel, unwrap
-
         callee = self.scope.get(node.func.id) if isinstance(node.func, ast.Name) else None
         if callee is None or self.depth > 3 or not is_kernel(callee):
             return
@@ -251,37 +250,25 @@ def _widens(value: ast.AST) -> bool:
     return isinstance(value, ast.Call) and call_name(value) in ("to", "cast") and "float" in ast.unparse(value)
 
 
-def parameter_use(function: Any) -> Use:
-    return _Reader(function).use
-
-
 def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any]) -> list[Combination]:
     """All float pointers alike in fp32, bf16 and fp16, with flags on and off; pointers whose dtype the launch sites fix keep it."""
     function = whole.function
-    use = parameter_use(function)
+    use = _Reader(function).use
     fixed = fixed_dtypes(function)
     found: list[Combination] = []
     for flags in (True, False):
-        values = _constexprs(whole, use, constexprs, flags)
+        guessed = {p.name: _guess(p, use, flags) for p in function.params if p.is_constexpr}
+        free_ones = {n: v for n, v in guessed.items() if n not in whole.configs[0].constexprs and n not in whole.heuristics}
+        decided = whole.with_defaults(free_ones | dict(constexprs))
+        values = {n: decided.get(n, v) for n, v in guessed.items()} | dict(constexprs)
         types = {p.name: _type(p, use, fixed, values) for p in function.params}
         values = {n: v for n, v in values.items() if types.get(n) == "constexpr"}
         free = [n for n, word in types.items() if n not in fixed and is_float_pointer(word)]
         for word in ("fp32", "bf16", "fp16"):
-            label = word if flags or not _flags(values) else f"{word}, flags off"
+            label = word if flags or not any(isinstance(v, bool) for v in values.values()) else f"{word}, flags off"
             alike = {**types, **dict.fromkeys(free, f"*{word}")}
             found.append(Combination(label, alike, values, {}, dict(whole.configs[0].options), Reach.INFERRED))
     return distinct(found)
-
-
-def _flags(values: Mapping[str, Any]) -> list[str]:
-    return [n for n, v in values.items() if isinstance(v, bool)]
-
-
-def _constexprs(whole: Unwrapped, use: Use, given: Mapping[str, Any], flags: bool) -> dict[str, Any]:
-    values = {p.name: _guess(p, use, flags) for p in whole.function.params if p.is_constexpr}
-    guessed = {n: v for n, v in values.items() if n not in whole.configs[0].constexprs and n not in whole.heuristics}
-    decided = whole.with_defaults(guessed | dict(given))
-    return {n: decided.get(n, values.get(n)) for n in values} | dict(given)
 
 
 def _guess(parameter: Any, use: Use, flags: bool) -> Any:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from ...finding import Severity
 from .signature import FLOATS, Combination, target_name
@@ -180,11 +181,8 @@ def _recording(observation: Observation) -> Iterator[None]:
             frame.bindings.append(Binding(name, word, frame.statements[-1] if frame.statements else node, frame.assigned))
         set_value(generator, name, value)
 
-    CodeGenerator.visit, CodeGenerator.set_value = recorded_visit, recorded_set_value
-    try:
+    with mock.patch.multiple(CodeGenerator, visit=recorded_visit, set_value=recorded_set_value):
         yield
-    finally:
-        CodeGenerator.visit, CodeGenerator.set_value = visit, set_value
 
 
 def observe(kernel: Any, combination: Combination, target: Any) -> Observation:

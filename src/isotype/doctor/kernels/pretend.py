@@ -117,41 +117,25 @@ def _properties(target: Any) -> SimpleNamespace:
     )
 
 
-class _Driver:
+def _driver(target: Any) -> SimpleNamespace:
     """What Triton asks of a driver, answered for a GPU that is not there."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-        shape = _properties(target)
-        found = {
-            "max_shared_mem": shared_bytes(target),
-            "max_num_regs": shape.regs_per_multiprocessor,
-            "multiprocessor_count": shape.multi_processor_count,
-            "warpSize": target.warp_size,
-        }
-        self.utils = SimpleNamespace(get_device_properties=lambda device: dict(found))
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        pass
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return _CUDA
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        shape = _properties(self.target)
-        return shape.major, shape.minor
+    shape = _properties(target)
+    found = {
+        "max_shared_mem": shared_bytes(target),
+        "max_num_regs": shape.regs_per_multiprocessor,
+        "multiprocessor_count": shape.multi_processor_count,
+        "warpSize": target.warp_size,
+    }
+    return SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=lambda device: dict(found)),
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        set_current_device=lambda device: None,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: _CUDA,
+        get_device_interface=lambda: torch.cuda,
+        get_device_capability=lambda device=0: (shape.major, shape.minor),
+    )
 
 
 _WITHOUT_EFFECT = (
@@ -183,9 +167,7 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
         "max_memory_allocated": lambda *args: 0,
         "mem_get_info": lambda *args: (70 << 30, 80 << 30),
     }
-    for name in _WITHOUT_EFFECT:
-        answers[name] = _nothing(name)
-    return answers
+    return answers | {name: _nothing(name) for name in _WITHOUT_EFFECT}
 
 
 def _nothing(name: str) -> Any:
@@ -213,16 +195,16 @@ def pretend_gpu(target: Any) -> Iterator[None]:
             "get_device": lambda self: 0,
         }
         for name, value in said.items():
-            stack.enter_context(_attribute(torch.Tensor, name, value))
+            stack.enter_context(mock.patch.object(torch.Tensor, name, value))
         # importing torch.compile reads it when CUDA reports that it is available
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _nothing("_cuda_getCurrentRawStream"), create=True))
         for name in _MAKERS:
             stack.enter_context(mock.patch.object(torch, name, _patched(getattr(torch, name))))
         for name in _METHODS:
-            stack.enter_context(_attribute(torch.Tensor, name, _patched(getattr(torch.Tensor, name))))
+            stack.enter_context(mock.patch.object(torch.Tensor, name, _patched(getattr(torch.Tensor, name))))
         stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
         before = getattr(driver, "_active", None)
-        driver.set_active(_Driver(target))
+        driver.set_active(_driver(target))
         stack.callback(_restore_driver, driver, before)
         stack.enter_context(_OnTheCpu())
         yield
@@ -235,17 +217,3 @@ def _restore_driver(driver: Any, before: Any) -> None:
     else:  # Triton 3.4
         with contextlib.suppress(RuntimeError):
             driver.reset_active()
-
-
-@contextlib.contextmanager
-def _attribute(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of the class itself, and uncovers the inherited one afterwards."""
-    had = owner.__dict__.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, had)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 
 import torch
 
 from ...errors import UsageError
 from ...finding import Finding, Place, worst_first
 from ...observe.origin import OBSERVERS, TORCH
+from ..loading import member, module_of
 from .context import say
 from .tracer import Tracer
+
+_OURS = (*OBSERVERS, "<frozen runpy>")  # files of frames between a program and the command that runs it
 
 
 class trace:
@@ -44,9 +47,8 @@ class trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._tracer.__exit__(kind, error, traceback)
-        ended = error if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)) else None
-        if ended is not None:
-            self._failure = self._tracer.failures.escaped(ended)
+        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
+            self._failure = self._tracer.failures.escaped(error)
         self._others = self._tracer.findings()
         self._tracer.provenance.forget()
 
@@ -102,10 +104,8 @@ class Outcome:
     def findings(self) -> list[Finding]:
         found = list(self.seen.findings)
         if self.error is not None and self.seen.failure is None and not isinstance(self.error, SystemExit):
-            spot = next(
-                (f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith((*OBSERVERS, TORCH))),
-                None,
-            )
+            frames = reversed(traceback.extract_tb(self.error.__traceback__))
+            spot = next((f for f in frames if not f.filename.startswith((*_OURS, TORCH))), None)
             place = Place(file=spot.filename, line=spot.lineno) if spot else Place()
             found.append(say("TR000", place, error=f"{type(self.error).__name__}: {''.join(str(self.error).splitlines()[:1])}"))
         return found
@@ -113,15 +113,8 @@ class Outcome:
     @property
     def status(self) -> int:
         """The program's own exit status."""
-        match self.error:
-            case None:
-                return 0
-            case SystemExit(code=None):
-                return 0
-            case SystemExit(code=int(code)):
-                return code
-            case _:
-                return 1
+        code = self.error.code if isinstance(self.error, SystemExit) else self.error
+        return code if isinstance(code, int) else int(code is not None)
 
 
 def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
@@ -133,20 +126,12 @@ def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
         seen = trace()
         error: BaseException | None = None
         try:
-            if target.function is None:
-                code = compile(target.path.read_text(encoding="utf-8"), str(target.path), "exec")
-                main = ModuleType("__main__")
-                main.__file__ = str(target.path)
-                main.__dict__["__builtins__"] = __builtins__
-                sys.modules["__main__"] = main
-                with seen:
-                    exec(code, main.__dict__)
-            else:
-                with seen:
-                    _function(target)()
-        except KeyboardInterrupt:
-            raise
-        except UsageError:
+            with seen:
+                if target.function is None:
+                    runpy.run_path(str(target.path), run_name="__main__")
+                else:
+                    member(module_of(str(target.path)), target.function, target.path.name)()
+        except (KeyboardInterrupt, UsageError):
             raise
         except BaseException as raised:
             error = raised
@@ -158,41 +143,22 @@ def plain_traceback(error: BaseException) -> str:
     shown = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = shown
     while link is not None:
-        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if not frame.filename.startswith(OBSERVERS)])
+        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if not frame.filename.startswith(_OURS)])
         link.__notes__ = None
         link = link.__cause__ or link.__context__
     return "".join(shown.format()).rstrip()
 
 
-def _function(target: Target) -> Callable[[], object]:
-    name = target.path.stem
-    spec = importlib.util.spec_from_file_location(name, target.path)
-    assert spec is not None
-    assert spec.loader is not None
-    assert target.function is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)
-    spec.loader.exec_module(module)
-    function: Callable[[], object] | None = getattr(module, target.function, None)
-    if function is None or not callable(function):
-        defined = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == name]
-        raise UsageError(
-            f"{target.path.name} has no function {target.function!r}", fix=f"one of: {', '.join(defined)}" if defined else None
-        )
-    return function
-
-
 @contextmanager
 def _as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
-    """sys.argv, sys.path and __main__ as `python SCRIPT.py args` would have them."""
-    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    """sys.argv and sys.path as `python SCRIPT.py args` would have them."""
+    argv, path = sys.argv, list(sys.path)
     sys.argv = [str(target.path), *arguments]
     sys.path.insert(0, str(target.path.parent))
     try:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-        sys.modules["__main__"] = main
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,9 +15,11 @@ from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import Path, applied, autocast_dtype, autocast_off, cpp_runs, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
+from ..cpp import CppKernels
+from ..library import library_op
 from ..recompute import attention_results, layers_running
 from ..remade import kept_for_each, made_again
-from . import cpu, gpu
+from . import gpu
 from .gpu import Backend, Documents, no_cudnn_for, on_a_gpu
 
 ATTENTION = OpContract(
@@ -60,6 +63,94 @@ def attention_reference(
         return (share_BNST @ value_BNTD).to(query_BNSD.dtype)
 
 
+# --- the C++ kernels of cpu.cpp: bf16, rows of any stride
+
+KERNELS = CppKernels(__file__, in_graphs=True, forward="apppppppf", backward="appppppppppif")
+# queries and keys of a block in cpu.cpp
+BLOCK = 64
+# Work is shared among threads by key heads where there are as many as this, else by query heads. A constant, and not the number of threads,
+# so that a sum's order never depends on the machine.
+_KEY_HEADS = 16
+
+
+def _adjacent(*tensors: Tensor) -> list[Tensor]:
+    made: list[Tensor] = []
+    for t in tensors:
+        made.append(t if t.stride(-1) == 1 else t.contiguous())
+    return made
+
+
+def _allowed(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+    """[B T S'] bytes, S' whole blocks: the queries of one key lie side by side, as the scores do."""
+    turned = mask[:, 0].expand(mask.shape[0], queries, keys).transpose(1, 2).view(torch.uint8)
+    return F.pad(turned, (0, -queries % BLOCK)).contiguous()
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, allowed: Tensor | None, causal: bool) -> Any:
+    """struct Shape of cpu.cpp."""
+    batch, heads, queries, depth = q.shape
+    masks = (0, 0) if allowed is None else (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(1))
+    numbers = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *masks)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dy.stride()[:3])
+    return (ctypes.c_int64 * (len(numbers) + len(strides)))(*numbers, *strides)
+
+
+def _fake_forward(q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, depth = q_BNSD.shape
+    # positions before heads, as the output projection wants them
+    out_BSND = torch.empty((batch, queries, heads, depth), dtype=q_BNSD.dtype, device=q_BNSD.device)
+    return out_BSND.transpose(1, 2), torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BNSD.device)
+
+
+@library_op(
+    "attention_forward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)", fake=_fake_forward
+)
+def attention_forward(
+    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, the logsumexp of each query's scores, inf where it has none)."""
+    out_BNSD, lse_BNS = _fake_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
+    q, k, v = _adjacent(q_BNSD, k_BMTD, v_BMTD)
+    batch, key_heads, keys, depth = k.shape
+    allowed = None if mask is None else _allowed(mask, batch, q.shape[2], keys)
+    turned = torch.empty((batch, key_heads, depth, keys + -keys % BLOCK), dtype=v.dtype)
+    KERNELS("forward", _shape(q, k, v, out_BNSD, out_BNSD, allowed, causal), q, k, v, allowed, out_BNSD, lse_BNS, turned, scale)
+    return out_BNSD, lse_BNS
+
+
+def _fake_backward(
+    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, dy: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    made: list[Tensor] = []
+    for t in (q_BNSD, k_BMTD, v_BMTD):
+        made.append(torch.empty(t.shape, dtype=t.dtype, device=t.device))
+    return made[0], made[1], made[2]
+
+
+@library_op(
+    "attention_backward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor dy, bool causal, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
+def attention_backward(
+    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, dy: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, dy = _adjacent(q_BNSD, k_BMTD, v_BMTD, dy)
+    dq, dk, dv = _fake_backward(q, k, v, mask, out, lse, dy, causal, scale)
+    batch, heads, queries, _ = q.shape
+    allowed = None if mask is None else _allowed(mask, batch, queries, k.shape[2])
+    parts = heads // k.shape[1] if batch * k.shape[1] < _KEY_HEADS else 1
+    # of the query heads that read a key head, each has its own share of the gradients: summed here, in fp32, and narrowed once
+    shares = torch.empty((2, *k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32).unbind() if parts > 1 else (dk, dv)
+    KERNELS("backward", _shape(q, k, v, out, dy, allowed, causal), q, k, v, allowed, out, lse, dy, dq, *shares, parts, scale)
+    if parts > 1:
+        dk, dv = shares[0].sum(2).to(k.dtype), shares[1].sum(2).to(k.dtype)
+    return dq, dk, dv
+
+
+# --- the op
+
+
 class Attention(torch.autograd.Function):
     """Saves query, key, value (or what they are made from: `ops.remade`), the output, and one fp32 logsumexp a query: never a
     [queries x keys] matrix."""
@@ -83,7 +174,7 @@ class Attention(torch.autograd.Function):
                 return gpu.flash_forward(q_BNSD, k_BMTD, v_BMTD, documents, window, causal, scale)
             if backend == "cudnn":
                 return gpu.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
-            return cpu.attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
+            return attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
         out_BNSD, *made = run() if path == "graph" or not layers_running else attention_results(run)
         makes, kept = kept_for_each(q_BNSD, k_BMTD, v_BMTD)
@@ -106,7 +197,7 @@ class Attention(torch.autograd.Function):
             return *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
         if ctx.backend == "cudnn":
             return *gpu.cudnn_backward(*given, ctx.causal, ctx.scale), *rest
-        grads = cpu.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale)
+        grads = attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale)
         return *grads, *rest
 
 
@@ -134,7 +225,7 @@ def backend_of(
 
 def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether the C++ kernels run on these in `dtype`: bf16 on a CPU, heads of a multiple of 16, one mask of bools for all heads."""
-    return _fits(dtype, query, key, value, mask) and cpp_runs(cpu.KERNELS, query, key, value)
+    return _fits(dtype, query, key, value, mask) and cpp_runs(KERNELS, query, key, value)
 
 
 def _fits(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -190,7 +281,7 @@ def attention(
             f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and {name(value.dtype)}: expected one", code="DT001"
         )
     given, scale = scale, query.shape[-1] ** -0.5 if scale is None else scale
-    path = path_for(cpu.KERNELS, query, key, value)
+    path = path_for(KERNELS, query, key, value)
     packed = documents is not None
     backend: Backend
     if path == "cpp" and query.is_cpu and not packed and window is None and softcap is None and _fits(query.dtype, query, key, value, mask):
@@ -228,7 +319,7 @@ def attention_by_kernels(
     cast = autocast_dtype(query)
     if cast is not None and query.dtype != torch.float64:
         query, key, value = query.to(cast), key.to(cast), value.to(cast)
-    path = path_for(cpu.KERNELS, query, key, value)
+    path = path_for(KERNELS, query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         return None
     backend: Backend

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ...errors import DtypeError, IsotypeError, ShapeError, UsageError
 from ..backend import applied, autocast_off, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..library import library_op
 from .rows import row_paths
-from .rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets, reduce
+from .rule import RULE, LossRule, RuleArguments
+
+Reduction = Literal["mean", "sum", "none"]
 
 CROSS_ENTROPY = OpContract(
     "logits: F[*n V], targets: int[*n] -> fp32|fp64[...]",
@@ -40,12 +44,6 @@ def row_losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
     return loss_T.masked_fill(ignored_T, 0.0)
 
 
-def loss_by_rule(logits: Tensor, targets: Tensor, rule: LossRule, reduction: str, num_items: int | float | Tensor | None) -> Tensor:
-    """The loss of all rows, reduced."""
-    with autocast_off(logits):
-        return reduce(row_losses(logits, targets, rule), targets, reduction, num_items, rule.ignore_index)
-
-
 def cross_entropy_reference(
     logits: Tensor,
     targets: Tensor,
@@ -60,7 +58,8 @@ def cross_entropy_reference(
 ) -> Tensor:
     """What `cross_entropy` computes, differentiated by PyTorch."""
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
-    return loss_by_rule(logits, targets, rule, reduction, num_items)
+    with autocast_off(logits):
+        return reduce(row_losses(logits, targets, rule), targets, reduction, num_items, ignore_index)
 
 
 def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -113,6 +112,66 @@ class CrossEntropy(torch.autograd.Function):
         refuse_second_derivative("cross_entropy")
         logits_TV, targets_T, lse_T = ctx.saved_tensors
         return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
+
+
+# --- checks
+
+
+def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: LossRule) -> None:
+    """Whether the targets fit logits of this shape.
+
+    rows    the shape of the logits without their last dimension, `classes`
+    Raises  DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
+    """
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(f"targets are {targets.dtype}, declared int64 or int32", code="DT001", fix="targets.long()")
+    if tuple(targets.shape) != rows:
+        raise ShapeError(f"targets are {list(targets.shape)} where logits {[*rows, classes]} need {list(rows)}", code="SH001")
+    # a fake tensor has no values
+    if not isinstance(targets, FakeTensor):
+        _check_range(targets, classes, rule.ignore_index)
+
+
+def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> None:
+    """Raises  UsageError for an unknown reduction, and for a num_items without effect"""
+    if reduction not in get_args(Reduction):
+        raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
+    if num_items is not None and reduction != "mean":
+        raise UsageError(f"num_items={num_items} has no effect with reduction={reduction!r}", fix='use reduction="mean"')
+
+
+def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side assert keeps the check without a sync."""
+    good = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
+    if targets.is_meta:
+        return
+    if torch.compiler.is_compiling() or targets.device.type != "cpu":
+        torch._assert_async(good.all(), f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}")
+    elif not bool(good.all()):
+        bad = targets[~good].flatten()
+        raise IsotypeError(
+            f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: "
+            f"expected 0..{classes - 1} or ignore_index ({ignore_index})",
+            code="SH002",
+            fix="compare the tokenizer's length with the head's rows, and the label mask with ignore_index",
+        )
+
+
+def reduce(loss_T: Tensor, targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int) -> Tensor:
+    """fp32[T] row losses (0 where ignored) to what the caller asked for; plain differentiable PyTorch."""
+    if reduction == "none":
+        return loss_T
+    total = loss_T.sum()
+    if reduction == "sum":
+        return total
+    count = (targets_T != ignore_index).sum() if num_items is None else num_items
+    count = count.to(total.device) if isinstance(count, Tensor) else total.new_full((), count)
+    empty = count == 0
+    # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0 would be nan and spoil the weights
+    return torch.where(empty, torch.nan, total / count.masked_fill(empty, 1).to(total))
+
+
+# --- the op
 
 
 def cross_entropy(

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..backend import cpp_runs, triton_runs
 from ..cpp import CppKernels
-from . import eager
-from .eager import RowValues, Upstream, Wanted, room
-from .rule import LossRule
+from . import rule as eager
+from .rule import LossRule, RowValues, Upstream, Wanted, room
 
 KERNELS = CppKernels(
     __file__,
@@ -70,45 +69,30 @@ class Source:
 NO_SOURCE = (None, 0, None, 0, 0, None)
 
 
-def _losses(
-    logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None, dloss: float, source: Source | None
-) -> tuple[Tensor, Tensor]:
-    logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
-    tokens, classes = logits_TV.shape
-    loss_T = torch.empty(tokens, dtype=torch.float32)
-    lse_T = torch.empty_like(loss_T)
-    stride = 0 if out_TV is None else out_TV.stride(0)
-    KERNELS(
-        "losses_and_gradients", logits_TV.dtype, logits_TV, tokens, classes, logits_TV.stride(0), targets_T, loss_T, lse_T,
-        *rule.values, *(source.arguments if source else NO_SOURCE), out_TV, stride, dloss,
-    )  # fmt: skip
-    return loss_T, lse_T
-
-
 class Cpp:
-    """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride."""
+    """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride. As the functions of `rule`."""
 
     @staticmethod
-    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, source: Source | None = None) -> tuple[Tensor, Tensor]:
-        """(loss, logsumexp), each fp32[T]; 0 for an ignored row."""
-        return _losses(logits_TV, targets_T, rule, None, 0.0, source)
-
-    @staticmethod
-    def loss_and_gradient(
-        logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor, source: Source | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both.
-
-        out_TV   may be `logits_TV` itself when the caller owns it
-        """
-        assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
-        return _losses(logits_TV, targets_T, rule, out_TV, float(dloss), source)
+    def cross_entropy_forward(
+        logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None,
+        source: Source | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert out_TV is None or out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
+        logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
+        tokens, classes = logits_TV.shape
+        loss_T = torch.empty(tokens, dtype=torch.float32)
+        lse_T = torch.empty_like(loss_T)
+        stride = 0 if out_TV is None else out_TV.stride(0)
+        KERNELS(
+            "losses_and_gradients", logits_TV.dtype, logits_TV, tokens, classes, logits_TV.stride(0), targets_T, loss_T, lse_T,
+            *rule.values, *(source.arguments if source else NO_SOURCE), out_TV, stride, 0.0 if dloss is None else float(dloss),
+        )  # fmt: skip
+        return loss_T, lse_T
 
     @staticmethod
     def cross_entropy_backward(
         logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
     ) -> Tensor:
-        """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
         assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
         logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
         dloss_T = dloss_T.to(torch.float32).contiguous()
@@ -121,7 +105,6 @@ class Cpp:
 
     @staticmethod
     def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted, source: Source | None = None) -> RowValues:
-        """The values of each row; no target is ignored."""
         if source:
             source.again = Again.room(logits_NV.shape[0], logits_NV.device)
         logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
@@ -138,7 +121,6 @@ class Cpp:
         logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0,
         again: Again | None = None,
     ) -> Tensor:  # fmt: skip
-        """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`."""
         assert out_NV.dtype == logits_NV.dtype, "a CPU product's result has its operands' dtype"
         logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
         held = [None if t is None else t.to(torch.float32).contiguous() for t in upstream]

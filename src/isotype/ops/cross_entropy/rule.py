@@ -1,20 +1,19 @@
-"""The loss of one row as values, the checks of its arguments and its reduction: shared by `cross_entropy`,
-`linear_cross_entropy`, `linear_log_probs`, their references and their kernels. V classes.
+"""The rule of a row's loss, and what is computed by it on rows of logits, in blocks of plain PyTorch on any device: no wide copy of the
+logits. T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ...errors import DtypeError, IsotypeError, ShapeError, UsageError
+from ...errors import UsageError
+from ..backend import rows_can_be_counted, wide
 
-Reduction = Literal["mean", "sum", "none"]
 # `LossRule.arguments`, as the schema of a library op has them
 RULE = "int ignore_index, float[] factors"
 RuleArguments = tuple[int, tuple[float, float, float, float]]
@@ -75,61 +74,211 @@ class LossRule:
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
 
 
-# --- checks
+# --- cross-entropy
+
+# fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in flight
+_BLOCK = {"cpu": 2**18}
+_BLOCK_ELSEWHERE = 2**26
 
 
-def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: LossRule) -> None:
-    """Whether the targets fit logits of this shape.
+def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their wide logits after scale and softcap), in one buffer that every block uses again: fresh pages would cost more than the
+    arithmetic (`benchmarks/ops.py`). Blocks depend on shapes alone, so that a run repeats."""
+    tokens, columns = logits_TV.shape
+    size = max(1, _BLOCK.get(logits_TV.device.type, _BLOCK_ELSEWHERE) // max(1, columns))
+    work = torch.empty(min(size, tokens), columns, dtype=wide(logits_TV.dtype), device=logits_TV.device)
+    for start in range(0, tokens, size):
+        rows = slice(start, min(start + size, tokens))
+        z = work[: rows.stop - start].copy_(logits_TV[rows])
+        if rule.logit_scale != 1.0:
+            z.mul_(rule.logit_scale)
+        if rule.softcap:
+            z.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        yield rows, z
 
-    rows    the shape of the logits without their last dimension, `classes`
-    Raises  DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
+
+def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
+    """`z` becomes exp(z - max); gives the row losses, logsumexp, and the rows' sums. One exp serves loss and gradient."""
+    ignored = targets == rule.ignore_index
+    picked = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
+    mean = z.mean(-1) if rule.label_smoothing else None
+    top = z.amax(-1, keepdim=True)
+    # a row of -inf has no finite maximum: its logsumexp is -inf, not nan
+    z.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
+    total = z.sum(-1)
+    lse = total.log() + top.squeeze(-1)
+    loss = (1 - rule.label_smoothing) * (lse - picked) + rule.z_loss * lse**2
+    if mean is not None:
+        loss += rule.label_smoothing * (lse - mean)
+    return loss.masked_fill_(ignored, 0.0), lse, total
+
+
+def gradient_rows_(
+    p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, rule: LossRule, classes: int, first: int = 0,
+    total: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`p`, the softmax of the rows times `total` a row where given, becomes the gradient of the logits.
+
+    classes   the whole vocabulary's size; `first` is the class of column 0 when these columns are a block of it
     """
-    if targets.dtype not in (torch.int64, torch.int32):
-        raise DtypeError(f"targets are {targets.dtype}, declared int64 or int32", code="DT001", fix="targets.long()")
-    if tuple(targets.shape) != rows:
-        raise ShapeError(f"targets are {list(targets.shape)} where logits {[*rows, classes]} need {list(rows)}", code="SH001")
-    # a fake tensor has no values
-    if not isinstance(targets, FakeTensor):
-        _check_range(targets, classes, rule.ignore_index)
+    factor = dloss * (1 + 2 * rule.z_loss * lse)
+    p.mul_((factor if total is None else factor / total).unsqueeze(-1))
+    if rule.label_smoothing:
+        p.sub_((dloss * (rule.label_smoothing / classes)).unsqueeze(-1))
+    _add_at_targets_(p, (rule.label_smoothing - 1) * dloss, targets - first)
+    _back_through_(p, logits, rule)
 
 
-def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> None:
-    """Raises  UsageError for an unknown reduction, and for a num_items without effect"""
-    if reduction not in get_args(Reduction):
-        raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
-    if num_items is not None and reduction != "mean":
-        raise UsageError(f"num_items={num_items} has no effect with reduction={reduction!r}", fix='use reduction="mean"')
+def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
+    """Adds a value a row at its column, where that is one of these."""
+    elsewhere = (column < 0) | (column >= g.shape[-1])
+    g.scatter_add_(-1, column.masked_fill(elsewhere, 0).long().unsqueeze(-1), values.masked_fill(elsewhere, 0.0).unsqueeze(-1))
 
 
-def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side assert keeps the check without a sync."""
-    good = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
-    if targets.is_meta:
-        return
-    if torch.compiler.is_compiling() or targets.device.type != "cpu":
-        torch._assert_async(good.all(), f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}")
-    elif not bool(good.all()):
-        bad = targets[~good].flatten()
-        raise IsotypeError(
-            f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: "
-            f"expected 0..{classes - 1} or ignore_index ({ignore_index})",
-            code="SH002",
-            fix="compare the tokenizer's length with the head's rows, and the label mask with ignore_index",
-        )
+def _back_through_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
+    """The gradient of what scale and softcap make of the logits becomes that of the logits."""
+    if rule.softcap:
+        # d tanh(u) = 1 - tanh(u)^2, from the logits again: softcapping is rare, and a second buffer would halve the block
+        slope = torch.tanh(logits.to(g.dtype) * (rule.logit_scale / rule.softcap))
+        g.mul_(1 - slope * slope)
+    if rule.logit_scale != 1.0:
+        g.mul_(rule.logit_scale)
 
 
-# --- reductions
+def cross_entropy_forward(
+    logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp), each fp32[T]; 0 for an ignored row.
+
+    out_TV   gets the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both. It may be `logits_TV` itself when
+             the caller owns it; its dtype may be narrower
+    """
+    loss_T = torch.empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype), device=logits_TV.device)
+    lse_T = torch.empty_like(loss_T)
+    if dloss is not None:
+        dloss_T = dloss.to(loss_T.dtype).expand_as(loss_T).masked_fill(targets_T == rule.ignore_index, 0.0)
+    for rows, p in wide_blocks(logits_TV, rule):
+        loss_T[rows], lse_T[rows], total = exp_rows_(p, targets_T[rows], rule)
+        if out_TV is not None:
+            gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, logits_TV.shape[1], total=total)
+            out_TV[rows] = p
+    if out_TV is not None:
+        zero_ignored_(out_TV, targets_T, rule)
+    return loss_T, lse_T
 
 
-def reduce(loss_T: Tensor, targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int) -> Tensor:
-    """fp32[T] row losses (0 where ignored) to what the caller asked for; plain differentiable PyTorch."""
-    if reduction == "none":
-        return loss_T
-    total = loss_T.sum()
-    if reduction == "sum":
-        return total
-    count = (targets_T != ignore_index).sum() if num_items is None else num_items
-    count = count.to(total.device) if isinstance(count, Tensor) else total.new_full((), count)
-    empty = count == 0
-    # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0 would be nan and spoil the weights
-    return torch.where(empty, torch.nan, total / count.masked_fill(empty, 1).to(total))
+def cross_entropy_backward(
+    logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+) -> Tensor:
+    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
+    dloss_T = dloss_T.to(wide(logits_TV.dtype)).masked_fill(targets_T == rule.ignore_index, 0.0)
+    for rows, p in wide_blocks(logits_TV, rule):
+        p.sub_(lse_T[rows].unsqueeze(-1)).exp_()
+        gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, classes, first)
+        out_TV[rows] = p
+    return zero_ignored_(out_TV, targets_T, rule)
+
+
+def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
+    """Ignored rows get exactly 0, also where their logits are not finite."""
+    ignored_T = targets_T == rule.ignore_index
+    if not rows_can_be_counted(targets_T):
+        return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
+    # most batches have none, and a mask would write every row again
+    ignored_N = ignored_T.nonzero().squeeze(-1)
+    return gradient_TV.index_fill_(0, ignored_N, 0) if ignored_N.numel() else gradient_TV
+
+
+# --- per-token values. With z the logits after scale and softcap, p = softmax(z) and H the entropy:
+#     d log p_target / dz_v = [v = target] - p_v        d H / dz_v = -p_v (log p_v + H)        d logsumexp / dz_v = p_v
+# N rows
+
+
+class Wanted(NamedTuple):
+    """Which optional outputs are computed. Log-probability and logsumexp always are."""
+
+    entropy: bool
+    log_sum_sq_probs: bool
+    mean_logits: bool
+    top1: bool
+
+
+class RowValues(NamedTuple):
+    """fp32[N] each (top1 int64[N]); a tensor that was not asked for is empty."""
+
+    log_probs: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+    log_sum_sq_probs: Tensor
+    mean_logits: Tensor
+    top1: Tensor
+
+
+class Upstream(NamedTuple):
+    """Upstream gradients a row, fp32[N]; None where one is zero. `entropy` is the entropy itself, needed beside dentropy."""
+
+    dlog_probs: Tensor | None
+    dlogsumexp: Tensor | None
+    dentropy: Tensor | None
+    entropy: Tensor | None
+
+
+def room(rows: int, dtype: torch.dtype, device: torch.device, wanted: Wanted) -> RowValues:
+    """Outputs of the right shapes, for `rows` rows: 0, and -1 for top1, where nothing is written."""
+
+    def zeros(asked: bool) -> Tensor:
+        return torch.zeros(rows if asked else 0, dtype=dtype, device=device)
+
+    top1 = torch.full((rows if wanted.top1 else 0,), -1, dtype=torch.int64, device=device)
+    return RowValues(zeros(True), zeros(True), zeros(wanted.entropy), zeros(wanted.log_sum_sq_probs), zeros(wanted.mean_logits), top1)
+
+
+def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
+    """The values of each row; no target is ignored."""
+    values = room(logits_NV.shape[0], wide(logits_NV.dtype), logits_NV.device, wanted)
+    for rows, z in wide_blocks(logits_NV, rule):
+        picked = z.gather(-1, targets_N[rows].long().unsqueeze(-1)).squeeze(-1)
+        if wanted.mean_logits:
+            values.mean_logits[rows] = z.mean(-1)
+        if wanted.top1:
+            values.top1[rows] = z.argmax(-1)
+        top = z.amax(-1, keepdim=True)
+        top = top.masked_fill_(top == -torch.inf, 0.0)
+        z.sub_(top)
+        e = z.exp()
+        total = e.sum(-1)
+        values.logsumexp[rows] = total.log() + top.squeeze(-1)
+        values.log_probs[rows] = picked - values.logsumexp[rows]
+        if wanted.log_sum_sq_probs:
+            values.log_sum_sq_probs[rows] = (e * e).sum(-1).log() - 2 * total.log()
+        if wanted.entropy:
+            # from z - max, whose size is that of the entropy: no cancellation for large logits
+            values.entropy[rows] = total.log() - (e * z.clamp_(min=-1e30)).sum(-1) / total
+    return values
+
+
+def row_value_gradients(
+    logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+) -> Tensor:
+    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`.
+
+    A row whose logsumexp is inf is an ignored one: its gradient is 0, also where its logits are not finite.
+    """
+    for rows, z in wide_blocks(logits_NV, rule):
+        log_p = z.sub_(lse_N[rows].unsqueeze(-1))
+        constant = torch.zeros_like(lse_N[rows], dtype=z.dtype)
+        if upstream.dlogsumexp is not None:
+            constant += upstream.dlogsumexp[rows]
+        if upstream.dlog_probs is not None:
+            constant -= upstream.dlog_probs[rows]
+        factor = constant.unsqueeze(-1)
+        if upstream.dentropy is not None and upstream.entropy is not None:
+            # p (log p + H) is 0 where p is, also for a class masked with -inf
+            shifted = log_p.clamp(min=-1e30) + upstream.entropy[rows].unsqueeze(-1)
+            factor = factor - upstream.dentropy[rows].unsqueeze(-1) * shifted
+        g = log_p.exp_().mul_(factor)
+        if upstream.dlog_probs is not None:
+            _add_at_targets_(g, upstream.dlog_probs[rows].to(g.dtype), targets_N[rows] - first)
+        _back_through_(g, logits_NV[rows], rule)
+        out_NV[rows] = g.masked_fill_((lse_N[rows] == torch.inf).unsqueeze(-1), 0.0)
+    return out_NV

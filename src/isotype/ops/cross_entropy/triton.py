@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_its_device, warps
-from .eager import RowValues, Upstream, Wanted, room
-from .rule import LossRule
+from .rule import LossRule, RowValues, Upstream, Wanted, room
 
 # 16 values a thread at 8 warps
 MAX_BLOCK = 4096
@@ -155,8 +154,10 @@ def _rows(logits_TV: Tensor) -> Tensor:
 
 
 @on_its_device
-def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
-    """(loss, logsumexp), each fp32[T]."""
+def cross_entropy_forward(
+    logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp), each fp32[T], and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row."""
     logits_TV, targets_T = _rows(logits_TV), targets_T.contiguous()
     tokens, classes = logits_TV.shape
     loss_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
@@ -169,6 +170,8 @@ def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) 
             rule.label_smoothing, rule.logit_scale, rule.softcap, rule.z_loss, **_flags(rule),
             LANES=block // each, EACH=each, num_warps=num_warps,
         )  # fmt: skip
+    if out_TV is not None and dloss is not None:
+        cross_entropy_backward(logits_TV, targets_T, lse_T, dloss.expand_as(loss_T), rule, out_TV, classes)
     return loss_T, lse_T
 
 
@@ -188,13 +191,6 @@ def cross_entropy_backward(
             BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
     return out_TV
-
-
-def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row."""
-    loss_T, lse_T = cross_entropy_forward(logits_TV, targets_T, rule)
-    cross_entropy_backward(logits_TV, targets_T, lse_T, dloss.expand_as(loss_T), rule, out_TV, logits_TV.shape[-1])
-    return loss_T, lse_T
 
 
 # --- per-token values

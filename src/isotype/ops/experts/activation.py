@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backend import path_for, wide
 from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
 from ..library import library_op
-from . import cpu
+from .groups import KERNELS as EXPERTS
 
 
 class Clamped(NamedTuple):
@@ -46,8 +46,8 @@ def activated_reference(g: Tensor, kind: Activation) -> Tensor:
 def activated(g_TG: Tensor, kind: Activation) -> Tensor:
     """F[T I], for a caller that differentiates it itself."""
     named = _named(kind)
-    if named is not None and (path := path_for(cpu.KERNELS, g_TG)) in ("cpp", "triton"):
-        return cpu.activate(g_TG, *named) if path == "cpp" else _activate(g_TG, *named)
+    if named is not None and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton"):
+        return _cpp_activate(g_TG, *named) if path == "cpp" else _activate(g_TG, *named)
     if not isinstance(kind, str):
         return activated_reference(g_TG, kind)
     return gated_forward(path_for(KERNELS, g_TG), *_halves(g_TG), kind)
@@ -72,8 +72,8 @@ def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation,
     w   of each row, fp32
     """
     named = _named(kind)
-    if named is not None and w_T.dtype is torch.float32 and (path := path_for(cpu.KERNELS, g_TG)) in ("cpp", "triton"):
-        return cpu.backward(g_TG, dh_TI, w_T, *named, needs_h) if path == "cpp" else _backward(g_TG, dh_TI, w_T, *named, needs_h)
+    if named is not None and w_T.dtype is torch.float32 and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton"):
+        return _cpp_backward(g_TG, dh_TI, w_T, *named, needs_h) if path == "cpp" else _backward(g_TG, dh_TI, w_T, *named, needs_h)
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
         dgate, dup, h = gated_backward(path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
@@ -89,7 +89,41 @@ def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation,
     return dg, h, (h.to(w_T.dtype) * dh_TI.to(w_T.dtype)).sum(-1)
 
 
-@library_op("experts_activate(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=cpu.fake_activate)
+# --- the C++ and Triton kernels
+
+# their numbers in cpu.cpp
+_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
+
+
+def _fake_activate(g: Tensor, *_: object) -> Tensor:
+    return g.new_empty(g.shape[0], g.shape[1] // 2)
+
+
+@library_op("experts_activate_cpp(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=_fake_activate)
+def _cpp_activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    h = _fake_activate(g_TG)
+    EXPERTS("activate", g_TG.dtype, g_TG, h, *h.shape, _NUMBERS[kind], alpha, limit)
+    return h
+
+
+def _fake_backward(g: Tensor, dh: Tensor, w: Tensor, kind: str, alpha: float, limit: float, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(g), torch.empty_like(dh) if again else dh.new_empty(0), torch.empty_like(w)
+
+
+@library_op(
+    "experts_backward_cpp(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool again) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
+def _cpp_backward(
+    g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
+    made = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, again)
+    EXPERTS("backward", g_TG.dtype, g_TG, dh_TI, w_T, dg, h if again else None, products, *dh_TI.shape, _NUMBERS[kind], alpha, limit)
+    return made
+
+
+@library_op("experts_activate(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=_fake_activate)
 def _activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     from . import triton
 
@@ -98,7 +132,7 @@ def _activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 
 @library_op(
     "experts_backward(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool again) -> (Tensor, Tensor, Tensor)",
-    fake=cpu.fake_backward,
+    fake=_fake_backward,
 )
 def _backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, again: bool

@@ -8,7 +8,9 @@ S rows of a part in the order of their experts, N and M features, R rank, E expe
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,13 +20,98 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...environment.planned import stands_for
 from ..backend import forced_path, path_for, triton_runs, wide
+from ..cpp import CppKernels
 from ..library import library_op
-from . import cpu
 
 # Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
 ROWS = 512
 # packed experts that a GPU widens at a time: 8 of gpt-oss are 265 MB, its whole stack 1 GiB
 FEW = 8
+
+
+# --- the C++ kernels of cpu.cpp: each is one call for all experts of a part. `ends` are where each expert's rows end
+
+KERNELS = CppKernels(
+    __file__, native="a", multiply="pppaiiiiiiii", shrink="pppaiiiiiii", expand="pppaiiiiiiiif", gradient="pppaiiiiiiiif",
+    activate="dppiiiff", backward="dppppppiiiff", scatter="dppppii",
+)  # fmt: skip
+# up to this rank a kernel is no slower than PyTorch's product
+_SKINNY = 64
+
+
+@cache
+def _bf16_products() -> bool:
+    """Whether the kernels with a rank can run: they are built, and the processor multiplies bf16."""
+    return KERNELS.native()
+
+
+@cache
+def _few() -> int:
+    """Up to how many rows an expert the kernel for all experts is used. It takes 0.7 to 0.97 of the time of PyTorch's product for each
+    at 16 to 1,024 rows (measured without AMX). With AMX, which the kernel does not use, it is not.
+    """
+    return 0 if torch.cpu._is_amx_tile_supported() else 1024
+
+
+def _address(ends: list[int]) -> tuple[array[int], int]:
+    # the array is returned so that it lives as long as the call
+    kept = array("q", ends)
+    return kept, kept.buffer_info()[0]
+
+
+@library_op("experts_multiply_cpp(Tensor x, Tensor matrices, Tensor(a!) out, int[] ends) -> ()", fake=lambda *_: None)
+def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: list[int]) -> None:
+    """out = x by the matrix of each row's expert; one of a matrix's two strides is 1."""
+    kept, address = _address(ends)
+    KERNELS(
+        "multiply", x_SN, matrices_ENM, out_SM, address, len(kept), x_SN.shape[1], out_SM.shape[1], x_SN.stride(0), *matrices_ENM.stride(),
+        out_SM.stride(0),
+    )  # fmt: skip
+
+
+@library_op("experts_shrink_cpp(Tensor x, Tensor a, int[] ends) -> Tensor", fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]))
+def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
+    """x Aᵀ of each row's expert; one of A's last two strides is 1."""
+    _, ranks, features = a_ERN.shape
+    out = x_SN.new_empty(x_SN.shape[0], ranks)
+    kept, address = _address(ends)
+    KERNELS("shrink", x_SN, a_ERN, out, address, len(kept), features, ranks, x_SN.stride(0), *a_ERN.stride())
+    return out
+
+
+@library_op("experts_expand_cpp(Tensor(a!) y, Tensor xa, Tensor b, int[] ends, float scale) -> ()", fake=lambda *_: None)
+def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], scale: float) -> None:
+    """y += scale xa Bᵀ of each row's expert; one of B's last two strides is 1."""
+    kept, address = _address(ends)
+    expert_step, step, rank_step = b_EMR.stride()
+    KERNELS(
+        "expand", y_SM, xa_SR, b_EMR, address, len(kept), y_SM.shape[1], b_EMR.shape[2], y_SM.stride(0), xa_SR.stride(0), expert_step,
+        rank_step, step, scale,
+    )  # fmt: skip
+
+
+@library_op("experts_gradient_cpp(Tensor left, Tensor right, Tensor(a!) into, int[] ends, float scale) -> ()", fake=lambda *_: None)
+def _cpp_gradient_(left_SM: Tensor, right_SN: Tensor, into_EMN: Tensor, ends: list[int], scale: float) -> None:
+    """into = scale leftᵀ right of each expert with rows, in fp32, of any strides."""
+    kept, address = _address(ends)
+    expert_step, m_step, n_step = into_EMN.stride()
+    # the kernel's ranks are the narrower side
+    large, small, steps = (
+        (right_SN, left_SM, (m_step, n_step)) if left_SM.shape[1] <= right_SN.shape[1] else (left_SM, right_SN, (n_step, m_step))
+    )
+    KERNELS(
+        "gradient", large, small, into_EMN, address, len(kept), large.shape[1], small.shape[1], large.stride(0), small.stride(0),
+        expert_step, *steps, scale,
+    )  # fmt: skip
+
+
+@library_op("experts_scatter_cpp(Tensor(a!) total, Tensor y, Tensor tokens, Tensor? w) -> ()", fake=lambda *_: None)
+def _cpp_scatter_(total_TN: Tensor, y_SN: Tensor, tokens_S: Tensor, w_S: Tensor | None) -> None:
+    """Adds each row, times w, to its token's fp32 sums."""
+    KERNELS("scatter", y_SN.dtype, y_SN, tokens_S, w_S, total_TN, *y_SN.shape)
+
+
+# --- the order of the rows, and the products of a part
 
 
 class Groups:
@@ -103,8 +190,8 @@ class Part:
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
         """[S M], in their one dtype."""
         y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
-        if _native(x_SN) and len(x_SN) <= cpu.few() * len(self.each) and 1 in matrices_ENM.stride()[1:]:
-            cpu.multiply_(x_SN, matrices_ENM, y, self.ends)
+        if _native(x_SN) and len(x_SN) <= _few() * len(self.each) and 1 in matrices_ENM.stride()[1:]:
+            _cpp_multiply_(x_SN, matrices_ENM, y, self.ends)
             return y
         for i, rows in self.each:
             torch.mm(x_SN[rows], matrices_ENM[i], out=y[rows])
@@ -121,7 +208,7 @@ class Part:
         """[S R]: x Aᵀ."""
         a_ERN = a_ERN[self.experts]
         if _skinny(x_SN, a_ERN.shape[1]):
-            return cpu.shrink(x_SN, a_ERN, self.ends)
+            return _cpp_shrink(x_SN, a_ERN, self.ends)
         made = x_SN.new_empty(x_SN.shape[0], a_ERN.shape[1])
         for i, rows in self.each:
             torch.mm(x_SN[rows], a_ERN[i].t(), out=made[rows])
@@ -131,7 +218,7 @@ class Part:
         """y += scale xa Bᵀ."""
         b_EMR = b_EMR[self.experts]
         if _skinny(y_SM, b_EMR.shape[2]):
-            cpu.expand_(y_SM, xa_SR, b_EMR, self.ends, scale)
+            _cpp_expand_(y_SM, xa_SR, b_EMR, self.ends, scale)
             return
         for i, rows in self.each:
             y_SM[rows].addmm_(xa_SR[rows], b_EMR[i].t(), alpha=scale)
@@ -139,7 +226,7 @@ class Part:
     def gradient(self, left_SM: Tensor, right_SN: Tensor, scale: float, into_EMN: Tensor) -> None:
         """into = scale leftᵀ right of each expert, summed in fp32."""
         if _skinny(left_SM, min(into_EMN.shape[1:])) and into_EMN.dtype is torch.float32:
-            cpu.gradient_(left_SM, right_SN, into_EMN, self.ends, scale)
+            _cpp_gradient_(left_SM, right_SN, into_EMN, self.ends, scale)
             return
         for i, rows in self.each:
             torch.mul(left_SM[rows].to(into_EMN.dtype).t() @ right_SN[rows].to(into_EMN.dtype), scale, out=into_EMN[i])
@@ -165,8 +252,8 @@ class Part:
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
         """Adds each row, times w, to its token's."""
-        if total_TN.dtype is torch.float32 and path_for(cpu.KERNELS, y_SN) == "cpp":
-            cpu.scatter_(total_TN, y_SN, self.tokens, w_S)
+        if total_TN.dtype is torch.float32 and path_for(KERNELS, y_SN) == "cpp":
+            _cpp_scatter_(total_TN, y_SN, self.tokens, w_S)
             return
         wide_SN = y_SN.to(total_TN.dtype)
         total_TN.index_add_(0, self.tokens, wide_SN if w_S is None else wide_SN * w_S[:, None])
@@ -174,11 +261,11 @@ class Part:
 
 def _skinny(x: Tensor, ranks: int) -> bool:
     """Whether the kernels take these products with a rank."""
-    return 0 < ranks <= cpu.SKINNY and _native(x)
+    return 0 < ranks <= _SKINNY and _native(x)
 
 
 def _native(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and path_for(cpu.KERNELS, x) == "cpp" and cpu.native()
+    return x.dtype is torch.bfloat16 and path_for(KERNELS, x) == "cpp" and _bf16_products()
 
 
 class AllAtOnce(Part):

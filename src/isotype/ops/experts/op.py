@@ -16,7 +16,7 @@ I inner features, R rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -345,5 +345,4 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, up: torch.Size, down: torc
         )
 
 
-Kind = Literal["silu", "gelu", "gelu_tanh"]
 __all__ = ["EXPERTS", "Adapter", "Clamped", "experts", "experts_reference"]

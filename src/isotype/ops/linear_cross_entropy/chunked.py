@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +132,16 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int |
         raise UsageError(f"chunk is {chunk}: expected 1 row or more")
 
 
+def chunk_of(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], head: bool) -> int:
+    """The rows whose logits exist at once; `dtypes` of the products, one for each head."""
+    held = sum(result_dtype(operand_dtype(dtype, weight.device), weight.device).itemsize for dtype in dtypes)
+    return extent(tokens, weight.shape[0], held, weight.device, head=head)
+
+
+def cast(dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
 def gradients_wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[bool, bool, bool]:
     """Whether autograd will ask for the gradient of each."""
     on = torch.is_grad_enabled()
@@ -232,8 +242,8 @@ class Chunks:
         self.result = result_dtype(self.operand, device)
         self.hidden_TH, self.weight_VH, self.chunk = hidden_TH, weight_VH.to(self.operand), chunk
         self.bias_V = None if bias_V is None else bias_V.to(self.result)
-        self.counted_N = rows_to_compute(targets_T, rule)
-        self.count = targets_T.numel() if self.counted_N is None else self.counted_N.numel()
+        self.rows = rows_to_compute(targets_T, rule)
+        self.count = targets_T.numel() if isinstance(self.rows, slice) else self.rows.numel()
         most, classes = min(chunk, self.count), weight_VH.shape[0]
         self.logits = rows_of_logits(most, classes, self.result, device)
         own = self.result == self.operand
@@ -242,7 +252,7 @@ class Chunks:
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor]]:
         for start in range(0, self.count, self.chunk):
             stop = min(start + self.chunk, self.count)
-            rows: slice | Tensor = slice(start, stop) if self.counted_N is None else self.counted_N[start:stop]
+            rows: slice | Tensor = slice(start, stop) if isinstance(self.rows, slice) else self.rows[start:stop]
             x_NH = self.hidden_TH[rows].to(self.operand)
             z_NV = product(x_NH, self.weight_VH.t(), self.logits[: stop - start])
             if self.bias_V is not None:
@@ -259,13 +269,13 @@ class Chunks:
         dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(dhidden_TH.dtype)
 
 
-def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
-    """int[N], the rows that are not ignored, or None for all of them: where counting them would make the host wait for the device, ignored
+def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
+    """int[N], the rows that are not ignored, or a slice of all: where counting them would make the host wait for the device, ignored
     rows are computed and masked. A caller that knows its labels on the host selects the rows before the op."""
     if not rows_can_be_counted(targets_T):
-        return None
+        return slice(None)
     counted_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
-    return None if counted_N.numel() == targets_T.numel() else counted_N
+    return slice(None) if counted_N.numel() == targets_T.numel() else counted_N
 
 
 def largest(*upstream_N: Tensor) -> Tensor:
@@ -278,7 +288,7 @@ def by_vocabulary(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    counted_N: Tensor | None,
+    rows: Tensor | slice,
     unit: Tensor,
     gradient: Callable[[Tensor, Tensor, int, Tensor | None], None],
     want_dhidden: bool,
@@ -286,14 +296,13 @@ def by_vocabulary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias from those of the logits, which are computed again, a block of the vocabulary at a time.
 
-    counted_N    the rows that are not ignored, or None for all of them
+    rows      what `rows_to_compute` gave
     unit      the size of their upstream gradients
     gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`; `first` is the class of column 0, and every
               upstream gradient is multiplied by `factor` where there is one
     """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
-    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
     x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
     factor = None if back is None else into / unit

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..cross_entropy.op import cross_entropy_reference
+from ..cross_entropy.op import Reduction, check_reduction, check_targets, cross_entropy_reference
 from ..cross_entropy.rows import Cpp, Source, row_paths
-from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
+from ..cross_entropy.rule import RULE, LossRule, RuleArguments
 from ..library import library_op
 from .chunked import (
     Chunks,
     Forward,
     HeadGradient,
     by_vocabulary,
+    cast,
     check_head,
-    extent,
+    chunk_of,
     gradient_factors,
     gradients_wanted,
     largest,
@@ -91,10 +92,8 @@ def _forward(
         targets_N = targets_T[rows]
         # only the C++ kernels are given bf16 logits of an fp32 sum
         more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if exact and compute is Cpp else {}
-        if not wants_gradient:
-            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, **more)
-            continue
-        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into, **more)
+        gradient = (g_NV, into) if wants_gradient else ()
+        out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, *gradient, **more)
         if want_dbias:
             dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
             out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
@@ -125,8 +124,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     rule = LossRule.from_arguments(ignore_index, factors)
-    counted_N = rows_to_compute(targets_T, rule)
-    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
+    rows = rows_to_compute(targets_T, rule)
     targets_N, lse_N = targets_T[rows], lse_T[rows]
     dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
 
@@ -134,7 +132,7 @@ def _backward(
         given = dloss_N if factor is None else dloss_N * factor
         row_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
 
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, rows, largest(dloss_N), gradient, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -167,9 +165,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # the op has switched autocast off
         made = Forward(
             *_forward(
-                hidden_TH.to(dtype),
-                weight_VH.to(dtype),
-                None if bias_V is None else bias_V.to(dtype),
+                *cast(dtype, hidden_TH, weight_VH, bias_V),
                 targets_T,
                 hidden_TH.new_ones((), dtype=wide(dtype)) if items is None else items.reciprocal(),
                 *rule,
@@ -193,10 +189,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
-                bias = None if bias_V is None else bias_V.to(ctx.dtype)
-                made = _backward(
-                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2]
-                )
+                heads = cast(ctx.dtype, hidden_TH, weight_VH, bias_V)
+                made = _backward(*heads, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
             else:
                 *made, items = ctx.saved_tensors
@@ -241,9 +235,7 @@ def linear_cross_entropy(
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     want = gradients_wanted(hidden, weight, bias)
-    if chunk is None:
-        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
-        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
+    chunk = chunk_of(targets.numel(), weight, (dtype,), want[1]) if chunk is None else chunk
     with autocast_off(hidden):
         items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
         loss: Tensor = applied(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError, UsageError
-from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from ..backend import applied, autocast_off, cpp_runs, product_dtype, refuse_second_derivative, triton_runs, wide
 from ..contract import OpContract
 from ..cross_entropy.op import rule_logits
 from ..cross_entropy.rows import Source
@@ -24,19 +24,17 @@ from ..library import library_op
 from ..linear_cross_entropy.chunked import (
     Chunks,
     HeadGradient,
+    cast,
     check_head,
-    extent,
+    chunk_of,
     gradient_factors,
     gradients_wanted,
     largest,
-    operand_dtype,
-    result_dtype,
     scaled,
     stored_gradient_dtype,
 )
 from ..linear_cross_entropy.op import reference_logits
-from .eager import Pair
-from .rows import Cpp, row_paths
+from .rows import KERNELS, Pair, divergences, divergences_cpp
 
 LINEAR_DIVERGENCE = OpContract(
     "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",
@@ -88,6 +86,15 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
 
 
+def _path_of(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes on these logits."""
+    if triton_runs(z):
+        from . import triton
+
+        return triton.divergences
+    return divergences_cpp if cpp_runs(KERNELS, z, teacher) else divergences
+
+
 class Sides(NamedTuple):
     """The logits of both heads, `chunk` rows at a time."""
 
@@ -103,17 +110,17 @@ class Sides(NamedTuple):
         every_T = torch.zeros(tensors[0].shape[0], dtype=torch.int64, device=tensors[0].device)
         student = Chunks(tensors[0], tensors[1], tensors[2], every_T, one, chunk, gradients)
         teacher = Chunks(tensors[3], tensors[4], tensors[5], every_T, other, chunk, False)
-        return cls(student, teacher, Pair(one, other, rules[4]), row_paths(student.logits, teacher.logits))
+        return cls(student, teacher, Pair(one, other, rules[4]), _path_of(student.logits, teacher.logits))
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
         """(rows, x_NH, dlogits_NV, made): as `Chunks` has them; `made(upstream_N, want_entropy)` gives divergences and entropies of the
         rows, fp32[N] each (empty where not wanted), and with an upstream gradient writes dlogits_NV."""
         for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
             sources: dict[str, Any] = {}
-            if self.compute is Cpp:
+            if self.compute is divergences_cpp:
                 given = ((z_NV, x_NH, self.student), (teacher_NV, y_NG, self.teacher))
                 sources["sources"] = tuple(Source.of(z, x, side.weight_VH, side.bias_V) for z, x, side in given)
-            yield rows, x_NH, g_NV, partial(self.compute.divergences, z_NV, teacher_NV, self.pair, g_NV, **sources)
+            yield rows, x_NH, g_NV, partial(self.compute, z_NV, teacher_NV, self.pair, g_NV, **sources)
 
 
 def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,9 +205,8 @@ class LinearDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         now = want[0] and not (want[1] or want[2])
         with autocast_off(hidden_TH):
-            given: list[Any] = [x if x is None else x.to(dtypes[0]) for x in (hidden_TH, weight_VH, bias_V)]
-            taught: list[Any] = [x if x is None else x.to(dtypes[1]) for x in teacher]
-            found_T, entropy_T, dhidden_TH = _forward(*(*given, *taught, rules, chunk, now, want_entropy))
+            heads = *cast(dtypes[0], hidden_TH, weight_VH, bias_V), *cast(dtypes[1], *teacher)
+            found_T, entropy_T, dhidden_TH = _forward(*heads, rules, chunk, now, want_entropy)
         ctx.rules, ctx.types, ctx.chunk, ctx.want, ctx.now = rules, dtypes, chunk, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         # a frozen head needs the gradient alone
@@ -218,8 +224,8 @@ class LinearDivergence(torch.autograd.Function):
         elif any(ctx.want):
             saved = ctx.saved_tensors
             with autocast_off(upstream_T):
-                given: list[Any] = [x if x is None else x.to(dtype) for part, dtype in zip((saved[:3], saved[3:]), ctx.types) for x in part]
-                made = _backward(*(*given, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2]))
+                heads = *cast(ctx.types[0], *saved[:3]), *cast(ctx.types[1], *saved[3:])
+                made = _backward(*heads, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return (*grads, None, None, None, None, None, None)
 
@@ -255,9 +261,7 @@ def divergence_and_entropy(
     if not 0.0 <= beta <= 1.0:
         raise UsageError(f"beta is {beta}: expected 0 to 1")
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
-    if chunk is None:
-        held = sum(result_dtype(operand_dtype(dtype, hidden.device), hidden.device).itemsize for dtype in dtypes)
-        chunk = extent(hidden.shape[:-1].numel(), weight.shape[0], held, hidden.device, head=False)
+    chunk = chunk_of(hidden.shape[:-1].numel(), weight, dtypes, False) if chunk is None else chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rules = [LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
              for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))]  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..cross_entropy.rule import LossRule
 from ..cross_entropy.triton import block_of, capped, cross_entropy_forward
 from ..launch import on_its_device, warps
-from .eager import Pair
+from .rows import Pair
 
 # 8 values a thread of each side: 16 spill 8 on sm_80
 MAX_BLOCK = 2048
@@ -166,7 +166,7 @@ def _lse(logits_NV: Tensor, rule: LossRule) -> Tensor:
 def divergences(
     z_NV: Tensor, teacher_NV: Tensor, pair: Pair, out_NV: Tensor, upstream_N: Tensor | None, want_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `eager`'s."""
+    """As `rows.divergences`."""
     rows, classes = z_NV.shape
     lse_N, teacher_lse_N = _lse(z_NV, pair.student), _lse(teacher_NV, pair.teacher)
     found_N, kept_N, entropy_N = torch.empty_like(lse_N), torch.empty_like(lse_N), torch.empty_like(lse_N)

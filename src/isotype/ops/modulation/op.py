@@ -14,8 +14,9 @@ from torch import Tensor
 from ...errors import DtypeError, ShapeError
 from ..backend import Path, applied, narrowed, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
+from ..cpp import CppKernels
+from ..library import library_op
 from ..remade import kept_for, made_again, remember
-from . import cpu
 
 # the output has x's dtype, for scale and shift of any one dtype
 MODULATED_LAYER_NORM = OpContract(
@@ -42,6 +43,98 @@ def _check_vectors(x: Tensor, **vectors: Tensor) -> None:
     for other, vector in others:
         if vector.dtype != first.dtype:
             raise DtypeError(f"{name} is {first.dtype} and {other} is {vector.dtype}, declared one float dtype", code="DT001")
+
+
+# --- the C++ kernels of cpu.cpp: fp32, bf16 or fp16, each of x, vectors and output its own
+
+KERNELS = CppKernels(
+    __file__, norm_forward="ddppppiiiif", norm_backward="ddpppppiiiiiif", gate_forward="dppppiiiii", gate_backward="dpppppiiiiii"
+)
+# at most so many partial sums of a vector's gradient a picture, and no fewer rows in each than pay for one
+_PARTIAL_SUMS, _ROWS = 64, 16
+
+
+def _rows_of(x_BTH: Tensor) -> Tensor:
+    """[B*T H], each row's values side by side in memory."""
+    x_RH = x_BTH.reshape(-1, x_BTH.shape[-1])
+    return x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous()
+
+
+def _fp32(vector_BH: Tensor, offset: float = 0.0) -> Tensor:
+    v = vector_BH.to(torch.float32).contiguous()
+    return v + offset if offset else v
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+@library_op(
+    "modulated_layer_norm_forward_cpp(Tensor x, Tensor scale, Tensor shift, float eps, ScalarType out_dtype) -> Tensor",
+    fake=lambda x, scale, shift, eps, out_dtype: _like(x, out_dtype),
+)
+def _cpp_norm_forward(x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+    y_BTH, x_RH = _like(x_BTH, out_dtype), _rows_of(x_BTH)
+    KERNELS(
+        "norm_forward", x_RH.dtype, out_dtype, x_RH, _fp32(scale_BH, 1.0), _fp32(shift_BH), y_BTH,
+        *x_RH.shape, x_RH.stride(0), max(1, x_BTH.shape[1]), eps,
+    )  # fmt: skip
+    return y_BTH
+
+
+def _fake_norm_backward(x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want: bool) -> tuple[Tensor, Tensor, Tensor]:
+    shape = scale_BH.shape if want else (0,)
+    return _like(x_BTH), scale_BH.new_empty(shape), scale_BH.new_empty(shape)
+
+
+@library_op(
+    "modulated_layer_norm_backward_cpp(Tensor x, Tensor scale, Tensor dy, float eps, bool want_modulation) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_norm_backward,
+)
+def _cpp_norm_backward(x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, scale and shift; the last two are empty where not wanted."""
+    pictures, tokens, hidden = x_BTH.shape
+    x_RH, dy_RH, dx_BTH = _rows_of(x_BTH), _rows_of(dy_BTH), _like(x_BTH)
+    block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
+    partial = torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32) if want_modulation else None
+    KERNELS(
+        "norm_backward", x_RH.dtype, dy_RH.dtype, x_RH, _fp32(scale_BH, 1.0), dy_RH, dx_BTH, partial,
+        *x_RH.shape, x_RH.stride(0), dy_RH.stride(0), max(1, tokens), block, eps,
+    )  # fmt: skip
+    if partial is None:
+        return dx_BTH, scale_BH.new_empty(0), scale_BH.new_empty(0)
+    # summed in fp32, and narrowed once; two tensors, since an operator's results share no memory
+    dscale_BH, dshift_BH = (partial[:, :, i].sum(1).to(scale_BH.dtype) for i in range(2))
+    return dx_BTH, dscale_BH, dshift_BH
+
+
+@library_op("gated_residual_forward_cpp(Tensor residual, Tensor x, Tensor gate) -> Tensor", fake=lambda residual, x, gate: _like(x))
+def _cpp_gate_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
+    y_BTH, residual_RH, x_RH = _like(x_BTH), _rows_of(residual_BTH), _rows_of(x_BTH)
+    KERNELS(
+        "gate_forward", x_RH.dtype, residual_RH, x_RH, _fp32(gate_BH), y_BTH,
+        *x_RH.shape, residual_RH.stride(0), x_RH.stride(0), max(1, x_BTH.shape[1]),
+    )  # fmt: skip
+    return y_BTH
+
+
+def _fake_gate_backward(x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool) -> tuple[Tensor, Tensor]:
+    return _like(x_BTH), gate_BH.new_empty(gate_BH.shape if want_gate else (0,))
+
+
+@library_op("gated_residual_backward_cpp(Tensor x, Tensor gate, Tensor dy, bool want_gate) -> (Tensor, Tensor)", fake=_fake_gate_backward)
+def _cpp_gate_backward(x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the gate, which is empty where not wanted; the residual's is dy."""
+    pictures, tokens, hidden = x_BTH.shape
+    x_RH, dy_RH, dx_BTH = _rows_of(x_BTH), _rows_of(dy_BTH), _like(x_BTH)
+    block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
+    partial = torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32) if want_gate else None
+    KERNELS(
+        "gate_backward", x_RH.dtype, x_RH, _fp32(gate_BH), dy_RH, dx_BTH, partial,
+        *x_RH.shape, x_RH.stride(0), dy_RH.stride(0), max(1, tokens), block,
+    )  # fmt: skip
+    # summed in fp32, and narrowed once
+    return dx_BTH, gate_BH.new_empty(0) if partial is None else partial.sum(1).to(gate_BH.dtype)
 
 
 # --- modulated_layer_norm
@@ -72,7 +165,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
         ctx.save_for_backward(scale_BH, *kept_x)
         ctx.path, ctx.eps = path, eps
         if path == "cpp":
-            return cpu.modulated_layer_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
+            return _cpp_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
         if path == "triton":
             from . import triton
 
@@ -89,8 +182,8 @@ class ModulatedLayerNorm(torch.autograd.Function):
         x_BTH = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x)
         want, eps, path = any(ctx.needs_input_grad[1:3]), ctx.eps, ctx.path
         if path == "cpp":
-            dx_BTH, dscale_BH, dshift_BH = cpu.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
-            return (dx_BTH, dscale_BH, dshift_BH, None, None, None) if want else (dx_BTH, None, None, None, None, None)
+            dx_BTH, dscale_BH, dshift_BH = _cpp_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
+            return dx_BTH, *((dscale_BH, dshift_BH) if want else (None, None)), None, None, None
         if path == "triton":
             from . import triton
 
@@ -118,7 +211,7 @@ def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1
     Source       adaLN of Peebles and Xie 2022, with the norm of Ba et al. 2016
     """
     _check_vectors(x, scale=scale, shift=shift)
-    path = path_for(cpu.KERNELS, x, scale, out_dtype=out_dtype)
+    path = path_for(KERNELS, x, scale, out_dtype=out_dtype)
     made: Tensor = applied(ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path)
     return remember(made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift)
 
@@ -140,7 +233,7 @@ class GatedResidual(torch.autograd.Function):
         ctx.save_for_backward(x_BTH if ctx.needs_input_grad[2] else None, gate_BH)
         ctx.path = path
         if path == "cpp":
-            return cpu.gated_residual_forward(residual_BTH, x_BTH, gate_BH)
+            return _cpp_gate_forward(residual_BTH, x_BTH, gate_BH)
         if path == "triton":
             from . import triton
 
@@ -156,7 +249,7 @@ class GatedResidual(torch.autograd.Function):
         needs_residual, _, want, _ = ctx.needs_input_grad
         dresidual, path = dy_BTH if needs_residual else None, ctx.path
         if path == "cpp":
-            dx_BTH, dgate_BH = cpu.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want)
+            dx_BTH, dgate_BH = _cpp_gate_backward(x_BTH, gate_BH, dy_BTH, want)
             return dresidual, dx_BTH, dgate_BH if want else None, None
         if path == "triton":
             from . import triton
@@ -188,5 +281,5 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         )
     if residual.shape != x.shape:
         raise ShapeError(f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape", code="SH001")
-    y: Tensor = applied(GatedResidual, residual, x, gate, path_for(cpu.KERNELS, x, gate))
+    y: Tensor = applied(GatedResidual, residual, x, gate, path_for(KERNELS, x, gate))
     return y

@@ -1,3 +1,3 @@
-from .state import PackedState, StackState, quantised, widen
+from .state import PackedState, StackState, in_rows, quantised, widen, widen_4bit
 
-__all__ = ["PackedState", "StackState", "quantised", "widen"]
+__all__ = ["PackedState", "StackState", "in_rows", "quantised", "widen", "widen_4bit"]

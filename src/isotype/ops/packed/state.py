@@ -6,14 +6,17 @@ A weight is widened in pieces of rows, so that its fp32 values are never there a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..nf4 import widen_4bit
-from . import formats, kernels
-from .formats import Layout
+from ..backend import cpp_runs, fused_runs
+from ..cpp import CppKernels
+from ..library import library_op
+from . import formats
+from .formats import AWQ_ORDER, KINDS, Layout, Tensors, exponents, packed_zeros, unpacked
 
 _CPU, _GPU = 1 << 18, 1 << 26
 
@@ -21,6 +24,81 @@ _CPU, _GPU = 1 << 18, 1 << 26
 def piece_of(tensor: Tensor) -> int:
     """Elements that are widened or put in order at once, where this tensor is."""
     return _CPU if tensor.is_cpu else _GPU
+
+
+# --- one kernel for the formats whose numbers lie in order along a row, each of a block with one scale: fp8, int8, int4 in rows, nvfp4,
+# mxfp4; its values are those of `formats` bit for bit. Columns in an order of their own (act-order) and fp64 are widened by `formats`
+
+KERNELS = CppKernels(__file__, in_graphs=True, widen="dppppiiiiiiii")
+_FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+
+
+class Ordered(NamedTuple):
+    """(number - zero) * scale. packed: uint8[rows bytes]; scale, zero: fp32[blocks groups], from the block of the first row on."""
+
+    kind: str
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+def ordered(t: Tensors, rows: slice, of: Layout) -> Ordered | None:
+    """These rows of a weight in that form; None for a format that is not of it. Arguments are those of `formats`."""
+    height = of.block[0]
+    blocks = slice(rows.start // height, -(-rows.stop // height))
+
+    def own(name: str) -> Tensor:
+        values = t[name][blocks]
+        return (exponents(values, torch.float32) if of.powers and name == "weight_scale" else values.float()).contiguous()
+
+    if of.format == "scaled":
+        zero = own("weight_zero_point") if "weight_zero_point" in t else None
+        return Ordered(_FP8[t["weight"].dtype], t["weight"][rows].view(torch.uint8), own("weight_scale"), zero)
+    if of.format == "int8_rows":
+        return Ordered("int8", t["weight"][rows].view(torch.uint8), t["SCB"][rows, None].float() / 127, None)
+    if of.shape[1] % 2 or of.block[1] % 2:
+        return None
+    if of.format == "packed_rows" and "weight_g_idx" not in t:
+        packed = t["weight_packed"][rows].view(torch.uint8)
+        zero = packed_zeros(t, rows, of).float() if "weight_zero_point" in t else None
+        # numbers of 8 bits are stored with an offset of 128: those of int8 with the other highest bit
+        return Ordered("int4" if of.bits == 4 else "int8", packed if of.bits == 4 else packed ^ 128, own("weight_scale"), zero)
+    if of.format == "nvfp4":
+        whole = t["weight_scale_2"].float() if "weight_scale_2" in t else 1 / t["weight_global_scale"].float()
+        packed = t["weight"] if "weight" in t else t["weight_packed"]
+        return Ordered("fp4", packed[rows], own("weight_scale") * whole, None)
+    if of.format == "mxfp4":
+        return Ordered("fp4", t["weight_packed"][rows], exponents(t["weight_scale"][rows], torch.float32), None)
+    return None
+
+
+@library_op(
+    "widen_packed_(Tensor(a!) out, Tensor packed, Tensor scale, Tensor? zero, int kind, int first, int height, int width) -> ()",
+    fake=lambda *_: None,
+)
+def _widen_(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, kind: int, first: int, height: int, width: int) -> None:
+    rows, columns = out.shape
+    packed = packed if packed.stride(-1) == 1 else packed.contiguous()
+    if cpp_runs(KERNELS, out):
+        strides = packed.stride(0), out.stride(0)
+        KERNELS("widen", out.dtype, packed, scale, zero, out, rows, columns, *strides, kind, first, height, width)
+    else:
+        from . import triton
+
+        triton.widen_(out, packed, scale, zero, kind, first, height, width)
+
+
+def _by_a_kernel(t: Tensors, rows: slice, of: Layout, out: Tensor) -> bool:
+    """Writes these rows into the first K columns of `out`, whose columns are adjacent; False where no kernel does it."""
+    if not (cpp_runs(KERNELS, out) or fused_runs(out)):
+        return False
+    made = ordered(t, rows, of)
+    if made is not None:
+        _widen_(out[:, : of.shape[1]], made.packed, made.scale, made.zero, KINDS[made.kind], rows.start, *of.block)
+    return made is not None
+
+
+# --- the state
 
 
 class PackedState:
@@ -49,7 +127,7 @@ class PackedState:
         of, columns = self.layout, self.shape[1]
         name, dtype, shape = of.main
         t = {**self.tensors, name: packed.reshape(-1).view(dtype).view(shape)}
-        if kernels.widen_rows(t, rows, of, out):
+        if _by_a_kernel(t, rows, of, out):
             return out
         wide = torch.promote_types(torch.float32, out.dtype)
         decode: Callable[..., Tensor] = getattr(formats, of.format)
@@ -111,6 +189,58 @@ class StackState(PackedState):
         return StackState(self.layout, self.word, tensors, transposed=self.transposed, **how)
 
 
+def _like_4bit(
+    packed: Tensor, absmax: Tensor, code: Tensor, a: Any, b: Any, c: Any, d: int, e: int, shape: Any, dtype: torch.dtype
+) -> Tensor:
+    return torch.empty([shape[0], shape[1]], dtype=dtype, device=packed.device)
+
+
+@library_op(
+    "widen_4bit(Tensor packed, Tensor absmax, Tensor code, Tensor? inner_absmax, Tensor? inner_code, Tensor? offset, int blocksize, "
+    "int inner_blocksize, SymInt[] shape, ScalarType dtype) -> Tensor",
+    fake=_like_4bit,
+)
+def _widen_4bit(
+    packed: Tensor,
+    absmax: Tensor,
+    code: Tensor,
+    inner_absmax: Tensor | None,
+    inner_code: Tensor | None,
+    offset: Tensor | None,
+    blocksize: int,
+    inner_blocksize: int,
+    shape: Any,
+    dtype: torch.dtype,
+) -> Tensor:
+    from . import triton
+
+    out = torch.empty([shape[0], shape[1]], dtype=dtype, device=packed.device)
+    triton.widen_4bit(packed, absmax, code, inner_absmax, inner_code, offset, blocksize, inner_blocksize, out)
+    return out
+
+
+def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, computed in fp32 and narrowed once.
+
+    packed  any dtype, its bytes in order: two values a byte, the first one in the high half
+    state   bitsandbytes' QuantState of it: nf4 or fp4, its scales in fp32 or quantised too
+    ->      dtype[O, K]
+    """
+    if fused_runs(packed) and dtype != torch.float64 and packed.is_contiguous() and state.code is not None and state.blocksize % 16 == 0:
+        nested = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if state.nested else (None, None, None, 1)
+        scales, scale_code, offset, block = nested
+        bytes_ = packed.view(torch.uint8)
+        return _widen_4bit(bytes_, state.absmax, state.code, scales, scale_code, offset, state.blocksize, block, list(state.shape), dtype)
+    ops = torch.ops.bitsandbytes
+    absmax = state.absmax
+    if state.nested:
+        quantised = state.state2
+        absmax = ops.dequantize_blockwise.default(absmax, quantised.absmax, quantised.code, quantised.blocksize, torch.float32)
+        absmax = absmax + state.offset
+    weight: Tensor = ops.dequantize_4bit.default(packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype)
+    return weight
+
+
 def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """A packed weight in `dtype`.
 
@@ -139,3 +269,48 @@ def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
         packed[piece] = values.to(dtype) if word == "fp8" else values.round_().to(dtype)
     layout = Layout("scaled", (rows, columns), ("weight", dtype, (rows, columns)), (1, columns))
     return packed, PackedState(layout, word, {"weight_scale": scale})
+
+
+# --- GPTQ's and AWQ's words run down the columns, so that a row cannot be widened without the words of seven others: they are put in order
+# along a row, once, when a layer is loaded, in the bytes that the file has
+
+
+def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
+    """The main tensor and the state as `formats.packed_rows` takes them; as they are for other formats, and for columns in an order of
+    their own (act-order).
+
+    words  int32, `qweight`
+    ->     int32[O ceil(K bits / 32)], zero points int16[O G] less half of their range
+    """
+    of, t = state.layout, state.tensors
+    if of.format not in ("gptq", "awq") or "g_idx" in t:
+        return words, state
+    (rows, columns), per_word = of.shape, 32 // of.bits
+    made = words.new_empty(rows, -(-columns // per_word))
+    for start in range(0, 0 if words.is_meta else rows, step := max(1, piece_of(words) // (8 * columns)) * 8):
+        piece = slice(start, min(start + step, rows))
+        made[piece] = _joined(_numbers({"qweight": words}, "qweight", piece, of), of.bits)
+    zero = _numbers(t, "qzeros", slice(0, rows), of) + of.first_zero - 2 ** (of.bits - 1)
+    own = {"weight_scale": t["scales"].t().contiguous(), "weight_zero_point": zero.to(torch.int16).contiguous()}
+    layout = Layout("packed_rows", of.shape, ("weight_packed", torch.int32, tuple(made.shape)), of.block, of.bits)
+    return made, PackedState(layout, state.word, own)
+
+
+def _numbers(t: Tensors, name: str, rows: slice, of: Layout) -> Tensor:
+    """int32[rows K], or [rows G] of the zero points."""
+    numbers: Tensor
+    if name == "qweight" and of.format == "gptq":
+        numbers = unpacked(t[name][:, rows], of.bits, 0).t()
+    else:
+        words = t[name][:, rows.start * of.bits // 32 : -(-rows.stop * of.bits // 32)]
+        numbers = unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[: rows.stop - rows.start]
+    return numbers
+
+
+def _joined(numbers: Tensor, bits: int) -> Tensor:
+    """Words of 32 bits along a row, the lowest bits first; the last is filled with zeros."""
+    per_word = 32 // bits
+    whole: Tensor = F.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
+    shifts = torch.arange(0, 32, bits, device=numbers.device)
+    words: Tensor = (whole << shifts).sum(-1).to(torch.int32)
+    return words

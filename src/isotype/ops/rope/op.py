@@ -55,10 +55,11 @@ def _reference(q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleav
 KERNELS = CppKernels(__file__, rotate="d" + "p" * 4 + "i" * 14)
 
 
-@library_op(
-    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)",
-    fake=lambda q, k, cos, sin, interleaved, back: (empty_rows_like(q), empty_rows_like(k)),
-)
+def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return empty_rows_like(q), empty_rows_like(k)
+
+
+@library_op("rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)", fake=_fake_pair)
 def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
     cos_BSR, sin_BSR = cos_BSR.to(torch.float32).contiguous(), sin_BSR.to(torch.float32).contiguous()
     made: list[Tensor] = []
@@ -75,10 +76,6 @@ def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, int
 
 
 # --- the op
-
-
-def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_rows_like(q), empty_rows_like(k)
 
 
 @library_op("rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)", fake=_fake_pair)

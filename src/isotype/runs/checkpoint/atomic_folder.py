@@ -27,7 +27,9 @@ _HELPS = {
 }
 
 
-def write_folder(target: Path, fill: Callable[[Path], None], *, check: Callable[[Path], None] | None = None, then: str = "resume") -> None:
+def write_folder(
+    target: Path, fill: Callable[[Path], object], *, check: Callable[[Path], None] | None = None, then: str = "resume"
+) -> None:
     """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was there.
 
     check  looks at the finished folder; where it raises, or the program is killed in it, `target` is unchanged
@@ -45,6 +47,9 @@ def write_folder(target: Path, fill: Callable[[Path], None], *, check: Callable[
 
 class Processes(Protocol):
     """What several processes need that write one folder together."""
+
+    rank: int
+    size: int
 
     @property
     def first(self) -> bool: ...

@@ -1,8 +1,17 @@
-"""The state for a bit-identical resume: trainable weights, optimizer, random state, data position. Only tensors and JSON."""
+"""The state for a bit-identical resume: trainable weights, optimizer, random state of every process, progress. Only tensors and JSON.
+
+With the same number of processes a resumed run is bit-identical. With another number it draws other random numbers. The first process's
+state is where a run of one process has its own, so that either can go on with the other's checkpoint.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +19,50 @@ from torch import Tensor, nn
 
 from ...errors import RunError
 from ...precision.parts import is_sharded, local_part, local_rows
+from .atomic_folder import Processes
 from .store import Rows
 
 # states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes', schedulefree's
 _LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2", "z")
+OTHERS = "random_of_other_processes"  # in state.json: of the ranks from 1 on
+
+
+@dataclass
+class Progress:
+    """How far a run is. `evaluated`: a hash of the evaluation rows that `best_loss` and `without_gain` are of; `units`: tokens or pictures
+    seen."""
+
+    step: int = 0
+    position: int = 0
+    best_loss: float = math.inf
+    best_step: int | None = None
+    without_gain: int = 0
+    evaluated: str | None = None
+    trained_seconds: float = 0.0
+    units: int = 0
+
+    @classmethod
+    def from_file(cls, values: Mapping[str, Any]) -> Progress:
+        """Reads the values of a checkpoint. Older runs name `units` `tokens`, and have the seconds of their samples.
+
+        Raises  TypeError for a value that no run writes
+        """
+        named = {("units" if name == "tokens" else name): value for name, value in values.items() if name != "sampled_seconds"}
+        made = cls(**named)
+        kinds = {"best_loss": (float,), "trained_seconds": (float, int), "best_step": (int, type(None)), "evaluated": (str, type(None))}
+        for name, value in vars(made).items():
+            if type(value) not in kinds.get(name, (int,)) or (name not in kinds and value < 0):
+                raise TypeError(f"progress.{name} is {value!r}")
+        return made
+
+    def evaluate_on(self, rows: str) -> None:
+        """Forgets the best evaluation where it was of other rows.
+
+        rows  a hash of the evaluation rows
+        """
+        if self.evaluated not in (None, rows):
+            self.best_loss, self.best_step, self.without_gain = math.inf, None, 0
+        self.evaluated = rows
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -42,6 +91,47 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
     random.setstate((version, tuple(internal), gauss))
     kind, words, *rest = state["numpy"]
     np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+
+
+def gathered_random_state(world: Processes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, JSON) for a checkpoint. All processes call it; the first one writes."""
+    tensors, state = random_state()
+    if world.size == 1:
+        return tensors, {"random": state}
+    texts = {name: base64.b64encode(t.numpy().tobytes()).decode() for name, t in tensors.items()}
+    _, *others = world.gather({"tensors": texts, "state": state})
+    return tensors, {"random": state, OTHERS: others}
+
+
+def restore_random_state_of_rank(tensors: dict[str, Tensor], state: Mapping[str, Any], rank: int, *, seed: tuple[int, int]) -> int:
+    """Puts back the state that this rank had; a rank that had none draws from `seed`, the run's and the step's.
+
+    ->  the number of processes that wrote the checkpoint
+    """
+    others = state.get(OTHERS, [])
+    if rank == 0:
+        restore_random_state(tensors, state["random"])
+    elif rank <= len(others):
+        own = others[rank - 1]
+        raw = {name: torch.tensor(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in own["tensors"].items()}
+        restore_random_state(raw, own["state"])
+    else:
+        seed_of_rank(*seed, rank)
+    return len(others) + 1
+
+
+def seed_of_rank(seed: int, step: int, rank: int) -> None:
+    """Draws of their own for each process, the same in every run: dropout must differ between rows, whichever process computes them."""
+    seed_generators(int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4]))
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds Python's, NumPy's and torch's generators."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -76,26 +76,18 @@ class CheckpointStore:
             else:
                 (self.folder / "best.json").unlink(missing_ok=True)
 
-    def save(self, checkpoint: Checkpoint, *, best: bool = False) -> Path:
+    def save(self, checkpoint: Checkpoint, *, best: bool = False) -> None:
         """Writes the checkpoint, marks it, then removes old ones. Raises RunError CK001 when the disk is full or read-only."""
-        target = self.path(checkpoint.step)
-
-        def fill(aside: Path) -> None:
-            _write(checkpoint, aside)
-
-        write_folder(target, fill)
+        write_folder(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside))
         self._written(checkpoint.step, best)
-        return target
 
-    def save_together(self, checkpoint: Checkpoint, processes: Processes, *, part: int, parts: int, best: bool = False) -> Path:
+    def save_together(self, checkpoint: Checkpoint, processes: Processes, *, part: int, parts: int, best: bool = False) -> None:
         """The same by the processes of a sharded run, which all call it; each has its own rows of the sharded tensors.
 
         part, parts  which file this process writes, and how many there are; a process whose part is not below `parts` writes none
         """
-        target = self.path(checkpoint.step)
-        write_folder_together(target, lambda aside: _write(checkpoint, aside, part, parts), processes)
+        write_folder_together(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside, part, parts), processes)
         processes.first_does(lambda: self._written(checkpoint.step, best))
-        return target
 
     def _written(self, step: int, best: bool) -> None:
         """Marks a new checkpoint, then removes old ones."""

@@ -26,7 +26,7 @@ from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...training.memory.blocks import as_set
-from ...training.memory.plan import held_bytes
+from ...training.memory.plan import held_memory
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
 from .denoiser import (
@@ -274,7 +274,7 @@ class DiffusionTask:
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
-        return held_bytes(model, train, precision) + 3 * train.batch_size * self.forward_cost.made
+        return held_memory(model, train, precision).held + 3 * train.batch_size * self.forward_cost.made
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}

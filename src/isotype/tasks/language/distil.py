@@ -28,8 +28,8 @@ from ...optimize.head import Targets, loss_of
 from ...precision.apply import apply_precision
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
-from ...training.memory.device import shown
 from ...training.task import Words
+from ...wording import shown
 from .batches import Batch, model_inputs, next_tokens, takes_one_row
 from .objective import Beside, NextToken, refuse_balance
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ from ...finding import Finding, Place
 from ...observe.operators import Operator
 from ...observe.tape import Tape
 from ...pages.sheets import texts
-from .samples import Sample, Setting
-from .subjects import Subject
+from .samples import Sample, Setting, Subject
 
 
 @dataclass
@@ -79,13 +79,8 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
 
         return apply
 
-    for name, original in originals.items():
-        setattr(BackwardCFunction, name, spying(original, name == "apply_boxed"))
-    try:
+    with mock.patch.multiple(BackwardCFunction, **{n: spying(original, n == "apply_boxed") for n, original in originals.items()}):
         yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(BackwardCFunction, name, original)
 
 
 def function_classes(outputs: list[Tensor]) -> list[type]:
@@ -155,18 +150,14 @@ class _PlainContext:
 @contextmanager
 def plain_functions() -> Iterator[None]:
     """Within this block `SomeFunction.apply(...)` runs its forward under autograd and never its backward."""
-    original = Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.setup_context is not Function.setup_context:
             return cls.forward(*args, **kwargs)
         return cls.forward(_PlainContext(tuple(isinstance(a, Tensor) and a.requires_grad for a in args)), *args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for every function of the program, in this block
-    try:
+    with mock.patch.object(Function, "apply", classmethod(apply)):
         yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]  # gives the method back
 
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -1,24 +1,28 @@
-"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces, and the report of what was found."""
+"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces, and the report of what was found; and how
+the command line names such a function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...doctor.output import as_text
+from ...doctor.loading import in_one_line, in_words, member, module_of, required
 from ...errors import UsageError
-from ...finding import Finding, Severity, worst_first
+from ...finding import Finding, Severity, as_text, worst_first
 from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .inexact import Numerics, inexact, long_sums, rounded_weights
 from .locate import failure_of
 from .rules import aliasing_faults, contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
-from .samples import LOW, Sample, Setting, read_samples, settings
-from .subjects import Subject
+from .samples import LOW, Sample, Setting, Subject, read_samples, settings
 
 
 class ConformanceError(AssertionError):
@@ -192,7 +196,7 @@ class _Check:
     def _judge(self, setting: Setting, outcome: Outcome) -> None:
         self._note(gradient_faults(outcome, setting), setting)
         if self.contract is not None:
-            self._note(contract_faults(outcome, setting, self.sample, self.subject, self.contract), setting)
+            self._note(contract_faults(outcome, setting, self.subject, self.contract), setting)
         else:
             plain = attempt(self.plain, self.sample, setting, forward_only=True) if self.plain is not None else None
             self._note(output_faults(outcome, setting, self.sample, self.subject, plain), setting)
@@ -253,3 +257,53 @@ def _without_echoes(findings: list[Finding]) -> list[Finding]:
     """A note for a guessed combination that repeats an error with the same code and function."""
     worse = {(f.code, f.place.symbol) for f in findings if f.severity > Severity.NOTE}
     return [f for f in findings if f.severity > Severity.NOTE or (f.code, f.place.symbol) not in worse]
+
+
+_OPTIONS = ("reference", "params", "contract")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to check: the function, its inputs, and its `reference`, `params` and `contract` where given."""
+
+    function: Any
+    inputs: Any
+    options: Mapping[str, Any]
+
+
+def load_target(text: str) -> Target:
+    """`NAME` is a `build()`: it returns `(callable, inputs)`, or `(callable, inputs, options)`.
+
+    options  `reference`, `params` or `contract`
+
+    Raises  UsageError for a file or a name that does not fit, in one line
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not name.replace(".", "").isidentifier():
+        where, name = text, "build"
+    with in_one_line(where):
+        module = module_of(where)
+    build = member(module, name, where)
+    if not inspect.isfunction(build) or required(build):
+        raise UsageError(f"{name} needs inputs", fix=f"a build() in {where} that returns ({name}, inputs)")
+    try:
+        result = build()
+    except Exception as error:
+        raise UsageError(f"{where}:{name}() raised {in_words(error)}") from error
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
+        wanted = "return (callable, inputs), where inputs is a tuple of arguments"
+        raise UsageError(f"{where}:{name}() returned {type(result).__name__}", fix=wanted)
+    options = dict(result[2]) if len(result) == 3 else {}
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise UsageError(f"{where}:{name}() returned the option {unknown[0]!r}", fix=f"known options: {', '.join(_OPTIONS)}")
+    return Target(result[0], result[1], options)
+
+
+def triton_interpreted_without_gpu() -> AbstractContextManager[None]:
+    """Within it Triton kernels, if any were imported, run in the repaired interpreter where there is no GPU."""
+    if torch.cuda.is_available() or "triton" not in sys.modules:
+        return nullcontext()
+    from ..interpreter import interpreted
+
+    return interpreted()

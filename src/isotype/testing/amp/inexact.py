@@ -25,8 +25,7 @@ from ...dtypes import name
 from ...finding import Place
 from .attempt import Fault, Outcome, attempt, exact, fault, method_at_fault, plain_functions
 from .locate import locate
-from .samples import LOW, PARAM, Sample, Setting, lengthened
-from .subjects import Subject
+from .samples import LOW, PARAM, Sample, Setting, Subject, lengthened
 
 SLACK = 4.0  # how many times worse than the yardstick a result may be
 REORDERED = 16  # steps of the dtype by which another order of additions may change a result

@@ -24,8 +24,7 @@ from ...observe.operators import Operator, names
 from ...observe.origin import may_be_at_fault, running_frames
 from ...observe.tape import Tape
 from .attempt import attempt, exact
-from .samples import Sample, Setting
-from .subjects import Subject
+from .samples import Sample, Setting, Subject
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from .attempt import (
 )
 from .inexact import Numerics
 from .locate import Failure, failure_of, shown
-from .samples import Sample, Setting, parameter_names
-from .subjects import Subject
+from .samples import Sample, Setting, Subject, parameter_names
 
 _NO_KERNEL = re.compile(
     r"not implemented for|not supported on|no kernel|could not create a primitive|Could not run '|"
@@ -214,25 +213,16 @@ def _argument(function: type[torch.autograd.Function], index: int) -> str:
     return names[index] if index < len(names) else f"input {index}"
 
 
-def contract_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, contract: OpContract) -> list[Fault]:
+def contract_faults(outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract) -> list[Fault]:
     """What one run did against what was declared."""
-    letters, sizes = _bound(setting, sample, contract)
-    return [
-        *_output_faults(outcome, setting, subject, contract, letters, sizes),
-        *_gradient_faults(outcome, setting, contract, letters),
-    ]
-
-
-def _bound(setting: Setting, sample: Sample, contract: OpContract) -> tuple[dict[str, str], dict[str, Any]]:
-    """The free letters and named sizes, as this call's inputs bind them."""
-    _, named = sample.fresh(setting.by_group)
-    letters: dict[str, str] = {}
+    letters: dict[str, str] = {}  # as this call's inputs bind them, and the named sizes
     sizes: dict[str, Any] = {}
     for argument, spec in contract.inputs.items():
-        if argument in named:
-            spec.dtype_fault(name(named[argument].dtype), letters)
-            spec.shape_fault(tuple(named[argument].shape), sizes)
-    return letters, sizes
+        if (given := outcome.tensors.get(argument)) is not None:
+            spec.dtype_fault(name(given.dtype), letters)
+            spec.shape_fault(tuple(given.shape), sizes)
+    of_outputs = _output_faults(outcome, setting, subject, contract, letters, sizes)
+    return [*of_outputs, *_gradient_faults(outcome, setting, contract, letters)]
 
 
 def declared_output(spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]) -> TensorSpec:
@@ -247,11 +237,7 @@ def declared_output(spec: TensorSpec, setting: Setting, contract: OpContract, le
 def _output_faults(
     outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract, letters: dict[str, str], sizes: dict[str, Any]
 ) -> list[Fault]:
-    floats = [
-        spec
-        for spec in contract.outputs
-        if spec.dtype in ("any", "float") or spec.free or not spec.dtype.startswith(("int", "uint", "bool"))
-    ]
+    floats = [spec for spec in contract.outputs if spec.free or not spec.dtype.startswith(("int", "uint", "bool"))]
     faults = []
     if len(floats) != len(outcome.outputs):
         message = f"{subject.label} returns {len(outcome.outputs)} floating outputs; {len(floats)} are declared"
@@ -285,7 +271,7 @@ def _gradient_faults(outcome: Outcome, setting: Setting, contract: OpContract, l
             wanted = letters.get(declared) if len(declared) == 1 else parse(declared)
             if wanted is None or wanted == name(returned):
                 continue
-            owner = f"{call.function.__qualname__.split('<locals>.')[-1]}.backward"
+            owner = owner_of_method(call.function, "backward")
             message = f"{owner} returns the gradient of {argument} in {name(returned)}; its contract says {wanted}"
             seen = f"{name(returned)} with {setting.describe()}"
             faults.append(

@@ -1,21 +1,26 @@
-"""What is run: the inputs of one call, and the dtype combinations that a trainer produces: dtypes of inputs and parameters, autocast, and
-where backward runs.
+"""What is run: the function, the inputs of one call, and the dtype combinations that a trainer produces: dtypes of inputs and parameters,
+autocast, and where backward runs.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...dtypes import TRAINING_FLOATS, name, to_torch
 from ...errors import UsageError
+from ...finding import Place
 from ...ops.contract import OpContract
 
 INPUT, PARAM, FIXED = "input", "param", "fixed"
@@ -84,11 +89,11 @@ class Sample:
         for slot in self.slots:
             given = self.tensor(slot)
             dtype = given.dtype if dtypes is None or slot.group == FIXED else dtypes.get(slot.group, given.dtype)
-            copy = given.detach().to(dtype)
-            copy = copy.to(exact) if exact is not None else copy
-            copy = copy.clone() if copy.data_ptr() == given.data_ptr() else copy
-            copy.requires_grad_(slot.wants_grad and slot.name != frozen)
-            leaves[slot.index], named[slot.name] = copy.clone() if self.behind_clone else copy, copy
+            tensor = given.detach().to(dtype)
+            tensor = tensor.to(exact) if exact is not None else tensor
+            tensor = tensor.clone() if tensor.data_ptr() == given.data_ptr() else tensor
+            tensor.requires_grad_(slot.wants_grad and slot.name != frozen)
+            leaves[slot.index], named[slot.name] = tensor.clone() if self.behind_clone else tensor, tensor
         return leaves, named
 
     def call_arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -169,8 +174,8 @@ def _guessed(tensors: Sequence[Tensor]) -> list[str]:
     if len(dtypes) > 1:
         groups = [INPUT, PARAM, *(f"{PARAM} {i}" for i in range(2, len(dtypes)))]
         return [groups[dtypes.index(t.dtype)] for t in tensors]
-    lead = next((t.shape[0] for t in tensors if t.dim() and not isinstance(t, torch.nn.Parameter)), None)
-    weights = [isinstance(t, torch.nn.Parameter) or bool(t.dim() and lead is not None and t.shape[0] != lead) for t in tensors]
+    lead = next((t.shape[0] for t in tensors if t.dim() and not isinstance(t, nn.Parameter)), None)
+    weights = [isinstance(t, nn.Parameter) or bool(t.dim() and lead is not None and t.shape[0] != lead) for t in tensors]
     return [PARAM if weight else INPUT for weight in weights]
 
 
@@ -294,3 +299,118 @@ def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[S
         for dtypes in itertools.product(TRAINED, repeat=len(groups)):
             for autocast in (None, *LOW):
                 yield Setting(tuple(zip(groups, dtypes)), autocast, produced=False)
+
+
+class Subject:
+    """Makes, for every run, a callable and the parameters it owns, in the dtypes asked for."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        owner = getattr(target, "__self__", None)
+        applied = owner if getattr(target, "__name__", "") == "apply" else target
+        is_function = inspect.isclass(applied) and issubclass(applied, torch.autograd.Function)
+        self.function_class: type[torch.autograd.Function] | None = applied if is_function else None
+        self.module = target if isinstance(target, nn.Module) else owner if isinstance(owner, nn.Module) else None
+        if self.function_class is None and not callable(target):
+            raise UsageError(f"ampcheck cannot call a {type(target).__name__}", fix="pass an autograd.Function, an nn.Module or a callable")
+        self.label = self._label()
+
+    def _label(self) -> str:
+        if self.function_class is not None:
+            return self.function_class.__qualname__
+        if self.module is not None:
+            return type(self.module).__qualname__
+        target = self.target.func if isinstance(self.target, functools.partial) else self.target
+        return str(getattr(target, "__qualname__", type(target).__qualname__)).removeprefix("build.<locals>.")
+
+    @property
+    def place(self) -> Place:
+        """Where the target is defined, as far as `inspect` can find it."""
+        target = self.function_class or (type(self.module) if self.module is not None else self.target)
+        try:
+            file = inspect.getsourcefile(target)
+            line: int | None = inspect.getsourcelines(target)[1]
+        except (TypeError, OSError):
+            code = getattr(target, "__code__", None)
+            file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
+        return Place(file=file, line=line, symbol=self.label)
+
+    @property
+    def argument_names(self) -> list[str]:
+        if self.function_class is not None:
+            return parameter_names(self.function_class.forward, skip=0 if self.sets_up_context else 1)
+        written = getattr(self.target, "_init_fn", self.target)  # of an operator made with torch.library.custom_op
+        return parameter_names(self.target.forward if isinstance(self.target, nn.Module) else written)
+
+    @property
+    def sets_up_context(self) -> bool:
+        assert self.function_class is not None
+        return self.function_class.setup_context is not torch.autograd.Function.setup_context
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """`param` when it owns parameters of its own."""
+        return (PARAM,) if self.module is not None and any(p.is_floating_point() for p in self.module.parameters()) else ()
+
+    def owned_dtypes(self) -> frozenset[torch.dtype]:
+        """Dtypes of its own floating parameters, as built."""
+        return frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point()) if self.module is not None else frozenset()
+
+    def ready(
+        self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
+    ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+        """A callable for one run and the parameters it owns, by name; a module is copied, so that no run sees another's."""
+        if self.function_class is not None:
+            function = self.function_class
+            return lambda *args, **kwargs: function.apply(*args, **kwargs), {}  # looked up when called: `twin` exchanges it
+        if self.module is None:
+            return self.target, {}
+        module = copy.deepcopy(self.module)
+        if dtypes is not None and PARAM in dtypes:
+            module = module.to(dtypes[PARAM])
+        if exact is not None:
+            module = module.to(exact)
+        module.zero_grad(set_to_none=True)
+        named: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
+        if frozen in named:
+            named[frozen].requires_grad_(False)
+        run: Callable[..., Any] = module if isinstance(self.target, nn.Module) else MethodType(self.target.__func__, module)
+        return run, named
+
+    def holds_parameters_of(self, module: nn.Module) -> bool:
+        """Whether a plain callable holds on to parameters of this very module."""
+        own = {id(p) for p in module.parameters()}
+        return any(id(t) in own for t in self._held())
+
+    def captured_dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial arguments, globals it names)."""
+        return {t.dtype for t in self._held() if t.is_floating_point()}
+
+    def _held(self) -> Iterator[Tensor]:
+        return iter(()) if self.function_class is not None or self.module is not None else _captured(self.target, depth=3)
+
+
+def _captured(target: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(target, Tensor):
+        yield target
+    elif isinstance(target, nn.Module):
+        yield from target.parameters()
+        yield from target.buffers()
+    elif isinstance(target, (list, tuple)):
+        for item in target:
+            yield from _captured(item, depth)
+    elif isinstance(target, Mapping):
+        yield from _captured(list(target.values()), depth)
+    elif isinstance(target, functools.partial):
+        yield from _captured([target.func, target.args, target.keywords], depth)
+    elif inspect.ismethod(target) and not inspect.isclass(target.__self__):
+        yield from _captured([target.__func__, list(getattr(target.__self__, "__dict__", {}).values())], depth)
+    elif inspect.isfunction(target) and depth:
+        names = target.__code__.co_names
+        held = list(target.__defaults__ or ())
+        with suppress(ValueError):  # a variable that is not bound yet
+            held += inspect.getclosurevars(target).nonlocals.values()
+        held += [target.__globals__[n] for n in names if n in target.__globals__]
+        for item in held:
+            if isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial)) or inspect.isfunction(item) or inspect.ismethod(item):
+                yield from _captured(item, depth - 1)

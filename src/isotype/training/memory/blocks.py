@@ -15,16 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig, TrainSection
-from ...environment.hardware import Hardware, detect
-from ...errors import UsageError
+from ...environment.hardware import Hardware
+from ...errors import UsageError, refuse_where
 from ...precision.apply import inner_model
-from .device import shown
+from ...wording import shown
 from .offload import SMALLEST, Streamed
 from .outline import scales_of
 from .recomputation import AUTO, ENTER, LAYERS, NONE, checkpointable
@@ -109,7 +110,8 @@ class FrozenBlocks:
         self.order = list[Block]()
         self.copies: Callable[[Tensor, Tensor], Any] = copies or (Streamed() if blocks[0].device.type == "cuda" else _at_once)
 
-    def enter(self, block: Block) -> None:
+    def enter(self, block: Block, *_: Any) -> None:
+        """Brings the weights of a block; also as its forward pre-hook."""
         if block not in self.order:
             self.order.append(block)
         at = self.order.index(block) + (-1 if torch._C._current_graph_task_id() != -1 else 1)
@@ -125,16 +127,6 @@ class FrozenBlocks:
 
 def _at_once(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
-
-
-class _Enters:
-    """Forward pre-hook of a block. An object: a deep copy of the model, which nothing here makes, would share no state with it."""
-
-    def __init__(self, blocks: FrozenBlocks, own: Block) -> None:
-        self.blocks, self.own = blocks, own
-
-    def __call__(self, *_: Any) -> None:
-        self.blocks.enter(self.own)
 
 
 def put_blocks(model: nn.Module, device: torch.device, copies: Callable[[Tensor, Tensor], Any] | None = None) -> nn.Module:
@@ -161,7 +153,7 @@ def put_blocks(model: nn.Module, device: torch.device, copies: Callable[[Tensor,
             tensor.data = tensor.data.to(device)
     inner_model(model).__dict__[_STATE] = found = FrozenBlocks(blocks, copies)
     for layer, block in zip(layers, blocks) if device.type != "meta" else ():
-        layer.__dict__[ENTER] = enters = _Enters(found, block)
+        layer.__dict__[ENTER] = enters = partial(found.enter, block)
         layer.register_forward_pre_hook(enters)
     return model
 
@@ -187,17 +179,14 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
     """Raises  UsageError for settings with which blocks cannot wait in host memory, before anything is loaded."""
     if config.model.offload != BLOCKS:
         return
-    train = config.train
-    if config.adapter.kind == "none":
-        raise UsageError(f"{KEY} moves frozen weights, and adapter.kind: none trains every one", fix="adapter.kind: lora")
-    if device_type == "cpu":
-        raise UsageError(f"{KEY} moves weights to host memory, and on a CPU they are there already", fix="model.offload: none")
-    if train.gradient_checkpointing == NONE or train.checkpointed_layers != "all":
-        raise UsageError(
-            f"{KEY} with train.gradient_checkpointing: {train.gradient_checkpointing}, train.checkpointed_layers: "
-            f"{train.checkpointed_layers}: a block that does not recompute keeps its weights for backward",
-            fix="train.gradient_checkpointing: layers, train.checkpointed_layers: all",
-        )
+    train, every = config.train, config.train.gradient_checkpointing != NONE and config.train.checkpointed_layers == "all"
+    given = f"train.gradient_checkpointing: {train.gradient_checkpointing}, train.checkpointed_layers: {train.checkpointed_layers}"
+    refuse_where(
+        (config.adapter.kind == "none", f"{KEY} moves frozen weights, and adapter.kind: none trains every one", "adapter.kind: lora"),
+        (device_type == "cpu", f"{KEY} moves weights to host memory, and on a CPU they are there already", "model.offload: none"),
+        (not every, f"{KEY} with {given}: a block that does not recompute keeps its weights for backward",
+         "train.gradient_checkpointing: layers, train.checkpointed_layers: all"),
+    )  # fmt: skip
 
 
 def recomputing(config: RunConfig) -> TrainSection:
@@ -214,11 +203,6 @@ def refuse_without_host_memory(needed: int, has: int, processes: int = 1) -> Non
         raise UsageError(
             f"{KEY}: {each} do not fit into {shown(has)} of host memory", fix="a base of fewer bits: precision.base: fp8 or nf4"
         )
-
-
-def host_memory() -> int:
-    """Bytes of this machine, 0 where unknown."""
-    return detect("cpu").memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,34 @@
-"""How much memory the device has, and how much of it this process may use."""
+"""How much memory this process may use of its device, how freed memory is given back, and how a step is made to fit.
+
+`train.gradient_checkpointing: auto` recomputes no layer if the memory plan fits, else as few layers as needed, the first ones. At the end
+of forward, where memory is highest, each recomputed layer saves the same. But in backward the last layers are recomputed while the
+activations of all others are still in memory, and the first layers when those have been freed. Attention's output (`train.keep_attention`)
+is the most expensive part of a recompute for the memory that it takes: it is kept where the layers that must recompute fit with it too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from ...config.schema import RunConfig
+from ...wording import shown
 from ..step import peak_memory
+from .plan import MemoryPlan
+from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 
-GiB, MiB = 1 << 30, 1 << 20
+WITHIN = 0.15  # what the plan is right to: measured beside the peak memory of real CPU runs
+_TRIES = 3  # simulations between "too few layers" and "all of them"; the peak is nearly linear in their number
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 _RETURNED = 128 << 10  # glibc's own threshold before it grows; setting it keeps it from growing
 _returning = False
+
+Found = tuple[Checkpointing, MemoryPlan]
 
 
 def return_freed_blocks() -> bool:
@@ -23,12 +38,11 @@ def return_freed_blocks() -> bool:
     page faults: 3 to 8% of a step's time at a hidden size of 768, 19 to 32% at 256. Use it when memory is scarce.
     """
     global _returning
-    try:
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018  # not there in other C libraries, whose mallopt means something else or nothing
-    except (OSError, AttributeError, TypeError):
-        return False
-    _returning = all(libc.mallopt(*option) for option in ((_M_MMAP_THRESHOLD, _RETURNED), (_M_TRIM_THRESHOLD, _RETURNED), (_M_TOP_PAD, 0)))
+        options = ((_M_MMAP_THRESHOLD, _RETURNED), (_M_TRIM_THRESHOLD, _RETURNED), (_M_TOP_PAD, 0))
+        _returning = all(libc.mallopt(*option) for option in options)
     return _returning
 
 
@@ -59,6 +73,70 @@ def other_memory(model: nn.Module, device: torch.device) -> int:
     return max(0, peak_memory(device) - weights)
 
 
-def shown(size: int) -> str:
-    """Bytes for people: `1.40 GiB`, `83.0 MiB`."""
-    return f"{size / GiB:.2f} GiB" if size >= GiB else f"{size / MiB:.1f} MiB" if size < 100 * MiB else f"{size / MiB:.0f} MiB"
+def auto_checkpointing(
+    simulate: Callable[[Checkpointing], MemoryPlan], *, layers: int, has: int, besides: int, device_type: str, target: int | None = None
+) -> Found:
+    """The choice that `auto` makes, and the memory plan for it.
+
+    simulate  the plan of a step under a choice
+    layers    how many can recompute
+    has       bytes of the device, 0 where unknown; `besides` of them go to something else than the step
+    target    bytes that the step's plan shall stay below, `train.memory`
+    """
+    # the target is of the plan, which needs no margin; a device's end is where a run fails
+    limits = ([int(has * (1 - WITHIN))] if has else []) + ([] if target is None else [target + besides])
+    limit = min(limits, default=0)
+
+    def choice(kind: str, n: int, why: str) -> Checkpointing:
+        return Checkpointing(kind, tuple(range(n)), layers, f"{AUTO}: {why}")
+
+    def over(plan: MemoryPlan) -> int:
+        return plan.peak + besides - limit
+
+    without = simulate(choice(NONE, 0, ""))
+    takes = f"the step takes {shown(without.peak + besides)}"
+    if not limit or without.not_simulated or not layers:
+        why = "the device's memory is unknown" if not limit else "no layers that could recompute" if not layers else "the step has no plan"
+        return choice(NONE, 0, why), without
+    of = f"{shown(target)} (train.memory)" if target is not None and limit == target + besides else shown(has)
+    if over(without) <= 0:
+        return choice(NONE, 0, f"{takes} of {of}"), without
+    need = f"without it {takes} of {of}"
+    found = choice(LAYERS, layers, need)
+    plan = simulate(found)
+    if over(plan) > 0:
+        if device_type == "cpu":
+            return found, plan
+        found = choice(OFFLOAD, layers, f"{need}, and recomputing alone {shown(plan.peak + besides)}")
+        plan = simulate(found)
+    else:
+        # what one layer saves, measured at both ends; the layers between are checked
+        saved, n = max(1.0, (without.peak - plan.peak) / layers), 0
+        too_much = over(without)
+        for _ in range(_TRIES):
+            n = max(n + 1, min(layers, n + -int(-too_much // saved)))
+            if n >= layers:
+                break
+            fewer = replace(found, layers=tuple(range(n)))
+            fewer_plan = simulate(fewer)
+            too_much = over(fewer_plan)
+            if too_much <= 0:
+                found, plan = fewer, fewer_plan
+                break
+    kept = replace(found, keep_attention=True)
+    kept_plan = simulate(kept)
+    return (kept, kept_plan) if over(kept_plan) <= 0 else (found, plan)
+
+
+def less_memory(config: RunConfig, checkpointing: str) -> str:
+    """Ways to take less memory that the settings do not have already.
+
+    checkpointing  what the run recomputes, or `train.gradient_checkpointing` where that was not decided yet
+    """
+    ways = ["train.gradient_checkpointing: layers"] if checkpointing in (NONE, AUTO) else []
+    if config.train.batch_size > 1:
+        ways.append("a smaller train.batch_size with more train.accumulate (the result is the same)")
+    ways.append("a smaller data.max_length" if config.images.train is None else "a smaller images.resolution")
+    if (config.precision.base or config.precision.preset) not in ("nf4", "nf4-lora"):
+        ways.append("--preset qlora")
+    return ", ".join(ways[:-1]) + (", or " if ways[1:] else "") + ways[-1]

@@ -28,15 +28,12 @@ class UnitBytes:
     """Of one FSDP unit: its weights, those of them that are trained, the trained elements, and the scales of 4-bit weights.
 
     All as they travel: rows that do not come out even are padded to equal parts.
-
-    stays_gathered  from forward to backward, and is not gathered a second time
     """
 
     weights: int
     trained: int
     elements: int
     scales: int
-    stays_gathered: bool
 
 
 def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
@@ -48,14 +45,14 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
     for _, module in [*units_of(inner), ("", inner)]:
         own = [p for p in module.parameters() if id(p) not in inside]
         inside |= {id(p) for p in own}
-        trained = [p for p in own if p.requires_grad]
+        elements = [padded_elements(p, parts) for p in own]
+        sizes = [n * p.element_size() for p, n in zip(own, elements)]
         found.append(
             UnitBytes(
-                sum(padded_elements(p, parts) * p.element_size() for p in own),
-                sum(padded_elements(p, parts) * p.element_size() for p in trained),
-                sum(padded_elements(p, parts) for p in trained),
+                sum(sizes),
+                sum(size for p, size in zip(own, sizes) if p.requires_grad),
+                sum(n for p, n in zip(own, elements) if p.requires_grad),
                 sum(t.numel() * t.element_size() for p in own for t in scales_of(p)),
-                stays_gathered=module is inner,
             )
         )
     return found
@@ -63,7 +60,7 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
 
 def padded_elements(weight: Tensor, parts: int) -> int:
     """The elements of a weight whose rows are filled up to equal parts, as FSDP2 keeps and sends them."""
-    if parts == 1 or weight.dim() == 0 or weight.numel() == 0:
+    if weight.dim() == 0 or weight.numel() == 0:
         return weight.numel()
     return weight.numel() // len(weight) * parts * -(-len(weight) // parts)
 
@@ -73,59 +70,32 @@ def plan_part(
     parts: int, earlier: MemoryPlan | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
+    units = unit_bytes(made.model, parts) if parts > 1 else []
     if parts > 1:
         # with gradients of an earlier micro-batch present, a backward adds no gradient buffers: they exist for the own part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
-    units = unit_bytes(made.model, parts)
     plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
-    return of_one_part(plan, units, precision, parts=parts, device_type=device_type)
-
-
-def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, *, parts: int, device_type: str) -> MemoryPlan:
-    """plan  of one process, with more than one micro-batch in its step"""
     if parts == 1:
         return plan
-    scales = sum(unit.scales for unit in units)
+    *layers, root = units
     trained = sum(unit.trained for unit in units) // parts
-    frozen = sum(unit.weights for unit in units) // parts - trained
     # with their padding, states and gradients grow as the trained weights do
     own = trained / plan.trained if plan.trained else 0.0
-    gathered = gathered_bytes(units, precision, device_type=device_type)
+    # the root from forward to backward, and the two largest layers
+    gathered = root.weights + sum(sorted(unit.weights for unit in layers)[-2:])
+    # the gradient of a unit, in its weights' dtype as autograd makes it, and as it is sent
+    sums = max(unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units)
+    # gloo gathers a unit into a copy before it fills FSDP's buffer; NCCL needs none
+    copy = max(unit.weights for unit in units) if device_type == "cpu" else 0
     shared = replace(
         plan,
-        frozen=frozen + scales,
+        frozen=sum(unit.weights for unit in units) // parts - trained + sum(unit.scales for unit in units),
         trained=trained,
         gradients=round(plan.gradients * own),
         optimizer=round(plan.optimizer * own),
         update=round(plan.update * own),
-        gathered=gathered.most,
+        gathered=gathered + max(sums, copy),
     )
-    forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered.weights + gathered.copy
-    backward = plan.activations + plan.backward + gathered.weights + max(gathered.sums, gathered.copy)
+    forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered + copy
+    backward = plan.activations + plan.backward + gathered + max(sums, copy)
     return replace(shared, peak=shared.held + max(forward, backward, shared.update))
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The most bytes that are there of other processes' parts at a time.
-
-    weights  of the unit that is kept and of two layers
-    sums     the gradient of a unit, in its weights' dtype as autograd makes it, and as it is sent
-    copy     of one unit, which gloo gathers into before it fills FSDP's buffer; NCCL needs none
-    """
-
-    weights: int
-    sums: int
-    copy: int
-
-    @property
-    def most(self) -> int:
-        return self.weights + max(self.sums, self.copy)
-
-
-def gathered_bytes(units: list[UnitBytes], precision: Precision, *, device_type: str) -> Gathered:
-    kept = sum(unit.weights for unit in units if unit.stays_gathered)
-    layers = sorted((unit for unit in units if not unit.stays_gathered), key=lambda unit: unit.weights)
-    sums = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
-    copy = max((unit.weights for unit in units), default=0) if device_type == "cpu" else 0
-    return Gathered(kept + sum(unit.weights for unit in layers[-2:]), sums, copy)

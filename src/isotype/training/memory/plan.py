@@ -82,15 +82,9 @@ class MemoryPlan:
 
 
 def plan_memory(
-    made: Outline,
-    train: TrainSection,
-    precision: Precision,
-    largest: StepOutline,
-    *,
-    checkpointing: Checkpointing,
-    device_type: str = "cpu",
-    earlier: MemoryPlan | None = None,
-) -> MemoryPlan:
+    made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, *, checkpointing: Checkpointing,
+    device_type: str = "cpu", earlier: MemoryPlan | None = None,
+) -> MemoryPlan:  # fmt: skip
     """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be planned again with other settings.
 
     made     the task's outline; its parameters are replaced by fake ones here
@@ -99,7 +93,7 @@ def plan_memory(
     A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a GPU. If a step cannot be simulated,
     `held` is still exact, and `not_simulated` gives the reason.
     """
-    held = _held(made.model, train, precision)
+    held = held_memory(made.model, train, precision)
     held = replace(held, frozen=held.frozen + largest.beside)
     apply_checkpointing(made.model, checkpointing)
     try:
@@ -112,7 +106,8 @@ def plan_memory(
         return replace(held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated=reason[:160])
 
 
-def _held(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:
+def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:
+    """What stays allocated during the whole run: weights, gradients and optimizer states."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
@@ -122,18 +117,13 @@ def _held(model: nn.Module, train: TrainSection, precision: Precision) -> Memory
         frozen=here + held_at_most(model),
         trained=sum(_bytes(p) for p in trained),
         gradients=elements * to_torch(precision.grads).itemsize,
-        optimizer=optimizer_bytes(model, train, precision),
+        optimizer=state_bytes(model, train, precision) + average_bytes(model, train, precision),
     )
 
 
-def optimizer_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
-    """The optimizer's states of all trained tensors, and their moving averages where `train.ema` asks for them."""
-    averages = sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad)
-    return averages + state_bytes(model, train, precision)
-
-
-def average_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
-    """The moving average of one tensor."""
+def average_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
+    """The moving averages of all trained tensors, where `train.ema` asks for them."""
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return 0 if train.ema is None else elements * to_torch(precision.ema).itemsize
 
 
@@ -142,15 +132,9 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module,
-    train: TrainSection,
-    precision: Precision,
-    largest: StepOutline,
-    *,
-    device_type: str,
-    held: MemoryPlan,
+    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, held: MemoryPlan,
     earlier: MemoryPlan | None,
-) -> MemoryPlan:
+) -> MemoryPlan:  # fmt: skip
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
     live = LiveBytes(device.type, {**scratch(), **head_scratch()}, elsewhere=away_from(model))
@@ -210,7 +194,6 @@ def _simulated(
             evaluation, sampling = earlier.evaluation, earlier.sampling
         after = live.now
         accumulator.close()
-    averages = sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad)
     return replace(
         held,
         activations=max(0, forward_end - before - gradients),
@@ -220,7 +203,9 @@ def _simulated(
         update=update,
         evaluation=evaluation,
         sampling=sampling,
-        peak=max(peak_step, update_peak, after + max(evaluation, sampling or 0)) + averages + held_at_most(model),
+        peak=max(peak_step, update_peak, after + max(evaluation, sampling or 0))
+        + average_bytes(model, train, precision)
+        + held_at_most(model),
         rows=largest.rows,
         length=largest.length,
     )
@@ -280,12 +265,7 @@ def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, l
     layers = layer_settings(getattr(model, "config", None))
     scores = sum(getattr(layer, "num_attention_heads", 0) for layer in layers) * tokens * length
     largest = max((a * b for a, b in zip(widths[::2], widths[1::2])), default=0)
-    return held_bytes(model, train, precision) + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
-
-
-def held_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
-    """Weights, gradients and optimizer states."""
-    return _held(model, train, precision).held
+    return held_memory(model, train, precision).held + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
 
 
 def _widths(module: nn.Module) -> tuple[int, ...]:

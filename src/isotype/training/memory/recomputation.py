@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...config.schema import TrainSection
-from ...errors import UsageError
+from ...errors import UsageError, refuse_where
 from ...instance_method import InstanceMethod
 from ...precision.apply import denoiser_blocks, inner_model
 from ...precision.vision import LANGUAGE, vision_parts
@@ -59,24 +59,14 @@ class Checkpointing:
 
 def check_settings(train: TrainSection, *, device_type: str) -> None:
     """Raises  UsageError for settings that would have no effect, before anything is loaded."""
-    kind = train.gradient_checkpointing
-    if kind == OFFLOAD and device_type == "cpu":
-        raise UsageError(
-            "train.gradient_checkpointing: layers+offload moves activations to host memory, and on a CPU they are there already",
-            fix="train.gradient_checkpointing: layers",
-        )
-    if kind in (NONE, AUTO) and train.checkpointed_layers != "all":
-        raise UsageError(
-            f"train.checkpointed_layers: {train.checkpointed_layers} has no effect with train.gradient_checkpointing: {kind}",
-            fix="train.gradient_checkpointing: layers",
-        )
-    if kind in (NONE, AUTO) and train.keep_attention:
-        raise UsageError(
-            f"train.keep_attention has no effect with train.gradient_checkpointing: {kind}",
-            fix="train.gradient_checkpointing: layers, or leave train.keep_attention to auto",
-        )
-    if kind != AUTO and train.memory is not None:
-        raise UsageError(f"train.memory has no effect with train.gradient_checkpointing: {kind}", fix="train.gradient_checkpointing: auto")
+    kind, layers = train.gradient_checkpointing, train.checkpointed_layers
+    key, none, fix = f"train.gradient_checkpointing: {kind}", kind in (NONE, AUTO), "train.gradient_checkpointing: layers"
+    refuse_where(
+        (kind == OFFLOAD and device_type == "cpu", f"{key} moves activations to host memory, and on a CPU they are there already", fix),
+        (none and layers != "all", f"train.checkpointed_layers: {layers} has no effect with {key}", fix),
+        (none and train.keep_attention, f"train.keep_attention has no effect with {key}", f"{fix}, or leave train.keep_attention to auto"),
+        (kind != AUTO and train.memory is not None, f"train.memory has no effect with {key}", "train.gradient_checkpointing: auto"),
+    )
 
 
 def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:

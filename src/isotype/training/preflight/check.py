@@ -22,13 +22,7 @@ from ..setup import Subject
 from ..task import Check
 from .codes import CODES, NOT_SKIPPED
 from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
-from .static import (
-    disk_too_small,
-    memory_too_small,
-    never_leaves_warmup,
-    unexpected_device,
-    vanishing_updates,
-)
+from .static import disk_too_small, memory_too_small, unexpected_device, vanishing_updates
 
 RECORD = "preflight.json"
 
@@ -37,7 +31,6 @@ PHASES = ("static", "data", "memory", "real")
 CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
         Check(("PF001",), unexpected_device),
-        Check(("PF002",), never_leaves_warmup),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
     ),

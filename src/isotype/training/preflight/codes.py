@@ -9,7 +9,6 @@ from ...errors import UsageError
 
 CODES: Mapping[str, str] = {
     "PF001": "the device is the one expected",
-    "PF002": "the schedule leaves warm-up",
     "PF003": "updates survive rounding into the trained dtype",
     "PF004": "the disk holds the checkpoints",
     "PF005": "rows have tokens to learn",
@@ -33,21 +32,20 @@ CODES: Mapping[str, str] = {
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 
 
-def check_skip(code: str, given: str) -> None:
-    """Raises  UsageError for a code that no check has, or whose check cannot be left out. `given`: the words of the user."""
-    if code not in CODES:
-        near = get_close_matches(code.upper(), CODES, n=1)
-        raise UsageError(f"{given}: no such check", fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}")
-    if code in NOT_SKIPPED:
-        raise UsageError(f"{given}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype doctor explain {code}")
+def check_skips(skip: Mapping[str, str], words: str = "skip={{'{}': '...'}}") -> dict[str, str]:
+    """The same, code to reason. `words`: how the user gives one.
 
-
-def check_skips(skip: Mapping[str, str]) -> dict[str, str]:
-    """A mapping of code to reason, as Python gives it. Raises  UsageError as `parse_skips` does"""
+    Raises  UsageError for a code that no check has, or whose check cannot be left out, and for a missing reason
+    """
     for code, reason in skip.items():
-        check_skip(code, f"skip={{{code!r}: ...}}")
+        given = words.format(code)
+        if code not in CODES:
+            near = get_close_matches(code.upper(), CODES, n=1)
+            raise UsageError(f"{given}: no such check", fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}")
+        if code in NOT_SKIPPED:
+            raise UsageError(f"{given}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype doctor explain {code}")
         if not str(reason).strip():
-            raise UsageError(f"skip={{{code!r}: {reason!r}}}: a reason is needed", fix="say why it does not matter here")
+            raise UsageError(f"{given}: a reason is needed", fix="say why it does not matter here")
     return dict(skip)
 
 
@@ -57,10 +55,7 @@ def parse_skips(given: Sequence[str]) -> dict[str, str]:
     for word in given:
         code, _, reason = word.partition("=")
         code = code.strip().upper()
-        check_skip(code, f"--skip {word}")
         if code in skips:
             raise UsageError(f"--skip {code}: given twice")
-        if not reason.strip():
-            raise UsageError(f"--skip {code}: a reason is needed", fix=f'--skip {code}="why it does not matter here"')
         skips[code] = reason.strip()
-    return skips
+    return check_skips(skips, '--skip {}="..."')

@@ -26,7 +26,7 @@ from ...distributed.world import ALONE
 from ...environment.hardware import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
-from ...libraries import code_of_update
+from ...observe.origin import code_of_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, settle
 from ...wording import counted
@@ -115,15 +115,10 @@ def rehearsed_step(subject: Subject) -> Iterator[Finding]:
 
 def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
     """Runs one evaluation pass on the longest evaluation rows."""
-    prepared = subject.prepared
-    with undone(prepared):
-        try:
-            with subject.watched(EVALUATION):
-                result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
-        except STEP_ERRORS as error:
-            yield _failed("PF016", "an evaluation of the longest rows", error)
-            return
-    yield from subject.violations(EVALUATION)
+    prepared, result = subject.prepared, None
+    with _tried(subject, "PF016", "an evaluation of the longest rows", EVALUATION) as found:
+        result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
+    yield from found
     if result is not None and not math.isfinite(result.loss):
         yield Finding(
             code="PF016", severity=Severity.ERROR, place=Place(symbol="data.eval"),
@@ -139,16 +134,24 @@ def rehearsed_samples(subject: Subject) -> Iterator[Finding]:
     prepared = subject.prepared
     if not subject.task.samples or not subject.plan.sample_every:
         return
-    with undone(prepared):
+    together = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
+    with _tried(subject, "PF017", "a small sample", GENERATION, "generate") as found:
+        subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
+    for one in found:
+        yield replace(one, fix=f"run.sample_every: 0 trains without samples; {one.fix}") if one.code == "PF017" else one
+
+
+@contextmanager
+def _tried(subject: Subject, code: str, what: str, watched: str, role: str = "compute") -> Iterator[list[Finding]]:
+    """Undoes what runs in this block; gives its violations, or the finding about its failure."""
+    found: list[Finding] = []
+    with undone(subject.prepared):
         try:
-            together = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
-            with subject.watched(GENERATION, "generate"):
-                subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
+            with subject.watched(watched, role):
+                yield found
         except STEP_ERRORS as error:
-            failed = _failed("PF017", "a small sample", error)
-            yield replace(failed, fix=f"run.sample_every: 0 trains without samples; {failed.fix}")
-            return
-    yield from subject.violations(GENERATION)
+            found.append(_failed(code, what, error))
+    found += subject.violations(watched)
 
 
 def without_gradient(subject: Subject) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Checks of the preflight that run no step: device (PF001), schedule (PF002), updates lost by rounding (PF003), disk (PF004), memory
+"""Checks of the preflight that run no step: device (PF001), updates lost by rounding (PF003), disk (PF004), memory
 (PF011)."""
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
-from ...wording import counted
-from ..console import size
-from ..memory.auto import WITHIN, less_memory
-from ..memory.device import memory_there, other_memory, shown
+from ...wording import counted, shown, size
+from ..memory.device import WITHIN, less_memory, memory_there, other_memory
 from ..memory.distributed_plan import plan_part
-from ..memory.plan import optimizer_bytes
-from ..schedule import learning_rate, warmup_steps
+from ..memory.plan import held_memory
 from ..setup import Prepared, Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
@@ -64,20 +61,6 @@ def installed_gpu() -> str | None:
     if cards:
         return f"an NVIDIA GPU at {cards[0].name}"
     return "an AMD GPU (/dev/kfd)" if Path("/dev/kfd").exists() else None
-
-
-def never_leaves_warmup(subject: Subject) -> Iterator[Finding]:
-    train, total = subject.config.train, subject.plan.total
-    warmup = warmup_steps(train, total)
-    if warmup < total:
-        return
-    highest = learning_rate(train, total, total)
-    yield Finding(
-        code="PF002", severity=Severity.WARNING, place=Place(symbol="train.warmup"),
-        message=f"{counted(warmup, 'step')} of warm-up in a run of {total}: it never reaches its learning rate",
-        declared=f"learning rate {train.learning_rate:g}, {train.schedule}", observed=f"at most {highest:.3g}, at the last step",
-        fix=f"train.warmup below {total}, or a share of the steps (0.03)",
-    )  # fmt: skip
 
 
 def vanishing_updates(subject: Subject) -> Iterator[Finding]:
@@ -151,11 +134,13 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
 
 def disk_too_small(subject: Subject) -> Iterator[Finding]:
     """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written before an old one is removed."""
+    plan, run, checkpoints = subject.plan, subject.config.run, subject.folder / "checkpoints"
     free = shutil.disk_usage(subject.folder).free
     one, result = checkpoint_bytes(subject), result_bytes(subject)
-    kept = min(subject.config.run.keep, saves(subject)) + (1 if subject.plan.eval_every else 0)
-    there = _bytes_of(subject.folder / "checkpoints") if subject.resuming else 0
-    needed = (kept + 1) * one + (1 + adapters(subject)) * result - there
+    kept = min(run.keep, -(-plan.total // plan.save_every)) + bool(plan.eval_every)
+    adapters = min((plan.total - 1) // plan.adapters_every, run.adapters_keep or plan.total) if plan.adapters_every else 0
+    there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()) if subject.resuming else 0
+    needed = (kept + 1) * one + (1 + adapters) * result - there
     if needed <= free:
         return
     yield Finding(
@@ -163,7 +148,7 @@ def disk_too_small(subject: Subject) -> Iterator[Finding]:
         message=f"the run writes up to {size(needed)}, and {size(free)} are free",
         details=(
             ("checkpoints", f"{kept} kept and 1 in writing, {size(one)} each"),
-            ("result", size(result) + (f", and {adapters(subject)} adapters on the way" if adapters(subject) else "")),
+            ("result", size(result) + (f", and {adapters} adapters on the way" if adapters else "")),
         ),
         fix="free space, another run.folder, or a smaller run.keep or run.adapters_keep",
     )  # fmt: skip
@@ -171,33 +156,15 @@ def disk_too_small(subject: Subject) -> Iterator[Finding]:
 
 def checkpoint_bytes(subject: Subject) -> int:
     """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are kilobytes."""
-    train, precision = subject.config.train, subject.prepared.resolved.precision
-    trained = [p for p in subject.prepared.model.parameters() if p.requires_grad]
-    return sum(p.numel() * p.element_size() for p in trained) + optimizer_bytes(subject.prepared.model, train, precision)
+    held = held_memory(subject.prepared.model, subject.config.train, subject.prepared.resolved.precision)
+    return held.trained + held.optimizer
 
 
 def result_bytes(subject: Subject) -> int:
     """The adapter or the model in the dtype it is saved in."""
-    precision, parameters = subject.prepared.resolved.precision, list(subject.prepared.model.parameters())
-    if subject.config.adapter.kind == "none":
-        return sum(p.numel() for p in parameters) * to_torch(precision.save_model).itemsize
-    return sum(p.numel() for p in parameters if p.requires_grad) * to_torch(precision.save_adapter).itemsize
-
-
-def saves(subject: Subject) -> int:
-    """How many checkpoints the plan writes in all."""
-    plan = subject.plan
-    return max(1, -(-plan.total // plan.save_every)) if plan.save_every else 1
-
-
-def adapters(subject: Subject) -> int:
-    """How many adapters the run writes on its way and keeps."""
-    every = subject.plan.adapters_every
-    return min((subject.plan.total - 1) // every, subject.config.run.adapters_keep or subject.plan.total) if every else 0
-
-
-def _bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    precision, whole = subject.prepared.resolved.precision, subject.config.adapter.kind == "none"
+    elements = sum(p.numel() for p in subject.prepared.model.parameters() if whole or p.requires_grad)
+    return elements * to_torch(precision.save_model if whole else precision.save_adapter).itemsize
 
 
 def memory_too_small(subject: Subject) -> Iterator[Finding]:

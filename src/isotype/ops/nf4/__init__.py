@@ -1,3 +1,0 @@
-from .op import widen_4bit
-
-__all__ = ["widen_4bit"]
