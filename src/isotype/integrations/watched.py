@@ -92,7 +92,9 @@ class WatchedSteps:
         self.steps = 0
         self._seen: Observation | None = None
         self._unsummed = ""
-        self._of_step, self._of_updates = ExitStack(), ExitStack()  # what is watched, with its hooks
+        self._stack = ExitStack()
+        self._hooks: list[Any] = []
+        self._of_updates: list[Any] = []
         # accelerate's optimizer wraps the one whose step is observed
         self.optimizer: Any = getattr(attached.trainer.optimizer, "optimizer", attached.trainer.optimizer)
         self.carried = Continuity(self.model, self.optimizer, kinds=(WEIGHT, STATE))
@@ -111,8 +113,7 @@ class WatchedSteps:
         hooked = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
         before = self.optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
         after = self.optimizer.register_step_post_hook if hooked else register_optimizer_step_post_hook
-        for hook in (before(lambda *_: self._compare(self.carried, "the update of")), after(self._after_update)):
-            self._of_updates.callback(hook.remove)
+        self._of_updates = [before(lambda *_: self._compare(self.carried, "the update of")), after(self._after_update)]
         self._take("the start of the training")
         if self.step > 2:
             seen = Observation(self.step - 1)
@@ -207,7 +208,9 @@ class WatchedSteps:
     def close(self) -> None:
         """At the end of a training, also of one that raised."""
         self.stop()
-        self._of_updates.close()
+        for hook in self._of_updates:
+            hook.remove()
+        self._of_updates.clear()
 
     def begin(self, step: int) -> None:
         """At the beginning of a step, whose number is `step`."""
@@ -222,9 +225,9 @@ class WatchedSteps:
                 if entry.part in _COUNTED:
                     self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
             for _, layer in lora_layers(self.model):
-                self._of_step.callback(layer.register_forward_pre_hook(observing(partial(self._count_lora))).remove)
+                self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
             self._materialised, self._before = Counter(materialised), self._heads()
-        self._seen = self._of_step.enter_context(self.observer.watch(step, optimizer=self.optimizer, gradient=self.attached.gradient))
+        self._seen = self._stack.enter_context(self.observer.watch(step, optimizer=self.optimizer, gradient=self.attached.gradient))
 
     def end(self) -> Observation | None:
         """After the update of a step: what was observed in it."""
@@ -247,13 +250,16 @@ class WatchedSteps:
     def stop(self) -> None:
         """Removes every hook."""
         self._seen = None
-        self._of_step.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._stack.close()
 
     def _count(self, module: nn.Module, part: str, op: str) -> None:
         def hook(*_: Any) -> None:
             self.calls[part, op] += 1
 
-        self._of_step.callback(module.register_forward_pre_hook(observing(hook)).remove)
+        self._hooks.append(module.register_forward_pre_hook(observing(hook)))
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
         reason = why_not_fused(layer, dora=True)
