@@ -28,10 +28,10 @@ from isotype.errors import UsageError
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
+from isotype.training.console import without_warnings
 from isotype.training.memory.plan import MemoryPlan, make_fake, plan_memory, without_data
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
-from isotype.training.quiet import without_warnings
 from isotype.training.step import Stepper
 from isotype.training.task import Outline, StepOutline
 from isotype.wording import shown

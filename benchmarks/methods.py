@@ -185,7 +185,7 @@ def dpo_worker(peer: str, folder: Path) -> dict[str, float]:
 def write_base(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from isotype.data.small_model import train_tokenizer
+    from isotype.quickstart.text import train_tokenizer
 
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     tokenizer = train_tokenizer([" ".join(words)] * 8, vocabulary=300)

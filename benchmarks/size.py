@@ -59,7 +59,7 @@ def files_of_a_step() -> list[str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import isotype
-    from isotype.data.small_model import train_tokenizer
+    from isotype.quickstart.text import train_tokenizer
 
     called = Called()
 

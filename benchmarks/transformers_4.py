@@ -25,10 +25,10 @@ CASES = [
 def write(folder: Path) -> None:
     from tests.models import lora, tiny
 
-    from isotype.data.small_model import train_tokenizer
     from isotype.inference.loaded import load_run
     from isotype.inference.merge import merge
     from isotype.precision.precision import PRESETS
+    from isotype.quickstart.text import train_tokenizer
     from isotype.tasks.language.result import save_model
 
     torch.set_num_threads(2)

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import isotype
-from isotype.data.small_model import train_tokenizer
+from isotype.quickstart.text import train_tokenizer
 
 SIDE, PATCH, STEPS = 56, 14, 350
 WIDE = 0.05  # standard deviation of the first weights: with the usual 0.02 a small tower learns colours and hardly any shapes

@@ -62,7 +62,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory) -> SimpleNamespace:
     """`base`: a saved tiny Llama with a chat tokenizer; `chats`: a JSONL file of 48 short conversations."""
-    from isotype.data.small_model import train_tokenizer
+    from isotype.quickstart.text import train_tokenizer
     from tests.models import SIZES, tiny
 
     folder = tmp_path_factory.mktemp("workshop")

@@ -81,7 +81,7 @@ SHUT = ("mm_input_projection_weight", "cross_attn_attn_gate", "cross_attn_mlp_ga
 
 @cache
 def _tokenizer() -> Any:
-    from isotype.data.small_model import train_tokenizer
+    from isotype.quickstart.text import train_tokenizer
 
     words = [f"what colour is the {shape}? it is {colour}." for shape in ("square", "disc") for colour in ("red", "green", "blue")]
     made = train_tokenizer(words * 2, vocabulary=300)

@@ -116,14 +116,11 @@ MARK = "_isotype_settings"
 
 
 def put(module: Any, forward: Callable[..., Any], settings: Any, entries: int = 1) -> None:
-    """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`.
+    """`forward(self, ...)`, or a method made for the instance, becomes its forward; `settings` is what it reads back with `settings_of`.
 
     entries  the number of entries of the manifest that it belongs to
     """
-    put_method(module, InstanceMethod(forward, module), settings, entries)
-
-
-def put_method(module: Any, method: InstanceMethod, settings: Any, entries: int) -> None:
+    method = forward if isinstance(forward, InstanceMethod) else InstanceMethod(forward, module)
     # in the instance's __dict__, past Any's __setattr__, which would register a module found in settings
     module.__dict__[MARK] = settings, entries, method
     method.put()

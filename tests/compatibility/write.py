@@ -42,7 +42,7 @@ run:
 def write(target: Path) -> None:
     """A base, its data, two configurations, and the finished run of each: LoRA, and full fine-tuning in bf16 with rounding."""
     from isotype.config.load import load
-    from isotype.data.small_model import train_tokenizer
+    from isotype.quickstart.text import train_tokenizer
     from isotype.tasks.choose import train
     from tests.models import SIZES, tiny
 

@@ -1,6 +1,6 @@
 """Tokenizers of four families, trained on the spot, with chat templates in each family's style: what stock templates do, in few lines.
 
-None has a `{% generation %}` block, like the stock ones; `with_generation_block` adds one to ChatML's.
+None has a `{% generation %}` block, like the stock ones.
 """
 
 from __future__ import annotations
@@ -102,20 +102,7 @@ def tokenizer_of(family: str, *, template: bool = True) -> PreTrainedTokenizerFa
     return made
 
 
-def with_generation_block(*, end_of_turn_inside: bool) -> str:
-    """ChatML with the block that says what is learnt: with its end-of-turn token, or, as some do it, without."""
-    inside, outside = ("<|im_end|>", "") if end_of_turn_inside else ("", "<|im_end|>")
-    answer = "{%- generation %}{{ message.content + '" + inside + "' }}{%- endgeneration %}{{ '" + outside + "\\n' }}"
-    return (
-        "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
-        "{%- if message.role == 'assistant' %}" + answer + "{%- else %}{{ message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-
-
 @pytest.fixture(scope="session")
 def families() -> SimpleNamespace:
     """`of(family)` is a family's tokenizer with its template, one for all tests; `new(family, template=)` is a fresh one."""
-    return SimpleNamespace(
-        of=cache(tokenizer_of), new=tokenizer_of, end_of_turn=END_OF_TURN, templates=_TEMPLATES, with_generation_block=with_generation_block
-    )
+    return SimpleNamespace(of=cache(tokenizer_of), new=tokenizer_of, end_of_turn=END_OF_TURN, templates=_TEMPLATES)

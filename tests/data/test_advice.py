@@ -41,113 +41,83 @@ def zipped(name: str, content: str) -> bytes:
 ROW = lines({"prompt": "q", "completion": "a"})
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "told"),
-    [
-        ("x.jsonl", gzip.compress(ROW.encode()), "x.jsonl: the file is compressed with gzip, and no text\nmv {x.jsonl} {x.jsonl.gz}, and"),
-        (
-            "x.jsonl",
-            zipped("x.jsonl", ROW),
-            "x.jsonl: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text\nunpack it, or",
-        ),
-        (
-            "x.jsonl",
-            "PAR1\x15\x04".encode("latin-1") + bytes(40),
-            "x.jsonl: the file is Parquet, and no text\nmv {x.jsonl} {x.jsonl.parquet}",
-        ),
-        ("x.jsonl", ROW.encode() + b'{"prompt": "\0q"}\n', "is zero, which is no text: cat {x.jsonl} | tr -d '\\000' > no_zeros.jsonl"),
-        (
-            "x.jsonl.gz",
-            gzip.compress(ROW.encode() * 99)[:-12],
-            "ended before the end-of-stream marker was reached\ncopy or download the file",
-        ),
-        ("x.jsonl.gz", ROW, "Not a gzipped file (b'{\"')\nif it is not compressed: mv {x.jsonl.gz} {x.jsonl}, and give that name"),
-    ],
-    ids=["gzip", "zip", "parquet", "zero byte", "cut gzip", "no gzip"],
-)
-def test_a_file_of_another_kind_than_its_name_says_is_told_what_it_is_and_what_helps(
-    tmp_path: Path, families: SimpleNamespace, file: str, content: str | bytes, told: str
-) -> None:
-    for name in (f"{file}.gz", f"{file}.parquet", file, file.removesuffix(".gz")):
-        told = told.replace("{" + name + "}", str(tmp_path / name))
-    said = error_of(tmp_path, families, file, content)
-    assert told in said
-    assert said.count("\n") == 1
+OTHER_KINDS: list[tuple[str, str | bytes, str]] = [
+    ("x.jsonl", gzip.compress(ROW.encode()), "x.jsonl: the file is compressed with gzip, and no text\nmv {x.jsonl} {x.jsonl.gz}, and"),
+    ("x.jsonl", zipped("x.jsonl", ROW), "x.jsonl: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text\nunpack it, or"),
+    ("x.jsonl", b"PAR1\x15\x04" + bytes(40), "x.jsonl: the file is Parquet, and no text\nmv {x.jsonl} {x.jsonl.parquet}"),
+    ("x.jsonl", ROW.encode() + b'{"prompt": "\0q"}\n', "is zero, which is no text: cat {x.jsonl} | tr -d '\\000' > no_zeros.jsonl"),
+    ("x.jsonl.gz", gzip.compress(ROW.encode() * 99)[:-12], "ended before the end-of-stream marker was reached\ncopy or download the file"),
+    ("x.jsonl.gz", ROW, "Not a gzipped file (b'{\"')\nif it is not compressed: mv {x.jsonl.gz} {x.jsonl}, and give that name"),
+]
+
+
+def test_a_file_of_another_kind_than_its_name_says_is_told_what_it_is_and_what_helps(tmp_path: Path, families: SimpleNamespace) -> None:
+    for file, content, told in OTHER_KINDS:
+        for name in (f"{file}.gz", f"{file}.parquet", file, file.removesuffix(".gz")):
+            told = told.replace("{" + name + "}", str(tmp_path / name))
+        said = error_of(tmp_path, families, file, content)
+        assert told in said
+        assert said.count("\n") == 1
 
 
 ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "told"),
-    [
-        ("x.jsonl", "".join(json.dumps(row) + ",\n" for row in ROWS), "a row has no comma behind it where each line is a row"),
-        ("x.jsonl", "".join(f"{row}\n" for row in ROWS), "Python's own notation is no JSON: json.dumps writes it"),
-        ("x.jsonl", json.dumps(ROWS[0]) + json.dumps(ROWS[1]), "Extra data; each line holds one object"),
-        ("x.jsonl", json.dumps(ROWS), "got a list; a file that is one array is named .json"),
-        ("x.jsonl", "[\n" + json.dumps(ROWS)[1:], "or objects over several lines, are read from a file named .json"),
-        ("x.jsonl", json.dumps(ROWS[0], indent=1), "or objects over several lines, are read from a file named .json"),
-        ("x.csv", "How much?,One\nHow many?,Two\n", "write prompt and completion above the first row if it has none"),
-        ("x.csv", "prompt,completion\nq,\u201ca\u201d\n".encode("cp1252"), "iconv -f CP1252 -t UTF-8"),
-    ],
-    ids=["commas", "Python", "two in a line", "array", "array on lines", "object on lines",
-         "no header", "CP1252"],
-)  # fmt: skip
-def test_what_is_nearly_json_or_a_table_is_told_what_to_change(
-    tmp_path: Path, families: SimpleNamespace, file: str, content: str | bytes, told: str
-) -> None:
-    assert told in error_of(tmp_path, families, file, content)
+NEARLY: list[tuple[str, str | bytes, str]] = [
+    ("x.jsonl", "".join(json.dumps(row) + ",\n" for row in ROWS), "a row has no comma behind it where each line is a row"),
+    ("x.jsonl", "".join(f"{row}\n" for row in ROWS), "Python's own notation is no JSON: json.dumps writes it"),
+    ("x.jsonl", json.dumps(ROWS[0]) + json.dumps(ROWS[1]), "Extra data; each line holds one object"),
+    ("x.jsonl", json.dumps(ROWS), "got a list; a file that is one array is named .json"),
+    ("x.jsonl", "[\n" + json.dumps(ROWS)[1:], "or objects over several lines, are read from a file named .json"),
+    ("x.jsonl", json.dumps(ROWS[0], indent=1), "or objects over several lines, are read from a file named .json"),
+    ("x.csv", "How much?,One\nHow many?,Two\n", "write prompt and completion above the first row if it has none"),
+    ("x.csv", "prompt,completion\nq,\u201ca\u201d\n".encode("cp1252"), "iconv -f CP1252 -t UTF-8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"query": "q", "response": "a", "history": [["b", "c"]], "system": "s"}, {"instruction": "query", "output": "response"}),
-        ({"question": "q", "answer": "a", "context": "c"}, {"instruction": "question", "output": "answer", "input": "context"}),
-        ({"instruction": "q", "response": "a", "context": ""}, {"output": "response", "input": "context"}),
-        (
-            {"question": "q", "response": "a", "system_prompt": "s"},
-            {"instruction": "question", "output": "response", "system": "system_prompt"},
-        ),
-        (
-            {"Instruction": "Add.", "Input": "1, 2", "Output ": "3"},
-            {"instruction": "Instruction", "input": "Input", "output": "Output "},
-        ),
-    ],
-)
-def test_the_columns_advised_read_all_that_a_row_has(
-    tmp_path: Path, families: SimpleNamespace, row: dict[str, Any], columns: dict[str, str]
-) -> None:
-    said = error_of(tmp_path, families, "x.jsonl", lines(row))
-    assert yaml.safe_load(said[said.index("{") : said.index("}") + 1]) == columns
-    found = load_data(DataSection(train=str(tmp_path / "x.jsonl"), columns=columns, eval_split=0), families.of("chatml"), seed=0)
-    assert not [note for note in found.facts["notes"] if "is not read" in note]
+def test_what_is_nearly_json_or_a_table_is_told_what_to_change(tmp_path: Path, families: SimpleNamespace) -> None:
+    for file, content, told in NEARLY:
+        assert told in error_of(tmp_path, families, file, content)
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("https://example.org/x.jsonl", "download it first"),
-        ("s3://bucket/x.jsonl", "download it first"),
-        ("a.jsonl,b.jsonl", "data.train=[a.jsonl, b.jsonl]"),
-        ("-", "write it to a file first"),
-        ("A.JSONL", "did you mean a.jsonl?"),
-        ("a.json", "did you mean a.jsonl?"),
-        ("gone.jsonl", "gone.jsonl: no such file\nrelative names begin in"),  # as long an ending as theirs is no likeness
-        ("c.jsonl.zst", "unpack it, and give the file that comes out"),
-        ("c.tar.gz", "unpack it, and give the file that comes out"),
-        ("c.xlsx", "save the sheet as CSV"),
-        ("c.pkl", "a pickle can run code and is not opened"),
-        ("pipe.jsonl", "a run reads its data more than once"),
-    ],
-)
+COLUMNS: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"query": "q", "response": "a", "history": [["b", "c"]], "system": "s"}, {"instruction": "query", "output": "response"}),
+    ({"question": "q", "answer": "a", "context": "c"}, {"instruction": "question", "output": "answer", "input": "context"}),
+    ({"Instruction": "Add.", "Input": "1, 2", "Output ": "3"}, {"instruction": "Instruction", "input": "Input", "output": "Output "}),
+]
+
+
+def test_the_columns_advised_read_all_that_a_row_has(tmp_path: Path, families: SimpleNamespace) -> None:
+    for row, columns in COLUMNS:
+        said = error_of(tmp_path, families, "x.jsonl", lines(row))
+        assert yaml.safe_load(said[said.index("{") : said.index("}") + 1]) == columns
+        found = load_data(DataSection(train=str(tmp_path / "x.jsonl"), columns=columns, eval_split=0), families.of("chatml"), seed=0)
+        assert not [note for note in found.facts["notes"] if "is not read" in note]
+
+
+NAMES = {
+    "s3://bucket/x.jsonl": "download it first",
+    "a.jsonl,b.jsonl": "data.train=[a.jsonl, b.jsonl]",
+    "-": "write it to a file first",
+    "A.JSONL": "did you mean a.jsonl?",
+    "a.json": "did you mean a.jsonl?",
+    "gone.jsonl": "gone.jsonl: no such file\nrelative names begin in",  # as long an ending as theirs is no likeness
+    "c.tar.gz": "unpack it, and give the file that comes out",
+    "c.xlsx": "c.xlsx: the ending .xlsx says no known format; use one of .jsonl, ",
+    "c.pkl": "a pickle can run code and is not opened",
+    "pipe.jsonl": "a run reads its data more than once",
+    "n" * 300: "no such file",  # a name longer than a file name may be
+}
+
+
 def test_a_name_that_is_no_file_of_a_known_format_is_told_what_to_do(
-    tmp_path: Path, families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+    tmp_path: Path, families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for there in ("a.jsonl", "b.jsonl", "a.jsonl.zst", "c.jsonl.zst", "c.tar.gz", "c.xlsx", "c.pkl"):
+    for there in ("a.jsonl", "b.jsonl", "a.jsonl.zst", "c.tar.gz", "c.xlsx", "c.pkl"):
         (tmp_path / there).write_text(ROW)
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(UsageError) as caught:
-        load_data(DataSection(train=name), families.of("chatml"), seed=0)
-    assert told in f"{caught.value.message}\n{caught.value.fix}"
+    for name, told in NAMES.items():
+        with pytest.raises(UsageError) as caught:
+            load_data(DataSection(train=name), families.of("chatml"), seed=0)
+        assert told in f"{caught.value.message}\n{caught.value.fix}"

@@ -1,4 +1,4 @@
-"""Where answers lie when a template is unusual: tools, thinking, answers first, an end token only at the end."""
+"""Where answers lie when a template is unusual (tools, thinking, answers first, an end token only at the end) or has a name of ours."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from isotype.data.chat import ChatTemplate, chat_template
+from isotype.data.chat import NAMED, ChatTemplate, chat_template
 from isotype.data.encode import Encoder, Tally
 from isotype.data.formats import Example
 from isotype.data.rows import IGNORED
 from isotype.errors import UsageError
+from isotype.model.tokens import add_tokens
 
 TOOLS = """\
 {%- if tools %}{{ '<|im_start|>system\\n' + tools[0].function.name + '<|im_end|>\\n' }}{% endif %}
@@ -79,3 +80,37 @@ def test_no_template_and_no_end_token_is_refused(families: SimpleNamespace) -> N
     tokenizer.eos_token = None
     with pytest.raises(UsageError, match=r"set data\.chat_template"):
         chat_template(tokenizer, None)
+
+
+def tokenizer_for(families: SimpleNamespace, name: str):
+    tokenizer = families.new("mistral", template=False)
+    add_tokens(tokenizer, [t for t in NAMED[name].tokens if t not in tokenizer.get_vocab()])
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name: str) -> None:
+    tokenizer = tokenizer_for(families, name)
+    template = chat_template(tokenizer, name)
+    encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=template)
+    turns = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"})
+    ((_, row, _),) = list(encoder.rows([Example("x:1", messages=turns)], tally := Tally()))
+    end = NAMED[name].end or tokenizer.eos_token
+    assert tally.end_of_turn == {end: 1}
+    assert tokenizer.eos_token == end
+    labels = [label for label in row.labels if label != IGNORED]
+    assert labels[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(labels, skip_special_tokens=True).strip() == "me"
+    prompt = template.render(turns[:2], generation_prompt=True)
+    assert "be brief" in prompt
+    assert list(row.input_ids[: row.prompt_length]) == encoder.ids(prompt)
+    two = template.render([{"role": "system", "content": "answer in French"}, *turns[:2]], generation_prompt=True)
+    assert "answer in French" in two
+    assert "be brief" in two
+
+
+def test_a_missing_token_is_named_with_its_fix(families: SimpleNamespace) -> None:
+    with pytest.raises(UsageError, match=r'chatml: the tokenizer has no token "<\|im_start\|>", "<\|im_end\|>"(.|\n)*model\.add_tokens'):
+        chat_template(families.new("mistral", template=False), "chatml")
+    with pytest.raises(UsageError, match=r"chatnl: no such file, and no template of that name(.|\n)*did you mean chatml"):
+        chat_template(families.new("mistral"), "chatnl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from isotype.config.schema import DataSection
 from isotype.data.facts import source_lines
 from isotype.data.load import load_data
 from isotype.data.prompts import prompts_from
-from isotype.data.rows import IGNORED, LoadedData
+from isotype.data.rows import IGNORED, MOST_TOKENS, LoadedData, Row, examples
 from isotype.errors import UsageError
 
 
@@ -25,6 +26,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def write(name: str, content: str | bytes | list[Any]) -> str:
         if isinstance(content, list):
             content = "".join(json.dumps(row) + "\n" for row in content)
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
         return name
 
@@ -69,8 +71,8 @@ def test_chats_are_split_counted_and_sampled(write: Any, load: Any, families: Si
 
 def test_the_split_depends_only_on_the_seed(write: Any, load: Any) -> None:
     name = write("chats.jsonl", CHATS)
-    assert load(train=name, seed=1).eval == load(train=name, seed=1).eval
-    assert load(train=name, seed=1).eval != load(train=name, seed=2).eval
+    one, again, other = (list(load(train=name, seed=seed).eval) for seed in (1, 1, 2))
+    assert one == again != other
 
 
 def test_copies_of_a_row_are_never_on_both_sides(write: Any, load: Any) -> None:
@@ -141,7 +143,13 @@ def test_a_template_file_replaces_the_tokenizers(write: Any, load: Any) -> None:
 
 def test_a_template_that_marks_what_is_learnt_is_told(write: Any, families: SimpleNamespace) -> None:
     tokenizer = families.new("chatml")
-    tokenizer.chat_template = families.with_generation_block(end_of_turn_inside=True)
+    marked = "{%- generation %}{{ m.content }}<|im_end|>{%- endgeneration %}"
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"
+        + marked
+        + "{%- else %}{{ m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
     loaded = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0)
     assert any("the template marks with {% generation %} what is learnt" in note for note in loaded.facts["notes"])
 
@@ -150,14 +158,6 @@ def test_formats_are_per_file(write: Any, load: Any) -> None:
     loaded = load(train=[write("chats.jsonl", CHATS[:4]), write("texts.json", json.dumps([{"text": "plain words"}] * 2).encode())])
     assert [f["format"] for f in loaded.facts["train"]["files"]] == ["messages", "text"]
     assert len(loaded.train) == 6
-
-
-def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
-    loaded = load(train=write("book.txt", "The quick brown fox jumps over the lazy dog.\n" * 100), max_length=32)
-    assert loaded.chat_template is None
-    assert loaded.facts["train"]["files"][0]["format"] == "text"
-    assert all(row.labels == row.input_ids and len(row.input_ids) <= 32 for row in loaded.train)
-    assert loaded.prompts[0].reference
 
 
 def test_limit_and_unread_keys(write: Any, load: Any) -> None:
@@ -195,37 +195,21 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
     "folder": ("notes.log", "words", {"train": "."}, ".: a folder without a file that ends in .jsonl, .ndjson, .json"),
     "pattern": ("chats.jsonl", CHATS, {"train": "*.csv"}, "*.csv: the pattern matches no file"),
     "hub name": ("chats.jsonl", CHATS, {"train": "org/chats"}, "org/chats: no such file; a dataset of the hub is named hf:org/chats"),
-    "ending": ("rows.xlsx", b"PK", {}, "rows.xlsx: the ending .xlsx says no known format; use one of .jsonl"),
     "empty": ("x.jsonl", "", {}, "x.jsonl: the file is empty"),
     "blank": ("x.jsonl", "\n \n", {}, "x.jsonl: the file holds no rows"),
-    "blank text": ("x.txt", "\n \n", {}, "x.txt: the file holds only white space"),
-    "no rows": ("x.json", "[]", {}, "x.json: the file holds no rows"),
     "broken line": ("x.jsonl", '{"text": "a"}\n{"text": ', {}, "x.jsonl:2: broken JSON: the line ends within a value"),
-    "open object": ("x.json", '{\n "text": "a"', {}, "x.json:2: broken JSON at column 13: Expecting ',' delimiter"),
     "surrogate": ("x.jsonl", '{"text": "a"}\n{"text": "\\ud800"}', {}, "x.jsonl:2: a \\u escape is half of a surrogate pair"),
     "deep": ("x.jsonl", "[" * 100_000, {}, "x.jsonl:1: JSON nested too deeply"),
-    "ends early": ("x.jsonl", '{"text": "a"}\n{"text": [\n', {}, "x.jsonl:2: broken JSON: the line ends within a value"),
     "wrapped": ("x.json", '{"data": [{"text": "a"}]}', {}, "x.json:1: no known format in the keys; data is a list of objects: if"),
-    "latin": ("x.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', {}, "x.jsonl:2: byte 27 (0xe9) is not UTF-8"),
     "utf16": ("x.txt", "words".encode("utf-16"), {}, "x.txt:1: byte 0: the file is UTF-16; save it as UTF-8"),
-    "not object": ("x.jsonl", "[1]\n", {}, "x.jsonl:1: a row must be an object with keys, got a list"),
     "unknown keys": ("x.jsonl", [{"a": "a", "b": "b"}], {}, "x.jsonl:1: no known format in the keys (a, b): use messages, or prompt"),
     "typo": ("x.jsonl", [{"mesages": []}], {}, "x.jsonl:1: mesages: unknown key, did you mean messages?"),
-    "half a pair": ("x.jsonl", [{"prompt": "a"}], {}, "x.jsonl:1: the row has prompt but no completion"),
     "two formats in a row": ("x.jsonl", [{"text": "a", "messages": []}], {}, "x.jsonl:1: the row has messages and text: set data.format"),
     "mixed": ("x.jsonl", [*CHATS[:2], {"text": "a"}], {}, "x.jsonl:3: the row is text, but the file is read as messages"),
-    "asked format": ("x.jsonl", CHATS, {"format": "text"}, "x.jsonl:1: the row is messages, but the file is read as text"),
     "typo later": ("x.jsonl", [{"text": "a"}, {"txt": "a"}], {}, "x.jsonl:2: no key 'text', but 'txt': did you mean text?"),
-    "no assistant": ("x.jsonl", chats_with(ASK), {}, "x.jsonl:2: messages has no assistant turn: the row has no target"),
     "only empty answers": ("x.jsonl", [{"prompt": "a", "completion": " "}], {}, "x.jsonl: no training row is left: the answer is empty"),
-    "empty text": ("x.jsonl", [{"text": "a"}, {"text": ""}], {}, "x.jsonl:2: text is empty"),
-    "null": ("x.jsonl", [{"text": None}], {}, "x.jsonl:1: text must be text, got null"),
     "role": ("x.jsonl", chats_with(ASK, {"role": "gpt", "content": "a"}), {},
         "x.jsonl:2: messages[1].role: unknown role 'gpt', did you mean assistant?"),
-    "sharegpt": ("x.jsonl", chats_with({"from": "human", "value": "a"}), {}, "x.jsonl:2: messages[0] has from and value"),
-    "content": ("x.jsonl", chats_with({"role": "user", "contnet": "a"}), {}, "x.jsonl:2: messages[0] has no content, but 'contnet'"),
-    "parts": ("x.jsonl", chats_with({"role": "user", "content": [{}]}), {},
-        "x.jsonl:2: messages[0].content[0] must be {type: text, text: ...} or {type: image, path: ...}, got an object"),
     "template refuses": ("x.jsonl", chats_with(ASK, ASK), {"family": "gemma", "loss_on": "all"},
         "x.jsonl:2: the chat template refuses the row: Conv"),
     "nothing left": ("x.jsonl", [chat("word " * 50, "a")], {"max_length": 16}, "x.jsonl: no training row is left: no answer left within"),
@@ -237,14 +221,14 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_file_is_one_line_with_its_place(write: Any, load: Any, case: str) -> None:
-    name, content, changes, message = WRONG[case]
-    write(name, content)
-    with pytest.raises(UsageError) as caught:
-        load(**({"train": name} | changes))
-    assert str(caught.value).startswith(message)
-    assert "\n" not in caught.value.message
+def test_a_wrong_file_is_one_line_with_its_place(write: Any, load: Any) -> None:
+    for case, (name, content, changes, message) in WRONG.items():
+        path = Path(write(name, content))
+        with pytest.raises(UsageError) as caught:
+            load(**({"train": name} | changes))
+        assert str(caught.value).startswith(message), case
+        assert "\n" not in caught.value.message
+        path.unlink()
 
 
 MESSY = [
@@ -291,3 +275,63 @@ def test_bad_rows_are_left_out_and_counted(write: Any, load: Any) -> None:
     notes = " ".join(loaded.facts["notes"])
     assert "65 bad training rows are left out (data.on_bad_row: skip): 60 x messages[N] has no content" in notes
     assert "2 training rows dropped: the answer is empty (first: x.jsonl:76)" in notes
+
+
+SOURCES = {
+    "tabs.py": "def a():\n\treturn 1\n\n\x0c\ndef b():\n\treturn '\x0b'\n",
+    "windows.py": "def a():\r\n\treturn 1\r\n\x0c\r\ndef b():\r\n\treturn 2\r\n",
+    "below/marks.py": "x = 'a\x85b\u2028c\u2029d\x1c\x1d\x1ee'\n",
+    "below/mac.py": "x = 1\ry = 2\r",
+    "below/mixed.py": "x = 1\r\ny = 2\nz = 3",
+}
+
+
+def documents(loaded: LoadedData, tokenizer: Any) -> list[str]:
+    """The learnt texts, each file's windows put together at its end-of-text token."""
+    rows: Any = loaded.train
+    rows = getattr(rows, "rows", rows)
+    ids = [i for row in rows for i in row.input_ids]
+    return sorted(tokenizer.decode(ids).split(tokenizer.eos_token)[:-1])
+
+
+@pytest.mark.parametrize("settings", [{"packing": True}, {"max_length": 16}])
+def test_sources_by_a_pattern_are_learnt_as_they_are(write: Any, load: Any, families: SimpleNamespace, settings: dict[str, Any]) -> None:
+    for name, text in (SOURCES | {"__init__.py": ""}).items():
+        write(f"src/{name}", text)
+    loaded = load(train="src/**/*.py", eval_split=0.0, **settings)
+    assert documents(loaded, families.of("chatml")) == sorted(SOURCES.values())
+
+
+def test_a_file_of_another_ending_is_text_where_that_is_said(write: Any, load: Any, families: SimpleNamespace) -> None:
+    for name, content in {"a.foo": "one\r\ntwo", "b.foo": "three", "c.py.gz": gzip.compress(b"x = 1\r\n")}.items():
+        write(name, content)
+    for name in ("a.foo", "*.foo"):
+        with pytest.raises(UsageError, match=r"foo(.|\n)*data\.format: text, if it is to be learnt as plain text"):
+            load(train=name)
+    with pytest.raises(UsageError, match=r"name the files by a pattern, as 'src/\*\*/\*\.py'"):
+        load(train=".")
+    tokenizer = families.of("chatml")
+    assert documents(load(train="*.foo", format="text", eval_split=0.0), tokenizer) == ["one\r\ntwo", "three"]
+    assert documents(load(train="c.py.gz", eval_split=0.0), tokenizer) == ["x = 1\r\n"]
+
+
+class Letters:
+    @staticmethod
+    def decode(ids: list[int], **_: Any) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def test_examples_are_the_first_the_median_and_the_longest_row_with_what_is_learnt() -> None:
+    def row(length: int, prompt: int) -> Row:
+        return Row(tuple(range(length)), (IGNORED,) * prompt + tuple(range(prompt, length)), prompt)
+
+    found = examples([row(4, 2), row(9, 1), row(6, 3)], Letters())
+    assert [(one["which"], one["row"], one["tokens"], one["learnt"]) for one in found] == [
+        ("the first row", 0, 4, 2), ("of median length", 2, 6, 3), ("the longest", 1, 9, 8),
+    ]  # fmt: skip
+    assert found[0]["parts"] == [{"text": "ab", "learnt": False}, {"text": "cd", "learnt": True}]
+
+    assert examples([], Letters()) == []
+    (one,) = examples([row(MOST_TOKENS + 5, 1)], Letters())
+    assert one["left_out"] == 5
+    assert sum(len(part["text"]) for part in one["parts"]) == MOST_TOKENS

@@ -49,7 +49,4 @@ def test_sources_are_packed_apart_and_counted() -> None:
     packed = pack(both, 10)
     assert packed.shares([Share(3, 2.0), Share(2, 1.0)]) == [Share(2, 2.0), Share(1, 1.0)]
     assert [row.documents for row in packed] == [(5, 5), (5,), (4, 4)]
-
-
-def test_one_row_alone_is_a_document_of_its_own() -> None:
     assert joined([Row((5, 6), (5, 6), 0)]) == Row((5, 6), (IGNORED, 6), 1, (2,))

@@ -1,4 +1,4 @@
-"""What names mean: folders, patterns, compressed files, datasets of the hub's library; and how they are told apart."""
+"""What names mean: folders, patterns, compressed files, datasets of the hub's library, the built-in set, rows in memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import isotype
 from isotype.config.schema import DataSection
 from isotype.config.sources import source_specs
 from isotype.data.formats import Example
-from isotype.data.source import Source
-from isotype.data.sources import source
+from isotype.data.load import load_data
+from isotype.data.sources import Source, as_source, source
+from isotype.data.stdlib import stdlib_pairs
 from isotype.errors import UsageError
 
 ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(12)]
@@ -71,29 +75,29 @@ def test_the_files_of_runs_are_no_data(folder: Path) -> None:
         found("runs/a/*.jsonl")
 
 
-@pytest.mark.parametrize(("files", "told"), [
+SPLITS: list[tuple[list[str], str | None]] = [
     (["train.jsonl", "validation.jsonl"], "set: 1 file is named as another split than train and is read like the others (validation"),
     (["train/a.jsonl", "dev/a.jsonl"], "(dev/a.jsonl)"),
     (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "(data/test-00000-of-00001.jsonl)"),
     (["my_train.jsonl", "my-held-out.jsonl", "Eval.jsonl"], "are read like the others (Eval.jsonl, my-held-out.jsonl)"),
-    (["test/train.jsonl", "test/more.jsonl"], "(test/more.jsonl)"),
-    (["train.jsonl", "contest.jsonl", "devices.jsonl", "evaluations/train.jsonl"], None), (["test.jsonl", "a.jsonl"], None),
-])  # fmt: skip
-def test_files_named_as_other_splits_beside_train_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], told: str | None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for i, name in enumerate(files):
-        path = tmp_path / "test/set" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(lines(ROWS[i : i + 1]))
-    monkeypatch.chdir(tmp_path / "test")  # a folder above the data names no split
-    for name in ("set", "set/**/*.jsonl"):
-        one = found(name)
-        assert len(asked(one)) == len(files)
-        said = [note for note in one.notes if "split" in note]
-        assert len(said) == (told is not None)
-        assert told is None or told.replace("set:", f"{name}:") in said[0]
+    (["train.jsonl", "contest.jsonl", "devices.jsonl", "evaluations/train.jsonl"], None),
+    (["test.jsonl", "a.jsonl"], None),
+]
+
+
+def test_files_named_as_other_splits_beside_train_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, (files, told) in enumerate(SPLITS):
+        for k, file in enumerate(files):
+            path = tmp_path / f"test{i}/set" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(lines(ROWS[k : k + 1]))
+        monkeypatch.chdir(tmp_path / f"test{i}")  # a folder above the data names no split
+        for name in ("set", "set/**/*.jsonl"):
+            one = found(name)
+            assert len(asked(one)) == len(files)
+            said = [note for note in one.notes if "split" in note]
+            assert len(said) == (told is not None)
+            assert told is None or told.replace("set:", f"{name}:") in said[0]
 
 
 def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path) -> None:
@@ -120,7 +124,6 @@ def test_the_limit_counts_over_all_files(folder: Path) -> None:
 
 
 def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:])})
     saved.save_to_disk("saved")
@@ -147,27 +150,57 @@ def test_a_dataset_that_cannot_be_reached_is_one_line(folder: Path) -> None:
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("train", "said"),
-    [
-        ([], "data.train: give at least one file"),
-        ([{"name": "a", "wieght": 2}], "data.train[0].wieght: unknown key, did you mean weight?"),
-        (["a", {"weight": 2}], "data.train[1].name: expected a file"),
-        ([{"name": "a", "weight": 0}, "b"], "data.train[0].weight: expected a number above 0, got 0"),
-        ([{"name": "a", "weight": True}, "b"], "data.train[0].weight: expected a number above 0, got True"),
-        ([{"name": "a", "limit": 0}], "data.train[0].limit: expected a whole number of at least 1"),
-        ([{"name": "a", "format": "sharegtp"}], "data.train[0].format: unknown format 'sharegtp', did you mean sharegpt?"),
-        ([{"name": "a", "split": "test"}], "data.train[0].split: has no effect: a is no dataset of the hub"),
-        ([{"name": "a", "columns": ["b"]}], "data.train[0].columns: expected a mapping"),
-        ([{"name": "a", "weight": 2}], "data.train: weight has no effect with one source"),
-        ([""], "data.train[0].name: expected a file"),
-    ],
-)
-def test_a_wrong_entry_is_one_line_with_its_key(train: Any, said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        source_specs(DataSection(eval=train["name"]), "eval") if isinstance(train, dict) else source_specs(
-            DataSection(train=train), "train"
-        )
-    assert str(caught.value).startswith(said)
+WRONG: list[tuple[Any, str]] = [
+    ([], "data.train: give at least one file"),
+    ([{"name": "a", "wieght": 2}], "data.train[0].wieght: unknown key, did you mean weight?"),
+    (["a", {"weight": 2}], "data.train[1].name: expected a file"),
+    ([{"name": "a", "weight": True}, "b"], "data.train[0].weight: expected a number above 0, got True"),
+    ([{"name": "a", "limit": 0}], "data.train[0].limit: expected a whole number of at least 1"),
+    ([{"name": "a", "format": "sharegtp"}], "data.train[0].format: unknown format 'sharegtp', did you mean sharegpt?"),
+    ([{"name": "a", "split": "test"}], "data.train[0].split: has no effect: a is no dataset of the hub"),
+    ([{"name": "a", "columns": ["b"]}], "data.train[0].columns: expected a mapping"),
+    ([{"name": "a", "weight": 2}], "data.train: weight has no effect with one source"),
+]
+
+
+def test_a_wrong_entry_is_one_line_with_its_key() -> None:
+    for train, said in WRONG:
+        with pytest.raises(UsageError) as caught:
+            source_specs(DataSection(train=train), "train")
+        assert str(caught.value).startswith(said)
     with pytest.raises(UsageError, match=r"data\.eval: weight has no effect"):
         source_specs(DataSection(eval=[{"name": "a", "weight": 2}, "b"]), "eval")
+
+
+def test_rows_in_memory_are_those_of_a_file(families, tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+    for made in (ROWS, datasets.Dataset.from_list(ROWS), pandas.DataFrame(ROWS)):
+        assert as_source(made) == as_source(ROWS)  # named by its content
+    frame = pandas.DataFrame([*ROWS, {"prompt": "why?"}, {"prompt": "when?", "completion": pandas.NaT}])
+    loaded = load_data(DataSection(train=as_source(frame)), families.of("chatml"), seed=0)
+    assert len(loaded.train) + len(loaded.eval) == 12
+    assert loaded.facts["train"]["dropped"]
+
+
+def test_names_and_sources_stay():
+    for given in ("chats.jsonl", ["a.jsonl", "b.jsonl"], [{"name": "a.jsonl", "weight": 2}], None):
+        assert as_source(given) == given
+    with pytest.raises(UsageError, match="no row"):
+        as_source([])
+
+
+def test_train_takes_rows(workshop) -> None:
+    for data in ([], {"train": []}, {"train": ROWS, "eval": {"held out": pandas.DataFrame()}}):
+        with pytest.raises(UsageError, match="data: there is no row in it"):
+            isotype.train(model=workshop.base, data=data)
+
+
+def test_the_built_in_set_has_several_thousand_pairs_none_twice() -> None:
+    pairs = stdlib_pairs()
+    assert len(pairs) > 4000
+    assert len({p.question for p in pairs}) == len(pairs)
+    descriptions = {p.name: p.answer for p in pairs if not p.answer.startswith(("Call it as", "It takes no", "`"))}
+    assert len(set(descriptions.values())) == len(descriptions)
+    assert "whitespace" in descriptions["textwrap.dedent"]
+    calls = {p.name: p.answer for p in pairs if p.answer.startswith("Call it as")}
+    assert calls["json.encoder.JSONEncoder.iterencode"] == "Call it as `iterencode(o, _one_shot=False)`."

@@ -1,4 +1,4 @@
-"""Settings of a chat template, and which thoughts of a conversation are learnt, with a template that treats thoughts as Qwen3's does."""
+"""Settings of a chat template, and which turns and thoughts of a conversation are learnt, with a template like Qwen3's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLAIN += "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endi
 NEVER = PLAIN.replace("m.content +", "m.content.split('</think>')[-1].lstrip() +")
 
 
-def turns(*answers: dict[str, str]) -> dict[str, Any]:
+def turns(*answers: dict[str, Any]) -> dict[str, Any]:
     return {
         "messages": [
             one for i, a in enumerate(answers) for one in ({"role": "user", "content": f"q{i}"}, {"role": "assistant", **a})
@@ -69,23 +69,18 @@ def load(families: SimpleNamespace, tmp_path: Path) -> Any:
     return load
 
 
-@pytest.mark.parametrize("rows", [IN_CONTENT, BESIDE], ids=["in the content", "in a key"])
 @pytest.mark.parametrize("template", [QWEN3, PLAIN], ids=["Qwen3's", "a plain one"])
 @pytest.mark.parametrize(
     ("thoughts", "first", "second"), [("last", "", SO), ("all", HM, SO), ("none", "", "")], ids=["last", "all", "none"]
 )  # fmt: skip
-def test_which_thoughts_are_learnt(load: Any, template: str, rows: dict[str, Any], thoughts: str, first: str, second: str) -> None:
-    loaded, learnt = load(template, rows, thoughts=thoughts)
+def test_which_thoughts_are_learnt(load: Any, template: str, thoughts: str, first: str, second: str) -> None:
     if not second and template is QWEN3:
         second = NOTHING  # the template's own
-    assert learnt == f"{first}one<|im_end|>{second}two<|im_end|>"
-    assert loaded.facts["template"]["thoughts"] == thoughts
-    assert not [note for note in loaded.facts["notes"] if "reasoning" in note]
-
-
-@pytest.mark.parametrize("thoughts", ["last", "all", "none"])
-@pytest.mark.parametrize("template", [QWEN3, PLAIN], ids=["Qwen3's", "a plain one"])
-def test_rows_without_thoughts_stay_as_they_are(load: Any, template: str, thoughts: str) -> None:
+    for rows in (IN_CONTENT, BESIDE):
+        loaded, learnt = load(template, rows, thoughts=thoughts)
+        assert learnt == f"{first}one<|im_end|>{second}two<|im_end|>"
+        assert loaded.facts["template"]["thoughts"] == thoughts
+        assert not [note for note in loaded.facts["notes"] if "reasoning" in note]
     usual, chosen = (load(template, PLAIN_ANSWERS, **section)[0] for section in ({}, {"thoughts": thoughts}))
     assert list(usual.train) == list(chosen.train)
 
@@ -140,3 +135,27 @@ def test_settings_without_effect_are_refused(load: Any) -> None:
     for section in ({"thoughts": "none"}, {"template_kwargs": {"enable_thinking": False}}):
         with pytest.raises(UsageError, match=f"data.{next(iter(section))} has no effect"):
             load(QWEN3, {"text": "some text"}, **section)
+
+
+KEYS: list[tuple[str, Any]] = [("weight", 0), ("weight", 0.0), ("train", False), ("training", False)]
+WORDS = {"messages": ("role", "content", "user", "assistant"), "conversations": ("from", "value", "human", "gpt")}
+
+
+@pytest.mark.parametrize("key", WORDS)
+def test_marked_turn_is_not_learnt(load: Any, key: str) -> None:
+    who, text, asks, answers = WORDS[key]
+    for flag, off in KEYS:
+        for left_out in ("left out", ""):
+            said = [("q", {}), (left_out, {flag: off}), ("r", {}), ("learnt", {flag: None})]
+            row = [{who: (asks, answers)[i % 2], text: one, **marks} for i, (one, marks) in enumerate(said)]
+            loaded, learnt = load(PLAIN, {key: row})
+            assert learnt == "learnt<|im_end|>"
+            assert [note for note in loaded.facts["notes"] if "none is held out" not in note] == []
+
+
+def test_marks_that_leave_nothing_or_a_part_to_learn(load: Any) -> None:
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: messages\[1\].weight must be 0 or 1, true or false, got 0.5"):
+        load(PLAIN, turns({"content": "a", "weight": 0.5}))
+    loaded, _ = load(PLAIN, turns({"content": "a", "weight": 0}), turns({"content": "a"}))
+    assert len(loaded.train) == 1
+    assert "1 training row dropped: all of its answers are marked as not learnt (first: " in " ".join(loaded.facts["notes"])

@@ -21,7 +21,7 @@ from isotype.config.load import load
 from isotype.distributed.world import World, join
 from isotype.tasks.choose import task_of
 from isotype.training.memory.device import return_freed_blocks
-from isotype.training.memory.distributed_plan import plan_part
+from isotype.training.memory.plan import plan_part
 from isotype.training.setup import prepare
 
 

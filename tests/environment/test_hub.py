@@ -17,7 +17,7 @@ from isotype.config.sources import SourceSpec
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
 from isotype.model.load import load_architecture, load_tokenizer
-from isotype.training.quiet import quiet_libraries
+from isotype.training.console import quiet_libraries
 from tests.hub import COMMIT, hub
 
 

@@ -48,8 +48,8 @@ class Workshop:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from isotype.data.small_model import small_config, train_tokenizer
-        from isotype.training.quiet import quiet_libraries
+        from isotype.quickstart.text import small_config, train_tokenizer
+        from isotype.training.console import quiet_libraries
 
         quiet_libraries()
         texts = [f"{row['messages'][0]['content']} {row['messages'][1]['content']}" for row in _rows()]

@@ -13,16 +13,17 @@ assert broken
 HIDDEN = {"CompiledMLP", "CustomOp"}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_broken_declaration_is_reported(name):
-    looks = observed(PROGRAMS[name])
-    violations = [finding for look in looks for finding in look.violations]
-    if name in HIDDEN:
-        assert {place: why for look in looks for place, why in look.unobserved.items()}
-    else:
-        assert violations
-    for finding in violations:
-        assert_true_of(PROGRAMS[name], finding)
+def test_a_broken_declaration_is_reported(subtests):
+    for name, program in PROGRAMS.items():
+        with subtests.test(name):
+            looks = observed(program)
+            violations = [finding for look in looks for finding in look.violations]
+            if name in HIDDEN:
+                assert any(look.unobserved for look in looks)
+            else:
+                assert violations
+            for finding in violations:
+                assert_true_of(program, finding)
 
 
 def assert_true_of(program: Program, finding: Finding) -> None:

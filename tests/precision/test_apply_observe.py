@@ -9,7 +9,6 @@ from isotype.precision.apply import apply_precision, generating, remove_precisio
 from tests.models import lora, tiny
 
 IDS = torch.arange(24).view(2, 12)
-CPU_PRESETS = ("fp32", "bf16-mixed", "bf16-lora", "bf16-pure", "fp16-mixed")
 
 
 def prepared(preset: str):
@@ -19,7 +18,7 @@ def prepared(preset: str):
     return model
 
 
-@pytest.mark.parametrize("preset", CPU_PRESETS)
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-lora", "bf16-pure", "fp16-mixed"])
 def test_a_step_uses_the_declared_dtypes(preset):
     model, precision = prepared(preset), PRESETS[preset]
     observer = Observer(model, precision)
@@ -35,14 +34,6 @@ def test_a_step_uses_the_declared_dtypes(preset):
     assert set(seen.dtypes["norms"]) == {"fp32"}
     assert not any("forward" in module.__dict__ for module in model.modules() if type(module).__name__ == "LlamaRMSNorm")
     assert not seen.promotions, seen.promotions
-
-
-@pytest.mark.parametrize("preset", CPU_PRESETS)
-def test_generation_runs_under_the_declared_precision(preset):
-    model = prepared(preset).eval()
-    with torch.no_grad(), generating(model):
-        out = model.generate(input_ids=IDS[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert out.shape == (1, 8)
 
 
 def test_fp32_norm_weights_do_not_promote_the_residual_stream():

@@ -60,20 +60,16 @@ def test_quantisation_of_other_libraries_is_recognised():
     assert of_config(PretrainedConfig(quantization_config={"quant_method": "hqq"})).unread.startswith("quantised by hqq")
 
 
-@pytest.mark.parametrize(
-    ("found", "precision", "message"),
-    [
+def test_a_base_that_contradicts_the_precision_is_refused_with_the_reason():
+    for found, precision, message in (
         (Quantisation("bitsandbytes", "fp4", "fp32", "uint8", False), NF4, "its weights are fp4, and no precision declares fp4"),
-        (Quantisation("bitsandbytes", "int8"), NF4, "its weights are int8"),
         (Quantisation("hqq", "hqq", unread="quantised by hqq"), NF4, "quantised by hqq"),
         (Quantisation("gptq", "int4"), NF4, "its weights are int4 already, declared base nf4"),
         (GIVEN["nf4"][1], PRESETS["bf16-lora"], r"nf4 already, declared base bf16(.|\n)*precision\.preset: auto"),
-    ],
-)
-def test_a_base_that_contradicts_the_precision_is_refused_with_the_reason(found, precision, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        check_base(found, precision, "some/model")
-    assert len(str(caught.value).splitlines()) == 2
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            check_base(found, precision, "some/model")
+        assert len(str(caught.value).splitlines()) == 2
 
 
 def test_a_base_that_fits_the_precision_gives_a_header_line():
@@ -81,9 +77,8 @@ def test_a_base_that_fits_the_precision_gives_a_header_line():
     assert "nf4 by bitsandbytes, not double-quantised, products in fp16, stored in bf16; here products are in bf16" in line
 
 
-@pytest.mark.parametrize("name", ["nf4", "other dtypes"])
-def test_a_folder_saved_in_nf4_is_trained_on_under_the_declared_precision(saved, name, configured, tmp_path, workshop, capsys):
-    model = {"name": str(saved[name][0]), "tokenizer": str(workshop.base)}
+def test_a_folder_saved_in_nf4_is_trained_on_under_the_declared_precision(saved, configured, tmp_path, workshop, capsys):
+    model = {"name": str(saved["other dtypes"][0]), "tokenizer": str(workshop.base)}
     assert train(configured(model=model, precision={"preset": "nf4-lora"}, train={"steps": 2})) == 0
     assert "base: nf4 by bitsandbytes" in (out := " ".join(capsys.readouterr().out.split()))
     assert "the base came quantised: nf4" in out
@@ -93,7 +88,7 @@ def test_a_folder_saved_in_nf4_is_trained_on_under_the_declared_precision(saved,
     assert observed["declared"]["base"] == {"value": "nf4", "reason": "preset nf4-lora", "rest": "bf16"}
 
 
-@pytest.mark.parametrize(("name", "preset"), [("library defaults", "nf4-lora"), ("int8", "nf4-lora"), ("nf4", "fp32")])
+@pytest.mark.parametrize(("name", "preset"), [("library defaults", "nf4-lora"), ("nf4", "fp32")])
 def test_other_folders_are_refused_by_train_and_plan_alike(saved, name, preset, configured, workshop, tmp_path):
     from typer.testing import CliRunner
 
@@ -105,19 +100,10 @@ def test_other_folders_are_refused_by_train_and_plan_alike(saved, name, preset, 
     assert str(planned.exception) == str(caught.value)
 
 
-def experts(family):
-    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 8}
-    return tiny(family, **sizes)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_stacked_experts_are_counted(family):
-    share, largest = unquantised_share(quantised(experts(family)))
+def test_stacked_experts_are_counted_as_unquantised_and_embeddings_and_head_are_not():
+    share, largest = unquantised_share(quantised(tiny("mixtral", num_local_experts=4, num_experts_per_tok=2)))
     assert share > 0.5
     assert "experts" in largest
-
-
-def test_embeddings_and_head_are_not_counted_as_unquantised():
     assert unquantised_share(lora(quantised(tiny()), modules_to_save=["lm_head"])) == (0.0, "")
 
 

@@ -20,7 +20,7 @@ from isotype.errors import UsageError
 from isotype.report.live import WatchServer
 from tests.warm import interpreter
 
-from .runs import run_folder, step
+from .runs import run_folder, step, whole
 from .test_report import HOSTILE, Page
 
 
@@ -58,8 +58,8 @@ def test_the_page_changes_when_the_run_writes_and_only_then(tmp_path: Path) -> N
         assert "because of the sample" in ask(server, tag=newer)[1]
 
 
-def test_nothing_is_shown_or_stopped_without_the_token(whole_run: Path) -> None:
-    with watched(whole_run) as server:
+def test_nothing_is_shown_or_stopped_without_the_token(tmp_path: Path) -> None:
+    with watched(whole(tmp_path / "run")) as server:
         for method, path in (("GET", ""), ("GET", "live.js"), ("POST", "stop")):
             status, text, _ = ask(server, path, method=method, token="guessed")
             assert (status, "some/model" in text) == (404, False)
@@ -90,10 +90,11 @@ def test_a_picture_of_a_run_is_served_and_no_other_file(tmp_path: Path) -> None:
         assert found == [200, 404, 404]
 
 
-def test_a_run_whose_process_is_not_known_here_has_no_button(whole_run: Path) -> None:
-    (whole_run / "result.json").unlink()
-    (whole_run / ".lock").write_text("1")  # a process that does not have the file open
-    with (whole_run / ".lock").open() as lock, watched(whole_run) as server:
+def test_a_run_whose_process_is_not_known_here_has_no_button(tmp_path: Path) -> None:
+    run = whole(tmp_path / "run")
+    (run / "result.json").unlink()
+    (run / ".lock").write_text("1")  # a process that does not have the file open
+    with (run / ".lock").open() as lock, watched(run) as server:
         fcntl.flock(lock, fcntl.LOCK_EX)
         page = ask(server)[1]
         assert ("stop it where it was started" in page, "<button" in page) == (True, False)
@@ -124,7 +125,7 @@ def test_the_button_saves_and_stops_a_run_of_another_process(configured, tmp_pat
     assert (tmp_path / f"run/checkpoints/step_{result['steps']}/DONE").is_file()
 
 
-def test_a_folder_without_a_run_and_a_port_that_is_taken_are_one_line(tmp_path: Path, whole_run: Path) -> None:
+def test_a_folder_without_a_run_and_a_port_that_is_taken_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no such folder: give a run's folder"):
         WatchServer(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
@@ -134,5 +135,6 @@ def test_a_folder_without_a_run_and_a_port_that_is_taken_are_one_line(tmp_path: 
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match=r"the run has not begun yet"):
             WatchServer(tmp_path / "empty")
-    with watched(whole_run) as server, pytest.raises(UsageError, match=r"--port \d+: Address already in use"):
-        WatchServer(whole_run, server.server_port)
+    run = whole(tmp_path / "run")
+    with watched(run) as server, pytest.raises(UsageError, match=r"--port \d+: Address already in use"):
+        WatchServer(run, server.server_port)

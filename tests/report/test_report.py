@@ -14,10 +14,9 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.report import write_report
-from isotype.report.page import render
+from isotype.report.page import render, verdict
 from isotype.report.record import read_run
-from isotype.report.verdicts import verdict
-from tests.report.runs import DECLARED, run_folder, step
+from tests.report.runs import DECLARED, run_folder, step, whole
 
 HOSTILE = "<script>alert('ran')</script><img src=x onerror=alert(1)>\"'&{{ 271828 * 314159 }}"
 
@@ -59,8 +58,9 @@ def page_of(folder: Path) -> Page:
     return Page(html_of(folder))
 
 
-def test_everything_is_on_the_page(whole_run: Path) -> None:
-    page = page_of(whole_run)
+def test_everything_is_on_the_page(tmp_path: Path) -> None:
+    run = whole(tmp_path / "run")
+    page = page_of(run)
     words = (
         "done|Loss|Gradient norm|clip 1|Share changed|Tokens per second|Peak memory|1 min 15 s|7 rows were cut|12 bf16|run.yaml:9|"
         "because 0|because 100|in the data|torch|2.13.0|some/model|16 of 17 checks passed|updates survive rounding|PF011|"
@@ -68,11 +68,11 @@ def test_everything_is_on_the_page(whole_run: Path) -> None:
     )
     assert [word for word in words.split("|") if word not in page.text] == []
     assert page.text.index("because 0") < page.text.index("because 100") < page.text.index("because 50"), "first and last, then between"
-    assert f"isotype merge {whole_run}" in page.text
+    assert f"isotype merge {run}" in page.text
 
 
-def test_it_needs_no_network_and_allows_no_script(whole_run: Path) -> None:
-    text = html_of(whole_run)
+def test_it_needs_no_network_and_allows_no_script(tmp_path: Path) -> None:
+    text = html_of(whole(tmp_path / "run"))
     page = Page(text)
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert not re.search(r"""(?:src|action)\s*=|url\(|@import|https?:""", text)

@@ -30,7 +30,7 @@ _COMMANDS = {
     "train": ("train.train", TRAIN),
     "chat": ("chat.chat", RUNS),
     "sample": ("chat.sample", RUNS),
-    "eval": ("eval.evaluate", RUNS),
+    "eval": ("chat.evaluate", RUNS),
     "report": ("report.report", RUNS),
     "watch": ("report.watch", RUNS),
     "merge": ("merge.merge", RUNS),

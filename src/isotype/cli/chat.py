@@ -1,8 +1,9 @@
-"""`isotype chat RUN`: a conversation with a run. `isotype sample RUN`: its answers to prompts."""
+"""What a run says: `isotype chat RUN`, a conversation; `isotype sample RUN`, its answers to prompts; `isotype eval RUN FILE`, its loss."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,18 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
+from ..wording import counted
 
 if TYPE_CHECKING:
     from ..inference.loaded import Conversation
 
 
+Run = Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's (RUN/adapters/step_N) or a model's too.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this share of probability (top-p).")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
 def chat(
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this share of probability (top-p).")
-    ] = 0.9,
+    run: Run,
+    tokens: Tokens = 256,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
     image: Annotated[list[str] | None, typer.Option("--image", help="A picture that the first question is about; may be repeated.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON; nothing is streamed.")] = False,
 ) -> None:
@@ -37,11 +46,8 @@ def chat(
 
         isotype chat runs/gemma --image photo.jpg
     """
-    from ..runs.folder import require_run, run_and_result, without_run
-
-    if without_run(run) is None:
-        require_run(run_and_result(run)[0])  # checked first, since loading takes seconds
-    from ..training.quiet import quiet_libraries
+    _require(run)
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     from ..inference.loaded import Conversation, load_run
@@ -81,23 +87,15 @@ def _answer(conversation: Conversation, said: str, *, json_output: bool) -> None
 
 def sample(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's (RUN/adapters/step_N) or a model's too.")],
+    run: Run,
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one prompt per line.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p",
-            min=0.0,
-            max=1.0,
-            help="With a temperature: sample from the most likely tokens up to this share of probability (top-p).",
-        ),
-    ] = 1.0,
+    tokens: Tokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     control: Annotated[Path | None, typer.Option("--control", help="The picture that the prompts edit, of a model that edits.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Answer prompts with a run, under the run's own precision. A diffusion run draws a picture for each, into RUN/drawn.
 
@@ -124,7 +122,7 @@ def sample(
         return
     if control is not None:
         raise UsageError(f"--control has no effect: {run} is no diffusion run")
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
     from ..wording import printable
 
     quiet_libraries()
@@ -173,7 +171,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, con
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
     from ..inference.diffusion import draw_with
     from ..runs.folder import run_and_result
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     taken, pictures = draw_with(run, texts, seed=seed, control=control)
@@ -199,3 +197,124 @@ def _chats(run: Path) -> bool:
     from ..runs.folder import run_and_result
 
     return bool(read_run(run_and_result(run)[0]).data.get("template"))
+
+
+def evaluate(
+    run: Run,
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="What data.train takes: a file, folder, glob, hf:NAME or stdlib. Without it the run's own evaluation rows.",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Rows per forward pass; the result does not depend on it.")
+    ] = None,
+    on_bad_row: Annotated[
+        str | None,
+        typer.Option("--on-bad-row", metavar="error|skip", help="As data.on_bad_row; by default the run's own.", show_default=False),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Token-weighted loss and perplexity of a run on a file or its own evaluation rows, under the run's own precision.
+
+    Of a diffusion run: the loss on the pictures of a folder or file, at fixed noise levels.
+
+    Examples:
+
+        isotype eval runs/qwen held_out.jsonl
+
+        isotype eval runs/flux held_out_pictures
+    """
+    if on_bad_row not in (None, "error", "skip"):
+        raise UsageError(f"--on-bad-row {on_bad_row}: expected error or skip")
+    from ..config.kind import DIFFUSION
+    from ..config.sources import SourceSpec
+    from ..data.sources import refuse_absent
+    from ..runs.folder import kind_of_run, without_run
+
+    _require(run)
+    if data is None and (kind_of_run(run) == DIFFUSION or without_run(run) is not None):
+        raise UsageError(f"eval: which file? {run} has no evaluation rows of its own", fix=f"isotype eval {run} FILE")
+    if kind_of_run(run) == DIFFUSION:
+        if on_bad_row is not None:
+            raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")
+        _pictures(run, str(data), batch_size=batch_size, json_output=json_output)
+        return
+    if data is not None:
+        refuse_absent(SourceSpec(name=data))
+    from ..training.console import quiet_libraries
+
+    quiet_libraries()
+    from ..config.schema import DataSection
+    from ..data.bad_rows import FIX
+    from ..data.load import load_data
+    from ..inference.loaded import load_run
+    from ..model.processor import pictures_of
+    from ..tasks.language.objective import NextToken
+    from ..tasks.language.result import evaluate as measure
+
+    loaded = load_run(run)
+    objective = loaded.config.train.objective
+    if data is None and objective != "sft":
+        raise UsageError(
+            f"eval: {run} learnt from pairs ({objective}): the evaluations in its metrics.jsonl are of its own pairs, in eval_rewards/...",
+            fix=f"isotype eval {run} FILE, with rows of one answer each",
+        )
+    other: dict[str, Any] = {"packing": False}
+    if data is not None:
+        other |= {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "stream": False}
+    if on_bad_row is not None:
+        other["on_bad_row"] = on_bad_row
+    section = DataSection(**{**loaded.config.data.model_dump(), **other})
+    try:
+        pictures = pictures_of(loaded.config.model, section, loaded.tokenizer)
+        read = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures)
+    except UsageError as error:
+        if error.fix != FIX:
+            raise
+        raise UsageError(error.message, fix=f"isotype eval {run} {data or ''} --on-bad-row skip".replace("  ", " ")) from None
+    rows, side = (read.eval, read.facts["eval"]) if data is None else (read.train, read.facts["train"])
+    if not len(rows):
+        raise UsageError(f"eval: {run} has no evaluation rows (data.eval, data.eval_split): which file?", fix=f"isotype eval {run} FILE")
+    data = data or "its own evaluation rows"
+    left_out = sum(side["bad_rows"].values()) + sum(dropped["rows"] for dropped in side["dropped"])
+    size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
+    found = measure(
+        loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss,
+        objective=NextToken(loaded.config, read.pictures),
+    )  # fmt: skip
+    perplexity = math.exp(min(found.loss, 700.0))
+    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "left_out": left_out, "tokens": found.weight}
+    answer["loss"] = found.loss
+    if json_output:
+        print(json.dumps(answer | {"perplexity": perplexity}))
+    else:
+        print(
+            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {counted(len(rows), 'row')}, "
+            f"{counted(found.weight, 'token')}" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
+        )
+
+
+def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
+    from ..inference.diffusion import evaluate_with
+    from ..training.console import quiet_libraries
+
+    quiet_libraries()
+    taken, found = evaluate_with(run, data, batch_size=batch_size)
+    answer = {"run": str(run), "taken": taken, "data": data, "rows": found.weight, "loss": found.loss, "parts": dict(found.parts)}
+    if json_output:
+        print(json.dumps(answer))
+        return
+    parts = ", ".join(f"{name} {loss:.4f}" for name, loss in found.parts.items())
+    print(f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {counted(found.weight, 'picture')} ({parts})")
+
+
+def _require(run: Path) -> None:
+    """Before anything is loaded, which takes seconds. Raises  UsageError for a folder that is no run, adapter or model."""
+    from ..runs.folder import require_run, run_and_result, without_run
+
+    if without_run(run) is None:
+        require_run(run_and_result(run)[0])

@@ -67,7 +67,7 @@ def merge(
 
 
 def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     quiet_libraries()
     from ..config.kind import DIFFUSION
@@ -112,7 +112,7 @@ def export(
     """
     from ..config.kind import DIFFUSION
     from ..runs.folder import kind_of_run, require_run, run_and_result, without_run
-    from ..training.quiet import quiet_libraries
+    from ..training.console import quiet_libraries
 
     if to not in FORMATS:
         raise UsageError(f"--to {to}: expected {', '.join(FORMATS)}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from textwrap import wrap
 from typing import Any
 
+from .compare import CHOSEN_BY_AUTO
 from .keys import default, expected, keys, sections
 from .kind import DIFFUSION, applies, kind_for, kind_of
 from .load import DEFAULT, LoadedConfig, recipe
@@ -22,12 +23,7 @@ _ESSENTIAL = {  # what `init` leaves uncommented, since a run needs or nearly al
 _ESSENTIAL_OF_PICTURES = {
     "images.train", "images.resolution", "images.max_aspect", "train.steps", "run.samples", "run.adapters_every",
 }  # fmt: skip
-_RESOLVED = {
-    "precision.preset",
-    "train.gradient_checkpointing",
-    "train.checkpointed_layers",
-    "train.keep_attention",
-}  # those that can be `auto`
+_RESOLVED = {"precision.preset", *CHOSEN_BY_AUTO}  # those that can be `auto`
 _ABOUT = {
     "model": "What is fine-tuned.",
     "data": "What a language model learns from.",

@@ -51,9 +51,6 @@ class BadRow:
         empty = isinstance(error, EmptyAnswer)
         return cls(place, EMPTY if empty else error.message.removeprefix(f"{place}: "), error.fix, empty)
 
-    def error(self, *, fix: str | None = FIX) -> UsageError:
-        return UsageError(f"{self.place}: {self.reason}", fix=self.fix or fix)
-
 
 @dataclass
 class BadRows:
@@ -93,7 +90,7 @@ class BadRows:
         bad = [row for row in self.listed if not row.empty]
         fix = FIX if sound else NONE_SOUND
         if self.count == 1 and bad:
-            raise bad[0].error(fix=fix)
+            raise UsageError(f"{bad[0].place}: {bad[0].reason}", fix=bad[0].fix or fix)
         if not self.count:
             return
         by_kind: dict[str, list[BadRow]] = {}

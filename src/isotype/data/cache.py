@@ -3,7 +3,10 @@
 An entry is one safetensors file, named by a hash of everything that determines its rows: the content of the source, the tokenizer, the
 template, the settings, and `VERSION` of this code. It is written under a temporary name and renamed, so that concurrent or killed runs
 leave no partial entries. Its metadata contain a checksum; a damaged file is made again. Rows are memory-mapped, not read into memory.
-`cache_folder` limits the size of a folder.
+
+When a new entry exceeds the folder's limit, the least recently used entries are removed. An entry that a run has mapped may be removed
+too: the system retains its content until that run ends. Pictures that rows bring as bytes lie in the folder below, within a limit of the
+same size.
 """
 
 from __future__ import annotations
@@ -11,58 +14,92 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from .cache_folder import bound, evict
+from ..errors import UsageError
 from .tokens import COLUMNS, TokenBlock, TokenWriter
 
-_NAMES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
-_MOST = 100 << 20  # bytes of a header; safetensors' own limit
-
-
-# widest elements first, so that every column begins at a multiple of its element's size
-_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
-
-
-def header_bytes(sizes: Mapping[str, int], facts: str, digest: str) -> bytes:
-    at = 0
-    header: dict[str, Any] = {"__metadata__": {"facts": facts, "sha256": digest}}
-    for name in _ORDER:
-        width = np.dtype(COLUMNS[name]).itemsize
-        header[name] = {"dtype": _NAMES[COLUMNS[name]], "shape": [sizes[name] // width], "data_offsets": [at, at + sizes[name]]}
-        at += sizes[name]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def read_header(file: IO[bytes], size: int) -> tuple[dict[str, tuple[int, int]], str, str, int]:
-    """Where each column lies, the facts, the checksum, and where the data begin. Raises ValueError where these cannot be."""
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(_MOST, size - 8):
-        raise ValueError("cut short, or no safetensors file")
-    text = file.read(length)
-    header = json.loads(text)
-    facts, digest = header["__metadata__"]["facts"], header["__metadata__"]["sha256"]
-    places = {name: (start, end) for name in COLUMNS for start, end in [header[name]["data_offsets"]]}
-    sizes = {name: end - start for name, (start, end) in places.items()}
-    if header_bytes(sizes, facts, digest)[8:] != text or sum(sizes.values()) != size - 8 - length:
-        raise ValueError("cut short, or not as it was written")
-    return places, facts, digest, 8 + length
-
-
-VERSION = 18  # raise it whenever the same source gives other rows or other facts
+VERSION = 19  # raise it whenever the same source gives other rows or other facts
 SMALLEST = 1_000_000  # bytes of a source below which `auto` keeps nothing: tokenising them takes a second
+BOUND, DEFAULT_GB = "ISOTYPE_CACHE_GB", 20.0
+PICTURES = "pictures"  # below the folder of entries
+IN_USE = 24 * 3600  # seconds since a picture was last read in which it stays: a run reads each again in its next epoch
 _STALE = 24 * 3600  # seconds after which a half-written file is taken for one that an ended run left
 _CHUNK = 1 << 22
+_OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|picture)")  # other names are somebody's weights
+_NAMES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
+# widest elements first, so that every column begins at a multiple of its element's size
+_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
+_NO_CHECKSUM = "0" * 64  # stands in the header while the file's checksum is computed
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One source's rows, or one picture. `used` is the time of the last use."""
+
+    path: Path
+    bytes: int
+    used: float
+
+
+def cache_folder(setting: str) -> Path | None:
+    """Where entries lie: a folder as given; `auto` is ISOTYPE_CACHE or the user's cache folder; None for `none`."""
+    if setting == "none":
+        return None
+    if setting != "auto":
+        return Path(setting).expanduser()
+    if given := os.environ.get("ISOTYPE_CACHE"):
+        return None if given == "none" else Path(given).expanduser() / "tokens"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "isotype" / "tokens"
+
+
+def bound() -> int:
+    """Bytes that a cache folder may hold: ISOTYPE_CACHE_GB, else 20 GB. Raises UsageError for what is no size."""
+    given = os.environ.get(BOUND) or DEFAULT_GB
+    try:
+        if float(given) >= 0:
+            return int(float(given) * 1e9)
+    except (ValueError, OverflowError):
+        pass
+    raise UsageError(f"{BOUND}={given}: expected gigabytes, a number of at least 0", fix=f"{BOUND}=20")
+
+
+def entries(folder: Path) -> list[Entry]:
+    """The whole entries or pictures of a folder, those that were not used for longest first."""
+    found = []
+    for path in folder.glob("*"):
+        if _OURS.fullmatch(path.name):
+            try:
+                stat = path.stat()
+            except OSError:  # another run removed it
+                continue
+            found.append(Entry(path, stat.st_size, max(stat.st_atime, stat.st_mtime)))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def evict(folder: Path, *, keep: Path | None = None) -> int:
+    """Removes the least recently used entries until the folder is within its limit, and returns how many. `keep` stays, and a picture that
+    was read within a day: another run may need it again."""
+    there, in_use = entries(folder), time.time() - IN_USE
+    total, most, gone = sum(entry.bytes for entry in there), bound(), 0
+    for entry in there:
+        if total > most and entry.path != keep and (entry.path.suffix != ".picture" or entry.used <= in_use):
+            try:
+                entry.path.unlink(missing_ok=True)
+            except OSError:  # some systems refuse to remove a memory-mapped file
+                continue
+            total, gone = total - entry.bytes, gone + 1
+    return gone
 
 
 def entry_key(parts: Any) -> str:
@@ -87,78 +124,73 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256((rules + json.dumps(parts, default=str)).encode()).hexdigest()
 
 
-class Cache:
-    """The entries of one folder. Reading never raises for a disk error, since a run without its cache is only slower."""
+def cached(folder: Path, key: str, made: Callable[[TokenWriter], dict[str, Any]]) -> tuple[TokenBlock, list[str]]:
+    """The rows of an entry, else those that `made` writes, which are kept; and notes for the user.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.evicted = 0  # entries that went, so that the new one has its room
-
-    def path(self, key: str) -> Path:
-        return self.folder / f"{key}.safetensors"
-
-    def load(self, key: str) -> tuple[TokenBlock | None, str | None]:
-        """An entry, or None with the reason why it is damaged; (None, None) if there is none."""
-        path = self.path(key)
-        try:
-            block = read_entry(path)
-            os.utime(path)  # the last use, for whoever clears the folder by age
-        except FileNotFoundError:
-            return None, None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return None, f"{path}: {error}"
-        return block, None
-
-    @contextmanager
-    def writing(self, key: str) -> Iterator[TokenWriter]:
-        """A writer whose rows go to files beside the entry. Raises OSError where the folder cannot be written."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
-        aside = self.folder / f".{key}.{os.getpid()}.{secrets.token_hex(4)}"
-        aside.mkdir()
-        try:
-            with ExitStack() as stack:
-                files = {name: stack.enter_context((aside / name).open("w+b")) for name in COLUMNS}
-                yield TokenWriter(files)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-
-    def store(self, key: str, writer: TokenWriter, facts: dict[str, Any]) -> TokenBlock:
-        """Turns what was written into the entry, and maps it. Raises OSError."""
-        path = self.path(key)
-        aside = path.with_name(f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-        try:
-            write_entry(aside, writer.files, facts)
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+    made    writes every row and returns the facts
+    Raises  OSError where the folder cannot be written. An entry that cannot be read is made again
+    """
+    path, notes = folder / f"{key}.safetensors", []
+    try:
         block = read_entry(path)
-        self.evicted += len(evict(self.folder, keep=path, most=bound()))
-        return block
+        os.utime(path)  # the last use, for whoever clears the folder by age
+        if (gone := block.pictures_gone()) is None:
+            block.facts["cache"] = f"from {path}"
+            return block, []
+        notes.append(f"a cache entry was made again: {gone} changed, or is gone")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        notes.append(f"a damaged cache entry was made again: {path}: {error}")
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    aside = folder / f".{key}.{os.getpid()}.{secrets.token_hex(4)}"
+    aside.mkdir()
+    try:
+        with ExitStack() as stack:
+            writer = TokenWriter({name: stack.enter_context((aside / name).open("w+b")) for name in COLUMNS})
+            write_entry(aside / "entry", writer.files, made(writer))
+        os.replace(aside / "entry", path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    block = read_entry(path)
+    block.facts["cache"] = f"kept in {path}"
+    if evicted := evict(folder, keep=path):
+        most = f"{folder} holds at most {bound() / 1e9:g} GB"
+        notes.append(f"cache entries removed, those unused for longest: {evicted}; {most}")
+    return block, notes
 
-    def _sweep(self) -> None:
-        """Removes what killed runs left half written."""
-        for left in self.folder.glob(".*"):
-            try:
-                if time.time() - left.stat().st_mtime > _STALE:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-            except OSError:
-                continue
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed runs left half written."""
+    for left in folder.glob(".*"):
+        try:
+            if time.time() - left.stat().st_mtime > _STALE:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        except OSError:
+            continue
 
 
-def write_entry(path: Path, files: dict[str, IO[bytes]] | Any, facts: dict[str, Any]) -> None:
-    """Columns as a safetensors file; `facts` and a checksum of everything are its metadata."""
-    sizes = {name: file.seek(0, os.SEEK_END) for name, file in files.items()}
-    said = json.dumps(facts, sort_keys=True)
-    digest = hashlib.sha256(said.encode())
+def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any]) -> None:
+    """Columns as a safetensors file; `facts` and a checksum of everything else in the file are its metadata."""
+    header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "sha256": _NO_CHECKSUM}}
+    at = 0
     for name in _ORDER:
-        for chunk in _chunks(files[name]):
-            digest.update(chunk)
-    with path.open("wb") as out:
-        out.write(header_bytes(sizes, said, digest.hexdigest()))
+        end = at + files[name].seek(0, os.SEEK_END)
+        count = (end - at) // np.dtype(COLUMNS[name]).itemsize
+        header[name] = {"dtype": _NAMES[COLUMNS[name]], "shape": [count], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("w+b") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
         for name in _ORDER:
-            for chunk in _chunks(files[name]):
-                out.write(chunk)
+            files[name].seek(0)
+            shutil.copyfileobj(files[name], out, _CHUNK)
+        out.seek(0)
+        digest = hashlib.file_digest(out, "sha256").hexdigest()
+        out.seek(8)
+        out.write(text.replace(_NO_CHECKSUM.encode(), digest.encode()))
         out.flush()
         os.fsync(out.fileno())
 
@@ -166,25 +198,17 @@ def write_entry(path: Path, files: dict[str, IO[bytes]] | Any, facts: dict[str, 
 def read_entry(path: Path) -> TokenBlock:
     """Maps an entry. Raises ValueError for one that is not whole, FileNotFoundError where there is none."""
     with path.open("rb") as file:
-        places, said, expected, begin = read_header(file, path.stat().st_size)
-        digest = hashlib.sha256(said.encode())
-        file.seek(begin)
+        length = file.read(8)
+        text = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+        header = json.loads(text)
+        expected = header["__metadata__"]["sha256"]
+        digest = hashlib.sha256(length + text.replace(expected.encode(), _NO_CHECKSUM.encode()))
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     if digest.hexdigest() != expected:
         raise ValueError("its checksum is not that of its content")
     columns = {}
     for name, dtype in COLUMNS.items():
-        start, end = places[name]
-        count = (end - start) // np.dtype(dtype).itemsize
-        columns[name] = np.memmap(path, dtype, "r", begin + start, (count,)) if count else np.zeros(0, dtype)
-    block = TokenBlock(columns, json.loads(said))
-    if len(block) and int(block.ends[-1]) != len(block.ids):
-        raise ValueError("its rows do not end where its tokens do")
-    return block
-
-
-def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    file.seek(0)
-    while chunk := file.read(_CHUNK):
-        yield chunk
+        (count,), at = header[name]["shape"], 8 + len(text) + header[name]["data_offsets"][0]
+        columns[name] = np.memmap(path, dtype, "r", at, (count,)) if count else np.zeros(0, dtype)
+    return TokenBlock(columns, json.loads(header["__metadata__"]["facts"]))

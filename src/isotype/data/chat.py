@@ -21,10 +21,9 @@ import jinja2
 import jinja2.meta
 
 from ..errors import UsageError
-from .conversations import is_learnt
+from .conversations import CONTENT, END, THOUGHT_KEYS, hidden, is_learnt, probes, shown, with_thoughts
 from .formats import Example, Message
 from .read import existing_file, read_text
-from .thoughts import CONTENT, END, KEYS, hidden, probes, shown, with_thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +87,8 @@ NAMED: Mapping[str, NamedTemplate] = {
 }
 
 
-def named_template(name: str, tokenizer: Any) -> str:
-    """The text of a template. Its end-of-turn token becomes the tokenizer's end token, with which generation stops.
-
-    Raises  UsageError where the tokenizer lacks one of its tokens
-    """
+def _named(name: str, tokenizer: Any) -> str:
+    """The text of a template. Its end-of-turn token becomes the tokenizer's end token, with which generation stops."""
     template = NAMED[name]
     vocabulary = tokenizer.get_vocab()
     absent = [token for token in template.tokens if token not in vocabulary]
@@ -185,7 +181,7 @@ class ChatTemplate:
             return False
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, generation_prompt: bool = False, place: str = "prompt") -> str:
-        """The text of a conversation; a template's own refusal (roles out of order, no system turn) becomes one line."""
+        """The text of a conversation. Raises UsageError for a template that is broken, or that refuses the conversation."""
         if hides := self.thoughts == "all" and END in self.text and (CONTENT, True) not in self.writes_thoughts:
             messages = hidden(messages)
         try:
@@ -200,10 +196,8 @@ class ChatTemplate:
             return shown(text) if hides else text
         except UnicodeEncodeError:
             raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text") from None
-        except RecursionError:
-            raise UsageError(f"chat template ({self.source}): nested too deeply") from None
-        except jinja2.TemplateSyntaxError as error:
-            raise UsageError(f"chat template ({self.source}), line {error.lineno}: {error.message}") from None
+        except (RecursionError, jinja2.TemplateSyntaxError) as error:
+            raise _broken(self.source, error) from None
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             said = (str(error).splitlines() or [repr(error)])[0].strip("'")
             raise UsageError(f"{place}: the chat template refuses the row: {said}") from None
@@ -217,11 +211,8 @@ class ChatTemplate:
     def spans(self, example: Example, rendered: str) -> list[Span]:
         """Where the answers are in `rendered`, which is `render(example.messages)`."""
         messages = list(example.messages or ())
-        found = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant" and i >= example.learn_from and is_learnt(message):
-                found.append(self._span(messages, i, example, rendered))
-        return found
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)]
+        return [self._span(messages, i, example, rendered) for i in answers]
 
     def left_out(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, place: str) -> LeftOut:
         """What of a conversation is nowhere in `text`, its rendering: templates drop later system turns, calls or thoughts in silence.
@@ -232,7 +223,7 @@ class ChatTemplate:
         for m in messages:
             content = m["content"] if isinstance(m.get("content"), str) else ""
             parts = [part.strip() for part in _TAG.split(content) if part.strip()]
-            beside = [m[key].strip() for key in KEYS if isinstance(m.get(key), str) and m[key].strip() not in content]
+            beside = [m[key].strip() for key in THOUGHT_KEYS if isinstance(m.get(key), str) and m[key].strip() not in content]
             thinks = m["role"] == "assistant" and len(parts) > 1
             for words, thought in [*((part, thinks) for part in parts), *((words, True) for words in beside)]:
                 wanted.setdefault(words, []).append((m["role"], thought))
@@ -259,9 +250,8 @@ class ChatTemplate:
         if opens and rendered.startswith(ending) and len(ending) > len(opening):
             return Span(len(opening), len(ending), closed=True)
         # The template renders this turn differently with the turns around it: find its words by changing them.
-        changed = {key: _SENTINEL if key in KEYS and value else value for key, value in messages[i].items() if key != "tool_calls"} | {
-            "content": _SENTINEL
-        }
+        changed = messages[i] | {key: _SENTINEL for key in THOUGHT_KEYS if messages[i].get(key)} | {"content": _SENTINEL}
+        changed.pop("tool_calls", None)
         other = self.render([*messages[:i], changed, *messages[i + 1 :]], tools=tools, place=place)
         start = _agreeing(rendered, other)
         end = max(start, len(rendered) - _agreeing(rendered[::-1], other[::-1]))
@@ -280,6 +270,7 @@ def chat_template(
 
     given     `data.template_kwargs`: defaults that the template's text begins with, so that a saved tokenizer has them too
     thoughts  `data.thoughts`
+    Raises    UsageError for a template that is not there or cannot be used, and for a setting that it does not read
     """
     found = replace(_chosen(tokenizer, file), thoughts=thoughts)
     return _with_defaults(found, given) if given else found
@@ -290,13 +281,10 @@ _ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "rai
 
 
 def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemplate:
-    """Raises  UsageError for a name that the template does not read"""
     try:
         parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template.text))
-    except RecursionError:
-        raise UsageError(f"chat template ({template.source}): nested too deeply") from None
-    except jinja2.TemplateSyntaxError as error:
-        raise UsageError(f"chat template ({template.source}), line {error.lineno}: {error.message}") from None
+    except (RecursionError, jinja2.TemplateSyntaxError) as error:
+        raise _broken(template.source, error) from None
     names = jinja2.meta.find_undeclared_variables(parsed).difference(_ALWAYS_GIVEN, template.tokenizer.special_tokens_map)
     if unread := [name for name in given if name not in names]:
         fix = f"it reads {', '.join(sorted(names))}" if names else "leave it out: it reads none"
@@ -311,9 +299,14 @@ def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemp
     return replace(template, text=text, given=given)
 
 
+def _broken(source: str, error: RecursionError | jinja2.TemplateSyntaxError) -> UsageError:
+    said = ": nested too deeply" if isinstance(error, RecursionError) else f", line {error.lineno}: {error.message}"
+    return UsageError(f"chat template ({source}){said}")
+
+
 def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
     if file is not None and file in NAMED:
-        return ChatTemplate(tokenizer, named_template(file, tokenizer), file)
+        return ChatTemplate(tokenizer, _named(file, tokenizer), file)
     if file is not None:
         if not file.endswith(_ENDINGS) and not Path(file).exists():
             near = difflib.get_close_matches(file.lower(), NAMED, n=1)

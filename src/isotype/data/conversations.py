@@ -1,26 +1,42 @@
-"""Conversations as chat templates take them: roles, text, tool calls. ShareGPT's turns are brought into the same form."""
+"""Conversations as chat templates take them: roles, text, tool calls, pictures, thoughts. ShareGPT's turns are brought into the same form.
+
+The thoughts of a reasoning model stand in the content of a turn between `<think>` and `</think>`, or in a key beside it; `data.thoughts`
+says which are kept. Templates in the style of Qwen3 write those behind the last question and leave earlier ones out; to keep all, the tags
+of earlier turns are hidden from the template while it renders.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from .bad_rows import EmptyAnswer, RowError
-from .json_rows import RepeatedKey, loads
+from .records import RepeatedKey, loads
 
 Message = dict[str, Any]
 # keys of a turn that say whether it is learnt: OpenAI's, and two that axolotl's data have
 LEARN_KEYS = ("weight", "train", "training")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant", "chatbot": "assistant"}
+_OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "model", "bot", "ai", "chatbot"), "assistant")}
 # ShareGPT's `from`, as its data sets write it
 _SHAREGPT = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
     "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
+
+THOUGHT_KEYS = ("reasoning_content", "thinking")  # keys of a turn in which data write thoughts
+BEGIN, END = "<think>", "</think>"
+CONTENT = "content"
+_EMPTY = re.compile(rf"{BEGIN}\s*{END}")
+DOUBLED_THOUGHTS = re.compile(rf"{_EMPTY.pattern}\s*{BEGIN}")
+Writes = AbstractSet[tuple[str, bool]]  # the key that holds thoughts, and whether a question comes after them
+_BLOCK = re.compile(rf"{BEGIN}(.*?){END}\s*", re.DOTALL)
+_HIDDEN = {BEGIN: "\U000f0f10", END: "\U000f0f11"}  # private-use characters: in no template, in no text
 
 
 def chat_messages(value: Any, key: str, place: str, *, may_be_empty: bool = False) -> tuple[Message, ...]:
@@ -34,16 +50,14 @@ def chat_messages(value: Any, key: str, place: str, *, may_be_empty: bool = Fals
     return tuple(_message(m, f"{key}[{i}]", place) for i, m in enumerate(messages))
 
 
-def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Message, ...]:
+def sharegpt_messages(value: Any, key: str, place: str) -> tuple[Message, ...]:
     """ShareGPT's `conversations`: turns of `from` and `value`. `function_call` holds the call as JSON, `observation` its result."""
-    turns = parsed_json(value, f"{place}: conversations")
+    turns = parsed_json(value, f"{place}: {key}")
     if not isinstance(turns, list) or not turns:
-        raise RowError(f"{place}: conversations must be a list of {{from, value}}, got {kind(turns)}")
+        raise RowError(f"{place}: {key} must be a list of {{from, value}}, got {kind(turns)}")
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
-        found = chat_messages(turns, "conversations", place)
-    else:
-        found = tuple(_sharegpt_turn(turn, f"conversations[{i}]", place) for i, turn in enumerate(turns))
-    return with_system(found, system, place)
+        return chat_messages(turns, key, place)
+    return tuple(_sharegpt_turn(turn, f"{key}[{i}]", place) for i, turn in enumerate(turns))
 
 
 def with_system(messages: tuple[Message, ...], system: Any, place: str) -> tuple[Message, ...]:
@@ -98,23 +112,23 @@ def kind(value: Any) -> str:
     return ("an empty list" if value == [] else None) or names.get(type(value), type(value).__name__)
 
 
-def _message(message: Any, where: str, place: str) -> Message:
+def _message(given: Any, where: str, place: str) -> Message:
     at = f"{place}: {where}"
-    if not isinstance(message, dict):
-        raise RowError(f"{at} must be an object with role and content, got {kind(message)}")
-    if "role" not in message:
-        if "from" in message and "value" in message:
+    if not isinstance(given, dict):
+        raise RowError(f"{at} must be an object with role and content, got {kind(given)}")
+    if "role" not in given:
+        if "from" in given and "value" in given:
             raise RowError(
                 f"{at} has from and value: that is ShareGPT, whose key is conversations: data.columns: {{conversations: messages}}"
             )
-        raise RowError(f"{at} has no role{_suggestion('role', message)}")
-    message = _present_day(message)
+        raise RowError(f"{at} has no role{_suggestion('role', given)}")
+    message = _present_day(given)
     role = message["role"]
     if role not in ROLES:
         meant = _OTHER_NAMES.get(str(role).lower()) or next(iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None)
         raise RowError(f"{at}.role: unknown role {role!r}" + (f", did you mean {meant}?" if meant else f": use {', '.join(ROLES)}"))
     _check_learn_keys(message, at)
-    calls = parsed_json(message.get("tool_calls"), f"{at}.tool_calls")
+    calls = parsed_json(message.pop("tool_calls", None), f"{at}.tool_calls")
     if calls:
         if role != "assistant":
             raise RowError(f"{at}: tool_calls belong to an assistant turn, not to {role}")
@@ -123,18 +137,14 @@ def _message(message: Any, where: str, place: str) -> Message:
         return {**message, "content": "" if content is None else _content(content, at, may_be_empty=True), "tool_calls": calls}
     if "content" not in message:
         raise RowError(f"{at} has no content{_suggestion('content', message)}")
-    content = _content(message["content"], at, may_be_empty=role != "assistant" or not is_learnt(message))
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**plain, "content": content}
+    return message | {"content": _content(message["content"], at, may_be_empty=role != "assistant" or not is_learnt(message))}
 
 
 def _present_day(message: Message) -> Message:
     """A message with OpenAI's older names of a tool call (`function_call`) and of its result (role `function`) as it is written today."""
-    if message["role"] == "function":
-        message = {**message, "role": "tool"}
+    message = message | {"role": "tool" if message["role"] == "function" else message["role"]}
     if isinstance(message.get("function_call"), dict) and not message.get("tool_calls"):
-        rest = {key: value for key, value in message.items() if key != "function_call"}
-        message = {**rest, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     return message
 
 
@@ -153,11 +163,7 @@ def _content(content: Any, at: str, *, may_be_empty: bool) -> Any:
     if isinstance(content, list):
         if any(isinstance(part, dict) and part.get("type") == "image" for part in content):
             return content
-        for i, part in enumerate(content):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                what = f"a part of type {part['type']!r}" if isinstance(part, dict) and part.get("type", "text") != "text" else kind(part)
-                raise RowError(f"{at}.content[{i}] must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {what}")
-        content = "".join(part["text"] for part in content)
+        content = "".join(_text_of_part(part, f"{at}.content[{i}]") for i, part in enumerate(content))
     if not may_be_empty and (content is None or (isinstance(content, str) and not content.strip())):
         raise EmptyAnswer(f"{at}.content is empty: the row has no target")
     if not isinstance(content, str):
@@ -179,7 +185,7 @@ def take_pictures(messages: tuple[Message, ...], row: Mapping[str, Any], place: 
     waiting = list(beside)
     found: list[Any] = []
     turns: list[Message] = []
-    marked = any(IN_TEXT in m["content"] for m in messages if isinstance(m["content"], str)) if beside else False
+    marked = any(IN_TEXT in m["content"] for m in messages if isinstance(m["content"], str))
     for i, message in enumerate(messages):
         parts = message["content"]
         if isinstance(parts, str) and beside and message["role"] != "assistant":
@@ -201,21 +207,25 @@ def take_pictures(messages: tuple[Message, ...], row: Mapping[str, Any], place: 
 
 def _beside(row: Mapping[str, Any], place: str) -> list[Any]:
     """The pictures that a row has beside its turns."""
-    given = row.get("images") if row.get("images") is not None else row.get("image")
-    given = parsed_json(given, f"{place}: images")
-    return [] if given is None or given == "" else list(given) if isinstance(given, list | tuple) else [given]
+    given = parsed_json(row.get("images") if row.get("images") is not None else row.get("image"), f"{place}: images")
+    return list(given) if isinstance(given, list | tuple) else [given] if given not in (None, "") else []
 
 
 def _part(part: Any, at: str, waiting: list[Any], found: list[Any]) -> Message:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
     if not isinstance(part, dict) or part.get("type") != "image":
-        raise RowError(f"{at} must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {kind(part)}")
+        return {"type": "text", "text": _text_of_part(part, at)}
     own = next((part[key] for key in _PICTURE if part.get(key) is not None), None)
     if own is None and not waiting:
         raise RowError(f"{at} is a picture without one: give its image, path, url or bytes, or one more in the row's images")
     found.append(waiting.pop(0) if own is None else own)
     return {"type": "image"}
+
+
+def _text_of_part(part: Any, at: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    what = f"a part of type {part['type']!r}" if isinstance(part, dict) and part.get("type", "text") != "text" else kind(part)
+    raise RowError(f"{at} must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {what}")
 
 
 def _calls(calls: Any, at: str) -> list[Any]:
@@ -261,3 +271,93 @@ def _sharegpt_turn(turn: Any, where: str, place: str) -> Message:
 def _suggestion(key: str, row: Message) -> str:
     close = difflib.get_close_matches(key, list(row), n=1, cutoff=0.75)
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
+
+
+def with_thoughts(messages: Sequence[Message], which: str, *, writes: Writes, tags: bool, place: str) -> tuple[Message, ...]:
+    """The turns with the thoughts that are kept, where the template finds them.
+
+    which   `last`: those behind the last question; `all`; `none`
+    writes  what the template writes, as `probes` found it
+    tags    whether the template itself has the tags
+    Raises  RowError for a tag without the other one, EmptyAnswer for a learnt turn that is nothing but thoughts
+    """
+    last = last_question(messages)
+    found = list(messages)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and (which == "none" or (which == "last" and i < last)):
+            found[i] = _without(message, f"{place}: messages[{i}]")
+        elif message["role"] == "assistant":
+            found[i] = _placed(message, earlier=i < last, writes=writes, tags=tags)
+    return tuple(found)
+
+
+def probes(word: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
+    """Conversations with a word as a thought, each place of it before the last question and behind it."""
+    for form in (CONTENT, *THOUGHT_KEYS):
+        answer = {"content": _tagged(word, "b")} if form == CONTENT else {"content": "b", form: word}
+        turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
+        yield (form, False), turns
+        yield (form, True), [*turns, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def last_question(messages: Sequence[Message]) -> int:
+    """The place of the last turn of the user; -1 for none."""
+    return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+
+
+def hidden(messages: Sequence[Message]) -> list[Message]:
+    """The turns, those before the last question with tags that no template knows. `shown` brings the tags back."""
+    last = last_question(messages)
+    return [
+        m | {"content": _swapped(m["content"], _HIDDEN)} if m["role"] == "assistant" and i < last else m for i, m in enumerate(messages)
+    ]
+
+
+def shown(text: str) -> str:
+    return _swapped(text, {mark: tag for tag, mark in _HIDDEN.items()})
+
+
+def learns_empty(text: str, learnt: Sequence[tuple[int, int]]) -> bool:
+    """Whether learnt characters have the end of empty thoughts, whose beginning may be in the prompt."""
+    ends = [found.end() for found in _EMPTY.finditer(text)]
+    return any(start <= end - len(END) and end <= stop for start, stop in learnt for end in ends)
+
+
+def _swapped(text: str, words: dict[str, str]) -> str:
+    for word, other in words.items():
+        text = text.replace(word, other)
+    return text
+
+
+def _without(message: Message, at: str) -> Message:
+    content = message["content"]
+    answer = _BLOCK.sub("", content)
+    if BEGIN in answer or END in answer:
+        raise RowError(f"{at}.content has {BEGIN} or {END} without the other one: its thoughts cannot be told from its answer")
+    if content.strip() and not answer.strip() and is_learnt(message) and not message.get("tool_calls"):
+        raise EmptyAnswer(f"{at}.content is empty without its thoughts: the row has no target")
+    return _bare(message) | {"content": answer}
+
+
+def _placed(message: Message, *, earlier: bool, writes: Writes, tags: bool) -> Message:
+    """A turn whose thoughts stand where the template writes them; else in its content, as Qwen3 writes them.
+
+    They stay where they are if the template has other marks for thoughts, as gpt-oss' has.
+    """
+    content = message["content"]
+    block = _BLOCK.match(content)
+    key = next((key for key in THOUGHT_KEYS if isinstance(message.get(key), str) and message[key].strip()), None)
+    form = CONTENT if block is not None else key
+    other_marks = not tags and any((key, False) in writes for key in THOUGHT_KEYS)
+    if form is None or (form, earlier) in writes or other_marks:
+        return message
+    thought, answer = (block[1], content[block.end() :]) if block is not None else (message[form], content)
+    return _bare(message) | {"content": _tagged(thought, answer)}
+
+
+def _bare(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
+
+
+def _tagged(thought: str, answer: str) -> str:
+    return f"{BEGIN}\n{thought.strip()}\n{END}\n\n{answer.lstrip()}"

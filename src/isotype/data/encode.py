@@ -8,22 +8,20 @@ separately.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 from .bad_rows import EMPTY, BadRow, BadRows, RowError
 from .chat import ChatTemplate, Span
-from .conversations import IN_TEXT
+from .conversations import DOUBLED_THOUGHTS, IN_TEXT, learns_empty
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
-from .thoughts import DOUBLED, learns_empty
 
 BATCH = 256  # texts handed to the tokenizer at once
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
@@ -54,6 +52,12 @@ class Tally:
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, place)
 
+    def note_bad(self, row: BadRow) -> None:
+        """Counts a row that cannot be used; one with an empty answer also as dropped."""
+        self.bad.add(row)
+        if row.empty:
+            self.drop(EMPTY, row.place)
+
     def as_json(self) -> dict[str, Any]:
         return vars(self) | {"bad": self.bad.as_json()}
 
@@ -70,21 +74,6 @@ class Tally:
                 elif isinstance(value, int):
                     setattr(total, name, value + one[name])
         return total
-
-
-def note_bad(row: BadRow, tally: Tally) -> None:
-    """Counts a row that its source could not use; one with an empty answer also as dropped."""
-    tally.bad.add(row)
-    if row.empty:
-        tally.drop(EMPTY, row.place)
-
-
-def all_bad(tallies: Sequence[Tally]) -> BadRows:
-    """The bad rows of both sides."""
-    found = BadRows()
-    for tally in tallies:
-        found.update(tally.bad.as_json())
-    return found
 
 
 def _asks_to_look(message: Message) -> bool:
@@ -148,7 +137,7 @@ class Encoder:
                 try:
                     whole = self.render(example, tally)
                 except UsageError as error:
-                    note_bad(BadRow.of(error, example.place), tally)
+                    tally.note_bad(BadRow.of(error, example.place))
                     continue
                 if not whole.spans:
                     tally.drop("all of its answers are marked as not learnt", whole.place)
@@ -165,43 +154,35 @@ class Encoder:
                 if row is not None:
                     yield source, *row
 
-    def render(self, example: Example, tally: Tally | None = None) -> Rendered:
+    def render(self, example: Example, tally: Tally) -> Rendered:
         """The text of an example and what is learnt of it."""
-        messages = as_messages(example) if self.template is not None else None
-        if messages is not None:
-            assert self.template is not None
-            messages = tuple(self.template.thoughtful(messages, example.place))
-            chat = Example(example.place, messages=messages, tools=example.tools, learn_from=example.learn_from)
-            if example.pictures and self.pictures is None:
-                raise RowError(f"{example.place}: the row has pictures, and {self.no_pictures}")
-            if self.pictures is not None and not example.pictures and any(_asks_to_look(m) for m in messages):
-                raise RowError(f"{example.place}: a mark {IN_TEXT} in the text, and the row has no picture")
-            text = self.template.render(messages, tools=example.tools, place=example.place)
-            if tally is not None:
-                tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
-                left_out = self.template.left_out(messages, example.tools, text, example.place)
-                if self.template.thoughts in ("last", "all") and (left_out.reasoning or DOUBLED.search(text)):
-                    raise RowError(
-                        f"{example.place}: the chat template does not write thoughts as data.thoughts: {self.template.thoughts} keeps them"
-                    )
-                tally.turns_unseen.update(left_out.roles)
-                tally.calls_unseen += left_out.calls
-                tally.tools_unseen += left_out.tools
-                tally.reasoning_unseen += left_out.reasoning
-            spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
-            if tally is not None:
-                tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
-            found = Rendered(example.place, text, spans, literal=False)
-            return found if not example.pictures else self.with_pictures(found, example.pictures, example.folder)
-        if example.messages is not None:
-            raise UsageError(
-                f"{example.place}: messages need a chat template, and the tokenizer has none", fix="data.chat_template: chatml"
-            )
-        if example.text is not None:
-            return Rendered(example.place, example.text, [Span(0, len(example.text), closed=True)], literal=True)
-        text = example.prompt + (example.completion or "")
-        start = 0 if self.loss_on == "all" else len(example.prompt)
-        return Rendered(example.place, text, [Span(start, len(text), closed=True)], literal=True)
+        template, place = self.template, example.place
+        messages = as_messages(example)
+        if template is None or messages is None:
+            if example.messages is not None:
+                raise UsageError(f"{place}: messages need a chat template, and the tokenizer has none", fix="data.chat_template: chatml")
+            text = example.text if example.text is not None else example.prompt + (example.completion or "")
+            start = 0 if self.loss_on == "all" else len(example.prompt)
+            return Rendered(place, text, [Span(start, len(text), closed=True)], literal=True)
+        messages = tuple(template.thoughtful(messages, place))
+        if example.pictures and self.pictures is None:
+            raise RowError(f"{place}: the row has pictures, and {self.no_pictures}")
+        if self.pictures is not None and not example.pictures and any(_asks_to_look(m) for m in messages):
+            raise RowError(f"{place}: a mark {IN_TEXT} in the text, and the row has no picture")
+        text = template.render(messages, tools=example.tools, place=place)
+        tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
+        left_out = template.left_out(messages, example.tools, text, place)
+        if template.thoughts in ("last", "all") and (left_out.reasoning or DOUBLED_THOUGHTS.search(text)):
+            raise RowError(f"{place}: the chat template does not write thoughts as data.thoughts: {template.thoughts} keeps them")
+        tally.turns_unseen.update(left_out.roles)
+        tally.calls_unseen += left_out.calls
+        tally.tools_unseen += left_out.tools
+        tally.reasoning_unseen += left_out.reasoning
+        whole = [Span(0, len(text), closed=True)]
+        spans = whole if self.loss_on == "all" else template.spans(replace(example, messages=messages), text)
+        tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
+        found = Rendered(place, text, spans, literal=False)
+        return found if not example.pictures else self.with_pictures(found, example.pictures, example.folder)
 
     def with_pictures(self, r: Rendered, given: Sequence[Any], folder: str) -> Rendered:
         """The text as the processor writes it, each mark as the tokens of its picture, which are not learnt.
@@ -210,10 +191,10 @@ class Encoder:
         """
         pictures = self.pictures
         assert pictures is not None
-        places = [found.start() for found in re.finditer(re.escape(pictures.mark), r.text)]
-        if len(places) != len(given):
-            raise RowError(f"{r.place}: the text has {len(places)} times {pictures.mark}, and the row {len(given)} pictures")
-        if not places:
+        pieces = r.text.split(pictures.mark)
+        if len(pieces) - 1 != len(given):
+            raise RowError(f"{r.place}: the text has {len(pieces) - 1} times {pictures.mark}, and the row {len(given)} pictures")
+        if not given:
             return r
         references: list[str] = []
         for i, one in enumerate(given):
@@ -225,22 +206,14 @@ class Encoder:
             written = pictures.written(references)
         except BadPicture as error:
             raise RowError(f"{r.place}: {error}") from None
-        text, spans, begin = "", [], 0
-        shifts = [0]  # of what stands before each picture, and after the last
-        for place, tokens in zip(places, written):
-            text += r.text[begin:place] + tokens
-            begin = place + len(pictures.mark)
-            shifts.append(len(text) - begin)
-        shown = len(text)
-        text += r.text[begin:]
-        for span in r.spans:
-            within = [k for k, place in enumerate(places) if span.start <= place < span.end]
-            first = sum(place < span.start for place in places)
-            edges = [span.start + shifts[first]]
-            for k in within:
-                edges += [places[k] + shifts[k], places[k] + len(pictures.mark) + shifts[k + 1]]
-            edges.append(span.end + shifts[first + len(within)])
-            spans += [Span(a, b, span.closed) for a, b in zip(edges[::2], edges[1::2]) if b > a]
+        text, at, moved = "", 0, []  # of each piece: where it begins and ends, and how far it moves
+        for piece, tokens in zip_longest(pieces, written, fillvalue=""):
+            moved.append((at, at + len(piece), len(text) - at))
+            text += piece + tokens
+            at += len(piece) + len(pictures.mark)
+        cut = [(max(span.start, a), min(span.end, b), by, span.closed) for span in r.spans for a, b, by in moved]
+        spans = [Span(start + by, end + by, closed) for start, end, by, closed in cut if start < end]
+        shown = len(text) - len(pieces[-1])
         placeholders = sum(one.count(self.place[1]) for one in written) if self.place is not None and self.place[1] else 0
         return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=placeholders)
 
@@ -249,29 +222,14 @@ class Encoder:
 
         tokens  those of the text's pieces, one after another; no more than one piece and a row of them are held
         """
-        body = self.max_length - len(self.before)
-        held: list[int] = []
-        for piece in tokens:
-            held += piece
-            start = 0
-            # a full row is closed only when another token follows: the last row takes the end-of-text token
-            while len(held) - start > body:
-                tally.special_in_content += self._read_as_special(held[start : start + body])
-                yield self._window(held[start : start + body])
-                start += body
-            del held[:start]
-        held += self.after
-        for start in range(0, len(held), body):
-            tally.special_in_content += self._read_as_special(held[start : start + body])
-            row = self._window(held[start : start + body])
+        for window in _cut(chain(tokens, [self.after]), self.max_length - len(self.before)):
+            tally.special_in_content += self._read_as_special(window)
+            ids = tuple(self.before + window)
+            row = Row(ids, ids, 0)
             if row.supervised:
                 yield row
             else:
                 tally.drop("one token alone at the end of a text teaches nothing", place)
-
-    def _window(self, ids: list[int]) -> Row:
-        row_ids = tuple(self.before + ids)
-        return Row(row_ids, row_ids, 0)
 
     def _read_as_special(self, ids: list[int]) -> bool:
         """Whether a plain text's tokens have a special one that its text gave, other than a beginning and an end that it has itself."""
@@ -375,19 +333,29 @@ class Encoder:
                 continue
             tally.borders += 1
             sides = [r.text[cut_at : span.start], r.text[span.start :]]
-            places = [
-                [at - begin for at in self._edges(r) if begin < at < end]
-                for begin, end in ((cut_at, span.start), (span.start, len(r.text)))
-            ]
-            (left, left_at), (right, right_at) = self._encoded(sides, places)
-            ids = ids[:settled] + left + right
-            offsets = (
-                list(offsets[:settled])
-                + [(a + cut_at, b + cut_at) for a, b in left_at]
-                + [(a + span.start, b + span.start) for a, b in right_at]
-            )
-            cut_at, settled = span.start, settled + len(left)
+            parts = ((cut_at, span.start), (span.start, len(r.text)))
+            edges = [[at - begin for at in self._edges(r) if begin < at < end] for begin, end in parts]
+            ids, offsets = ids[:settled], list(offsets[:settled])
+            for (begin, _), (tokens, places) in zip(parts, self._encoded(sides, edges)):
+                settled = len(ids)
+                ids += tokens
+                offsets += [(a + begin, b + begin) for a, b in places]
+            cut_at = span.start
         return ids, offsets
+
+
+def _cut(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+    """The tokens of all pieces, `size` at a time; the last may be fewer."""
+    held: list[int] = []
+    for piece in pieces:
+        held += piece
+        start = 0
+        while len(held) - start > size:
+            yield held[start : start + size]
+            start += size
+        del held[:start]
+    if held:
+        yield held
 
 
 def as_messages(example: Example) -> tuple[Message, ...] | None:

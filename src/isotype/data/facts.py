@@ -12,7 +12,7 @@ from ..config.schema import DataSection
 from ..errors import UsageError
 from ..wording import counted
 from .encode import Encoder, Tally
-from .source import Source
+from .sources import Source
 from .tokens import TokenRows
 
 FEW = 10  # rows below which nothing is held out
@@ -20,11 +20,18 @@ _MOST_KEYS = 10  # named in notes, of a source
 
 
 def data_facts(
-    data: DataSection, encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally], files: Sequence[Any], *, held_out: bool
+    data: DataSection,
+    encoder: Encoder,
+    sides: Sequence[TokenRows],
+    tallies: Sequence[Tally],
+    total: Tally,
+    files: Sequence[Any],
+    *,
+    held_out: bool,
 ) -> dict[str, Any]:
     """What data.json has of rows in memory and of a stream's beginning.
 
-    sides, tallies, files  of training and of evaluation
+    sides, tallies, files  of training and of evaluation; `total` is the sum of the tallies
     """
     train, evaluation = (side_facts(*side) for side in zip(sides, tallies, files, strict=True))
     return {
@@ -35,8 +42,17 @@ def data_facts(
         "loss_on": data.loss_on,
         "eval_split": data.eval_split if held_out else None,
         "template": template_facts(encoder),
-        "tokens": token_facts(encoder, sides, tallies),
+        "tokens": token_facts(encoder, sides, total),
     }
+
+
+def tallied(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
+    """What was counted while the rows of each side were read, and the sum. Raises UsageError for bad rows, if asked to."""
+    tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
+    total = Tally.sum(tally.as_json() for tally in tallies)
+    if refuse:
+        total.bad.refuse(sound=sum(map(len, sides)))
+    return tallies, total
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -53,23 +69,21 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
         "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
         "duplicates": len(digests) - len(np.unique(digests)),
         "lengths": {
-            "shortest": lengths[0] if lengths else 0,
-            "median": lengths[len(lengths) // 2] if lengths else 0,
-            "p95": lengths[min(len(lengths) - 1, int(len(lengths) * 0.95))] if lengths else 0,
-            "longest": lengths[-1] if lengths else 0,
+            name: lengths[min(len(lengths) - 1, int(len(lengths) * share))] if lengths else 0
+            for name, share in (("shortest", 0.0), ("median", 0.5), ("p95", 0.95), ("longest", 1.0))
         },
     }
 
 
 def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
     """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for one without rows"""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for i, one in enumerate(sources):
         if one.spec.group:
-            counts[one.spec.group] = counts.get(one.spec.group, 0) + len(rows.of_block(i))
+            counts[one.spec.group] += len(rows.of_block(i))
     if empty := [name for name, count in counts.items() if not count]:
         raise UsageError(f"data.eval.{empty[0]}: no row is left of this set")
-    return counts
+    return dict(counts)
 
 
 def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
@@ -81,34 +95,27 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
     return {"duplicates_between": int(copies.sum()), "prompts_between": int(shared.sum()) if several else 0}
 
 
-def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally]) -> dict[str, Any]:
+def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> dict[str, Any]:
     """Which special tokens frame a row, as seen in the rows."""
     tokenizer = encoder.tokenizer
-    end_of_turn: Counter[str] = sum((t.end_of_turn for t in tallies), Counter())
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    first = Counter(begin for side in sides for begin in side.first_tokens(2)) if bos is not None else Counter()
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    once, twice, ended = sum((side.framed_by(bos, eos) for side in sides), np.zeros(3, np.int64)).tolist()
     return {
         "eos": {"token": tokenizer.eos_token, "id": eos},
-        "pad": {"token": tokenizer.pad_token, "id": tokenizer.pad_token_id, "same_as_eos": _same(tokenizer)},
-        "bos": {
-            "token": tokenizer.bos_token,
-            "id": bos,
-            "rows_beginning_with_it": sum(n for begin, n in first.items() if begin[0] == bos),
-            "rows_beginning_with_two": first[bos, bos],
-        },
-        "answers_tokenised_apart": sum(t.borders for t in tallies),
-        "end_of_turn": dict(end_of_turn.most_common()),
-        "rows_ending_in_eos": sum(side.count_ending_in(eos) for side in sides) if eos is not None else 0,
+        "pad": {"token": tokenizer.pad_token, "id": pad, "same_as_eos": eos is not None and pad == eos},
+        "bos": {"token": tokenizer.bos_token, "id": bos, "rows_beginning_with_it": once, "rows_beginning_with_two": twice},
+        "answers_tokenised_apart": total.borders,
+        "end_of_turn": dict(total.end_of_turn.most_common()),
+        "rows_ending_in_eos": ended,
     }
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     """The chat template: where it comes from, and whether it marks what is learnt."""
-    template = encoder.template
-    if template is None:
-        return None
-    of_template = {"source": template.source, "has_generation_block": template.has_generation_block}
-    return of_template | {"kwargs": dict(template.given), "thoughts": template.thoughts}
+    t = encoder.template
+    return None if t is None else {
+        "source": t.source, "has_generation_block": t.has_generation_block, "kwargs": dict(t.given), "thoughts": t.thoughts,
+    }  # fmt: skip
 
 
 def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
@@ -122,16 +129,15 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
 
 
-def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> list[str]:
-    """Notes for the user, one sentence each."""
+def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
+    """Notes for the user, one sentence each. `total`: what was counted of both sides."""
     said = []
     train, evaluation, tokens, template = facts["train"], facts["eval"], facts["tokens"], facts["template"]
     for name, side in (("training", train), ("evaluation", evaluation)):
-        if side["truncated"]:
-            share = side["truncated"] / max(1, side["rows"])
-            cut = counted(side["truncated"], f"{name} row")
-            were = "was" if side["truncated"] == 1 else "were"
-            said.append(f"{cut} ({share:.1%}) {were} longer than data.max_length {encoder.max_length} and {were} cut")
+        if cut := side["truncated"]:
+            were = "was" if cut == 1 else "were"
+            share = f"{counted(cut, f'{name} row')} ({cut / max(1, side['rows']):.1%})"
+            said.append(f"{share} {were} longer than data.max_length {encoder.max_length} and {were} cut")
         if side["bad_rows"]:
             most = Counter(side["bad_rows"]).most_common(3)
             kinds = "; ".join(f"{n:,} x {kind}" for kind, n in most)
@@ -148,16 +154,12 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             ]
             if len(ignored) > _MOST_KEYS:
                 said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
-    longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
-    if longest > encoder.tokenizer.model_max_length:
-        most = encoder.tokenizer.model_max_length
+    longest, most = max(side["lengths"]["longest"] for side in (train, evaluation)), encoder.tokenizer.model_max_length
+    if longest > most:
         said.append(f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes {most}: lower data.max_length")
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
-        why = (
-            f"only {counted(train['pairs'], 'pair') if 'pairs' in train else counted(train['rows'], 'row')}"
-            if train.get("pairs", train["rows"]) < FEW
-            else "no row fell into the held-out share, in which copies stay together"
-        )
+        few, what = (train["pairs"], "pair") if "pairs" in train else (train["rows"], "row")
+        why = f"only {counted(few, what)}" if few < FEW else "no row fell into the held-out share, in which copies stay together"
         said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
         also = counted(facts["duplicates_between"], "evaluation row is also a training row", "evaluation rows are also training rows")
@@ -193,29 +195,18 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         said.append(
             "the template marks with {% generation %} what is learnt; answers are found by rendering, with their thoughts and end of turn"
         )
-    for count, what in (
-        (sum(t.calls_unseen for t in tallies), "tool calls that the chat template does not write: they are not learnt"),
-        (sum(t.tools_unseen for t in tallies), "tools that the chat template does not write: the model does not see them"),
-        (sum(t.reasoning_unseen for t in tallies), "reasoning that the chat template does not write: it is not learnt"),
-    ):
-        if count:
-            said.append(f"{have(count)} {what}")
-    if empty := sum(t.empty_thoughts for t in tallies):
+    if total.empty_thoughts:
         off = "; data.template_kwargs: {enable_thinking: false} makes them a part of the prompt"
         reads = encoder.template is not None and encoder.template.reads("enable_thinking") and not encoder.template.given
-        said.append(f"{counted(empty, 'row learns', 'rows learn')} empty thoughts (<think></think>){off if reads else ''}")
-    unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
-    for role, count in unseen.most_common():
-        said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")
-    special = sum(t.special_in_content for t in tallies)
-    if special:
-        said.append(f"{have(special)} the text of a special token in their content; the tokenizer reads it as that token")
+        said.append(f"{counted(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts (<think></think>){off if reads else ''}")
+    unseen = "that the chat template does not write"
+    for count, what in (
+        (total.calls_unseen, f"tool calls {unseen}: they are not learnt"),
+        (total.tools_unseen, f"tools {unseen}: the model does not see them"),
+        (total.reasoning_unseen, f"reasoning {unseen}: it is not learnt"),
+        *((n, f"a turn of the role {role!r} {unseen}: the model does not see it") for role, n in total.turns_unseen.most_common()),
+        (total.special_in_content, "the text of a special token in their content; the tokenizer reads it as that token"),
+    ):
+        if count:
+            said.append(f"{counted(count, 'row has', 'rows have')} {what}")
     return said
-
-
-def have(rows: int) -> str:
-    return counted(rows, "row has", "rows have")
-
-
-def _same(tokenizer: Any) -> bool:
-    return tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id

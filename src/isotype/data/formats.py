@@ -171,9 +171,8 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
         return record.value
     row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
     for ours, theirs in columns.items():
-        if not any(ours in form.keys + form.beside for form in FORMATS.values()):
-            known = sorted({key for form in FORMATS.values() for key in form.keys + form.beside})
-            raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(known)}")
+        if ours not in (known := {key for form in FORMATS.values() for key in form.keys + form.beside}):
+            raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(sorted(known))}")
         if theirs not in record.value:
             raise RowError(f"{record.place}: no key {theirs!r}{_column(ours, theirs, record.value)}")
         row[ours] = record.value[theirs]
@@ -202,11 +201,11 @@ def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Co
     row = renamed(record, columns)
     if name == "preference":
         row = _as_pair(row, record.place)
+    _require(row, name, record.place)
     return _with_pictures(_checked(row, name, record.place, needs_answer=needs_answer), row, name, record)
 
 
 def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answer: bool) -> Example:
-    _require(row, name, place)
     if name == "text":
         return Example(place, text=_text(row["text"], "text", place))
     if name == "alpaca":
@@ -217,27 +216,23 @@ def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answ
         return _preference(row, place)
     if name == "labelled":
         return replace(_pair(row, place), wanted=_label(row["label"], place))
-    if name == "sharegpt":
-        messages = sharegpt_messages(row["conversations"], place, system=row.get("system"))
-    else:
-        messages = with_system(chat_messages(row["messages"], "messages", place), row.get("system"), place)
+    key, read = ("messages", chat_messages) if name == "messages" else ("conversations", sharegpt_messages)
+    messages = with_system(read(row[key], key, place), row.get("system"), place)
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
-        key = "messages" if name == "messages" else "conversations"
         raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
     return Example(place, messages=messages, tools=tool_list(row, place))
 
 
 def _with_pictures(found: Example, row: Mapping[str, Any], name: FormatName, record: Record) -> Example:
     """The example with the pictures of its row."""
-    place = record.place
     if found.rejected is not None or found.messages is None or name == "alpaca":
-        sides = [*(found.messages or ()), *((found.rejected.messages or ()) if found.rejected is not None else ())]
+        turns = [turn for side in (found, found.rejected) if side is not None for turn in side.messages or ()]
         beside = any(row.get(key) not in (None, "", []) for key in ("images", "image")) and "images" in FORMATS[name].beside
-        if beside or any(not isinstance(m["content"], str) for m in sides):
+        if beside or any(not isinstance(turn["content"], str) for turn in turns):
             what = "a preference pair" if name == "preference" else "a row of this format"
-            raise RowError(f"{place}: pictures in {what} are not offered", fix="write the row as messages")
+            raise RowError(f"{record.place}: pictures in {what} are not offered", fix="write the row as messages")
         return found
-    messages, pictures = take_pictures(found.messages, row, place)
+    messages, pictures = take_pictures(found.messages, row, record.place)
     return replace(found, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)) if pictures else found
 
 
@@ -284,12 +279,10 @@ def _label(value: Any, place: str) -> bool:
 def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are learnt. `answer`: the completion's key."""
     prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", answer))
-    if isinstance(prompt, list) or isinstance(completion, list):
-        if not (isinstance(prompt, list) and isinstance(completion, list)):
-            raise RowError(
-                f"{place}: prompt and {answer} must both be text, or both lists of messages: "
-                f"prompt is {kind(prompt)}, {answer} {kind(completion)}"
-            )
+    if isinstance(prompt, list) != isinstance(completion, list):
+        both = f"prompt and {answer} must both be text, or both lists of messages"
+        raise RowError(f"{place}: {both}: prompt is {kind(prompt)}, {answer} {kind(completion)}")
+    if isinstance(prompt, list):
         before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, answer, place)
         if not any(m["role"] == "assistant" for m in after):
             raise RowError(f"{place}: {answer} has no assistant turn: the row has no target")
@@ -317,12 +310,12 @@ def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
     if not asked:
         raise RowError(f"{place}: instruction and input are both empty")
     output = _answer(row["output"], "output", place)
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": _text(row["system"], "system", place)})
     history = parsed_json(row.get("history"), f"{place}: history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
         raise RowError(f"{place}: history must be a list of [question, answer]")
+    messages: list[Message] = []
+    if row.get("system"):
+        messages.append({"role": "system", "content": _text(row["system"], "system", place)})
     for i, (question, answer) in enumerate(history):
         messages.append({"role": "user", "content": _text(question, f"history[{i}][0]", place)})
         messages.append({"role": "assistant", "content": _text(answer, f"history[{i}][1]", place)})
@@ -330,13 +323,13 @@ def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
 
 
 def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
-    missing = [key for key in FORMATS[name].keys if key not in row]
-    if not missing:
+    missing = next((key for key in FORMATS[name].keys if key not in row), None)
+    if missing is None:
         return
     other = next((n for n, form in FORMATS.items() if n != name and all(key in row for key in form.keys)), None)
     if other:
         raise RowError(f"{place}: the row is {other}, but the file is read as {name}: one file holds one format")
-    raise RowError(f"{place}: no key {missing[0]!r}{_suggestion(missing[0], row)} (the file is read as {name})")
+    raise RowError(f"{place}: no key {missing!r}{_suggestion(missing, row)} (the file is read as {name})")
 
 
 def _unknown(row: Mapping[str, Any]) -> str:

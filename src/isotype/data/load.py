@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,20 +18,18 @@ from ..config.schema import DataSection
 from ..config.sources import source_specs
 from ..errors import UsageError
 from .bad_rows import BadRow
-from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
-from .cache_folder import bound, cache_folder
+from .cache import SMALLEST, bound, cache_folder, cached, entry_key, tokenizer_fingerprint
 from .chat import chat_template
-from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import FEW, data_facts, eval_sets, notes
+from .encode import Encoder, Tally
+from .facts import FEW, data_facts, eval_sets, notes, tallied
 from .formats import Example, FormatName
 from .pairs import Encoded, label_note, pair_digests, pair_facts, pair_notes, whole_pairs
 from .pictures import Pictures
 from .progress import watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
-from .source import Source
-from .sources import refuse_read_twice, source
-from .tokens import TokenBlock, TokenRows, TokenWriter, held_out, pack
+from .sources import Source, refuse_read_twice, source
+from .tokens import TokenRows, TokenWriter, held_out, pack
 
 _LOOKED_AT = 256  # rows, for samples that differ
 _OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
@@ -68,24 +67,19 @@ def load_data(
 
     pairs = only == "preference"
     each = 2 if pairs else 1
-    train = _limited(_tokenised(sources, encoder, data), data.limit, sources, each)
+    train, evaluation = (_limited(_tokenised(of, encoder, data), data.limit, of, each) for of in (sources, eval_sources))
+    tallies, total = tallied([train, evaluation], refuse=data.on_bad_row == "error")
     was_held_out = not eval_sources
     if was_held_out:
         train, evaluation = _hold_out(train, data.eval_split, seed, each)
-    else:
-        evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit, eval_sources, each)
-    tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in (train, evaluation if eval_sources else TokenRows([]))]
-    bad = all_bad(tallies)
-    if data.on_bad_row == "error":
-        bad.refuse(sound=len(train) + len(evaluation))
     if not len(train):
-        why = "; ".join([*tallies[0].dropped, *bad.kinds]) or "no rows"
+        why = "; ".join([*tallies[0].dropped, *total.bad.kinds]) or "no rows"
         raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {why}")
 
     shares = _shares(sources, train, data.limit)
     packed = pack(train, data.max_length) if data.packing else None
     files = _files(sources, train), _files(eval_sources, evaluation)
-    facts = data_facts(data, encoder, [train, evaluation], tallies, files, held_out=was_held_out)
+    facts = data_facts(data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out)
     facts |= {"packing": packed.facts() if packed else None, "mix": _mix_facts(sources, train, shares)}
     shows = bool(train.has_pictures.any() or evaluation.has_pictures.any())
     if shows and pictures is not None:
@@ -95,15 +89,15 @@ def load_data(
     said = [note for s in sources + eval_sources for note in s.notes] + (pair_notes(facts["train"]) if pairs else [])
     if only == "labelled":
         said.append(label_note(train))
-    facts["notes"] = said + notes(facts, encoder, tallies)
+    facts["notes"] = said + notes(facts, encoder, total)
     shown, of = (evaluation, eval_sources or sources) if len(evaluation) else (train, sources)
     rows: Sequence[Row] = train
     if packed:
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
-    prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
+    prompts = _prompts(shown.select(slice(None, None, each)), of, encoder)
     return LoadedData(
-        rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation),
+        rows, evaluation, prompts, template, facts, shares, bad_rows=total.bad.listed, eval_sets=eval_sets(eval_sources, evaluation),
         pictures=pictures if shows else None,
     )  # fmt: skip
 
@@ -111,14 +105,11 @@ def load_data(
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None) -> Encoder:
     """The encoder that these sources need. If there is a template, prompt/completion rows become chats too, since prompts will be rendered
     with this template when the model is used."""
-    formats = {form for s in sources for form in s.formats}
-    pairs_in_template = bool(formats & {"prompt_completion", "preference", "labelled"}) and (
-        data.chat_template is not None or bool(tokenizer.chat_template)
-    )
-    wanted = bool(formats & {"messages", "sharegpt", "alpaca"}) or pairs_in_template
-    if data.chat_template is not None and not wanted:
-        raise UsageError("data.chat_template has no effect: no row is a chat")
-    for key in () if wanted else ("template_kwargs", "thoughts"):
+    rendered = {"messages", "sharegpt", "alpaca"}
+    if data.chat_template is not None or tokenizer.chat_template:
+        rendered |= {"prompt_completion", "preference", "labelled"}
+    wanted = any(rendered & one.formats for one in sources)
+    for key in () if wanted else ("chat_template", "template_kwargs", "thoughts"):
         if getattr(data, key) != DataSection.model_fields[key].default:
             raise UsageError(f"data.{key} has no effect: no row is rendered by a chat template", fix="leave it out")
     template = chat_template(tokenizer, data.chat_template, data.template_kwargs, thoughts=data.thoughts) if wanted else None
@@ -129,14 +120,20 @@ def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -
     """The rows of sources, from the cache where it has them."""
     folder = cache_folder(data.cache)
     bound()  # a mistyped name is reported before hours of tokenising
-    fingerprint = ""
-    blocks = []
+    fingerprint, blocks = "", []
     for one in sources:
-        if folder is None or (data.cache == "auto" and one.bytes < SMALLEST):
-            blocks.append(_fresh(one, encoder))
-            continue
-        fingerprint = fingerprint or tokenizer_fingerprint(encoder.tokenizer)
-        blocks.append(_cached(one, encoder, Cache(folder), _key(one, encoder, fingerprint)))
+        block = None
+        if folder is not None and (data.cache != "auto" or one.bytes >= SMALLEST):
+            fingerprint = fingerprint or tokenizer_fingerprint(encoder.tokenizer)
+            try:
+                block, notes = cached(folder, _key(one, encoder, fingerprint), partial(encode_source, one, encoder))
+                one.notes += notes
+            except OSError as error:
+                one.notes.append(f"the cache {folder} cannot be written ({error.strerror or error}): rows are held in memory")
+        if block is None:
+            writer = TokenWriter()
+            block = writer.block(encode_source(one, encoder, writer))
+        blocks.append(block)
     return TokenRows(blocks)
 
 
@@ -154,36 +151,6 @@ def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
     )  # fmt: skip
 
 
-def _cached(one: Source, encoder: Encoder, cache: Cache, key: str) -> TokenBlock:
-    block, wrong = cache.load(key)
-    if wrong:
-        one.notes.append(f"a damaged cache entry was made again: {wrong}")
-    if block is not None and (gone := block.pictures_gone()):
-        one.notes.append(f"a cache entry was made again: {gone} changed, or is gone")
-        block = None
-    if block is not None:
-        block.facts["cache"] = f"from {cache.path(key)}"
-        return block
-    try:
-        with cache.writing(key) as writer:
-            facts = encode_source(one, encoder, writer)
-            block = cache.store(key, writer, facts | {"source": one.name})
-    except OSError as error:
-        one.notes.append(f"the cache {cache.folder} cannot be written ({error.strerror or error}): rows are held in memory")
-        return _fresh(one, encoder)
-    block.facts["cache"] = f"kept in {cache.path(key)}"
-    if cache.evicted:
-        one.notes.append(
-            f"cache entries removed, those unused for longest: {cache.evicted}; {cache.folder} holds at most {bound() / 1e9:g} GB"
-        )
-    return block
-
-
-def _fresh(one: Source, encoder: Encoder) -> TokenBlock:
-    writer = TokenWriter()
-    return writer.block(encode_source(one, encoder, writer))
-
-
 def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
     """Reads a source to its end and writes its rows; returns the counts."""
     tally = Tally()
@@ -194,11 +161,9 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         for found in one.examples():
             waiting.append(found)
             if isinstance(found, BadRow):
-                note_bad(found, tally)
-                continue
-            yield found
-            if found.rejected is not None:
-                yield found.rejected
+                tally.note_bad(found)
+            else:
+                yield from (found,) if found.rejected is None else (found, found.rejected)
 
     read = 0
     encoded = encoder.rows(handed(), tally)
@@ -232,7 +197,7 @@ def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each
     """The first rows of all sources, in their order. Notes which sources that leaves out. `each`: rows that are one of the data's."""
     if limit is None or len(rows) <= limit * each:
         return rows
-    kept = rows[: limit * each]
+    kept = rows.select(slice(limit * each))
     counts = ", ".join(f"{len(kept.of_block(i)) // each:,} of {one.name}" for i, one in enumerate(sources))
     sources[0].notes.append(f"data.limit takes the first rows of all sources together: {counts}; {_OWN_LIMITS}")
     return kept

@@ -6,15 +6,15 @@ another prompt, for KTO's reference point.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import UsageError
 from .encode import Tally
 from .formats import Example
-from .rows import IGNORED, Row
+from .rows import IGNORED, MadeRows, Row
 from .tokens import TokenRows
 
 Encoded = tuple[Example, Row, bool]
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
         return max(self.chosen.input_ids, self.rejected.input_ids, key=len)
 
 
-class Pairs(Sequence[Pair]):
+class Pairs(MadeRows[Pair]):
     """The pairs of a side. reference: fp32[2 N], a value a row, where an objective has one and it is known."""
 
     def __init__(self, rows: TokenRows, reference: np.ndarray | None = None) -> None:
@@ -43,16 +43,7 @@ class Pairs(Sequence[Pair]):
     def __len__(self) -> int:
         return len(self.rows) // 2
 
-    @overload
-    def __getitem__(self, i: int) -> Pair: ...
-    @overload
-    def __getitem__(self, i: slice) -> Pairs: ...
-    def __getitem__(self, i: int | slice) -> Pair | Pairs:
-        if isinstance(i, slice):
-            start, stop, step = i.indices(len(self))
-            assert step == 1, "pairs are sliced without a step"
-            rows = slice(2 * start, 2 * max(start, stop))
-            return Pairs(self.rows[rows], None if self.reference is None else self.reference[rows])
+    def one(self, i: int) -> Pair:
         both = None if self.reference is None else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
         return Pair(self.rows[2 * i], self.rows[2 * i + 1], both)
 
@@ -86,19 +77,18 @@ def pair_digests(rows: TokenRows) -> np.ndarray:
 
 def pair_facts(rows: TokenRows) -> dict[str, Any]:
     """What data.json has of a side's pairs: their number, how long the answers are, and how many are cut on one side only."""
-    answers = rows.column("supervised").reshape(-1, 2)
+    chosen, rejected = rows.column("supervised").reshape(-1, 2).T
     cut = rows.column("cut").reshape(-1, 2)
-    digests = pair_digests(rows)
-    mean = answers.mean(0).tolist() if len(answers) else [0.0, 0.0]
-    return {
-        "pairs": len(answers),
-        "duplicates": len(digests) - len(np.unique(digests)),
-        "chosen_tokens": mean[0],
-        "rejected_tokens": mean[1],
-        "chosen_longer": float((answers[:, 0] > answers[:, 1]).mean()) if len(answers) else 0.0,
-        "rejected_longer": float((answers[:, 0] < answers[:, 1]).mean()) if len(answers) else 0.0,
-        "cut_on_one_side": int((cut[:, 0] != cut[:, 1]).sum()),
+    count, digests = len(chosen), pair_digests(rows)
+    sums = {
+        "chosen_tokens": chosen.sum(),
+        "rejected_tokens": rejected.sum(),
+        "chosen_longer": (chosen > rejected).sum(),
+        "rejected_longer": (chosen < rejected).sum(),
     }
+    means = {name: float(total) / max(1, count) for name, total in sums.items()}
+    cut_on_one_side = int((cut[:, 0] != cut[:, 1]).sum())
+    return {"pairs": count, "duplicates": count - len(np.unique(digests)), **means, "cut_on_one_side": cut_on_one_side}
 
 
 def pair_notes(facts: dict[str, Any]) -> list[str]:
@@ -128,38 +118,27 @@ class Answer(NamedTuple):
         return max(self.row.input_ids, self.partner.input_ids, key=len)
 
 
-class Labelled(Sequence[Answer]):
+class Labelled(MadeRows[Answer]):
     """The answers of a side. Partners are drawn once, by the seed: they have the answers of rows of `pool` with another prompt.
 
     reference  fp32[2 N]  two values an answer, once they are known
     Raises     UsageError where no row has another prompt
     """
 
-    def __init__(
-        self, rows: TokenRows, pool: TokenRows, *, seed: int, max_length: int, partners: np.ndarray | None = None,
-        reference: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        self.rows, self.pool, self.seed, self.max_length, self.reference = rows, pool, seed, max_length, reference
-        self.partners = drawn_partners(rows.column("prompt"), pool.column("prompt"), seed) if partners is None else partners
+    def __init__(self, rows: TokenRows, pool: TokenRows, *, seed: int, max_length: int) -> None:
+        self.rows, self.pool, self.max_length = rows, pool, max_length
+        self.reference: np.ndarray | None = None
+        self.partners = drawn_partners(rows.column("prompt"), pool.column("prompt"), seed)
+        self._wanted = rows.column("wanted")
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, i: int) -> Answer: ...
-    @overload
-    def __getitem__(self, i: slice) -> Labelled: ...
-    def __getitem__(self, i: int | slice) -> Answer | Labelled:
-        if isinstance(i, slice):
-            start, stop, step = i.indices(len(self))
-            assert step == 1, "answers are sliced without a step"
-            known = None if self.reference is None else self.reference[2 * start : 2 * stop]
-            return Labelled(self.rows[i], self.pool, seed=self.seed, max_length=self.max_length, partners=self.partners[i], reference=known)
+    def one(self, i: int) -> Answer:
         row = self.rows[i]
-        block, place = self.rows.place(i)
         both = None if self.reference is None else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
         partner = with_answer_of(row, self.pool[int(self.partners[i])], self.max_length)
-        return Answer(row, partner, bool(self.rows.blocks[block].wanted[place]), both)
+        return Answer(row, partner, bool(self._wanted[i]), both)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -193,5 +172,4 @@ def with_answer_of(row: Row, other: Row, max_length: int) -> Row:
 
 def label_note(rows: TokenRows) -> str:
     wanted = rows.column("wanted")
-    share = float(wanted.mean()) if len(wanted) else 0.0
-    return f"{int(wanted.sum()):,} answers are labelled as wanted ({share:.0%}), {int((~wanted).sum()):,} as unwanted"
+    return f"{int(wanted.sum()):,} answers are labelled as wanted ({float(wanted.mean()):.0%}), {int((~wanted).sum()):,} as unwanted"

@@ -1,7 +1,7 @@
 """Pictures of a run's rows: where their bytes are, whether they can be used, and what the model's processor makes of them.
 
 A row holds references to files. Pictures that a row brings as bytes are written once into a folder of the cache, under a hash of their
-content; before a run adds its first, those that were not read for longest go (`cache_folder`). A picture is decoded when its row is
+content; before a run adds its first, those that were not read for longest go (`cache`). A picture is decoded when its row is
 tokenised, so that a cut one is named before training, and again for each of its batches: no more than a batch of pixels is held.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 
 from ..dtypes import name as dtype_name
 from ..errors import UsageError
-from .cache_folder import bound, evict_pictures
+from .cache import evict
 from .rows import is_there, path_of
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
 
     try:
         image: Any = Image.open(io.BytesIO(content))
-        if most_pixels is not None and image.width * image.height > most_pixels:
-            raise BadPicture(f"{image.width * image.height / 1e6:.0f} megapixels, and at most {most_pixels / 1e6:.0f} are read")
+        if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
+            raise BadPicture(f"{pixels / 1e6:.0f} megapixels, and at most {most_pixels / 1e6:.0f} are read")
         image.load()
         image = ImageOps.exif_transpose(image)
     except BadPicture:
@@ -77,12 +77,8 @@ def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
         grey = np.asarray(image, dtype=np.float64)
         top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
         image = Image.fromarray(np.clip(grey / top * 255.0 + 0.5, 0, 255).astype(np.uint8))
-    if image.mode == "P" or "transparency" in image.info:
-        image = image.convert("RGBA")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
-        image = image.convert("RGBA")
-        ground = Image.new("RGBA", image.size, (*WHITE, 255))
-        image = Image.alpha_composite(ground, image)
+    if image.mode in ("P", "RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image.convert("RGBA"))
     return image.convert("RGB")
 
 
@@ -155,14 +151,12 @@ class Pictures:
     def settings(self) -> dict[str, Any]:
         """All that decides what tokens and pixels a picture becomes: part of the cache's key, and data.json's `pictures`."""
         images = self.processor.image_processor
-        own = hashlib.sha256((images.to_json_string() + repr(sorted(self._lengths().items()))).encode()).hexdigest()[:16]
+        lengths = sorted((name, value) for name, value in vars(self.processor).items() if isinstance(value, int | str | float))
+        own = hashlib.sha256((images.to_json_string() + repr(lengths)).encode()).hexdigest()[:16]
         return {
             "processor": type(self.processor).__name__, "images": type(images).__name__, "settings": own,
             "min_pixels": self.min_pixels, "max_pixels": self.max_pixels,
         }  # fmt: skip
-
-    def _lengths(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self.processor).items() if isinstance(value, int | str | float)}
 
     def reference(self, given: Any, folder: Path) -> str:
         """`DIGEST TIME PATH` of a picture that can be used. Raises BadPicture."""
@@ -183,7 +177,7 @@ class Pictures:
             return path
         if not self._bounded:
             self._bounded = True
-            evict_pictures(self.kept, most=bound())
+            evict(self.kept)
         self.kept.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{digest}.{os.getpid()}")
         aside.write_bytes(content)

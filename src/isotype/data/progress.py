@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from ..wording import counted
 
 T = TypeVar("T")
-_PATIENCE = 1.0  # seconds of silence before the live line appears
-_PLAIN = 30.0  # seconds between lines in a log
 
 
 def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
@@ -25,15 +23,14 @@ def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
         from rich.console import Console
 
         live = Console(stderr=True).status("")
-    start = shown = time.monotonic()
-    wait = _PATIENCE if live else _PLAIN
-    count = 0
+    every = 0.2 if live else 30.0
+    start = time.monotonic()
+    shown = start + 0.8 if live else start
     try:
-        for item in items:
-            count += 1
+        for count, item in enumerate(items, start=1):
             yield item
             now = time.monotonic()
-            if now - start > wait and now - shown > (0.2 if live else _PLAIN):
+            if now - shown > every:
                 shown = now
                 line = progress(what, count, total, now - start)
                 if live:

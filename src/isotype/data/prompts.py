@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ..config.schema import RunSection
@@ -54,18 +55,13 @@ def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SampleProm
             ids = encoder.ids(example.prompt)
             found.append(SamplePrompt(example.prompt, (*encoder.before, *ids), (example.completion or "").strip()))
         else:
-            first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-            answer = messages[first]["content"] if first < len(messages) else None
-            if first:
-                shown = sum(
-                    part.get("type") == "image" for m in messages[:first] if not isinstance(m["content"], str) for part in m["content"]
-                )
-                found.append(
-                    _question(
-                        encoder, encoder.template, messages[:first], answer, tools=example.tools, place=example.place,
-                        pictures=example.pictures[:shown], folder=example.folder,
-                    )
-                )  # fmt: skip
+            asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
+            answer = messages[len(asked)]["content"] if len(asked) < len(messages) else None
+            parts = [part for message in asked if not isinstance(message["content"], str) for part in message["content"]]
+            pictures = example.pictures[: sum(part.get("type") == "image" for part in parts)]
+            about: dict[str, Any] = {"tools": example.tools, "place": example.place, "folder": example.folder}
+            if asked:
+                found.append(_question(encoder, encoder.template, asked, answer, pictures=pictures, **about))
     return [prompt for prompt in found if prompt.input_ids]
 
 

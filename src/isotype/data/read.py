@@ -1,4 +1,4 @@
-"""Reads files as lines: file endings, gzip, encodings. `json_rows.py` and `tables.py` make rows of them.
+"""Reads files as lines: file endings, gzip, encodings. `records.py` makes rows of them.
 
 Lines are read as bytes, one at a time, so that a large file needs only the memory of one record, and a byte that is not UTF-8 is reported
 with its position. Every record stores its file and its line, or its row number.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
 import re
 import shlex
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 from unicodedata import normalize
 
 from ..errors import UsageError
@@ -82,13 +82,9 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
     otherwise  what to do with a file of another ending where its ending does not say it
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UsageError(f"{name}: is a folder; name a file in it")
-    try:
-        there = path.exists()
-    except OSError as error:  # a name longer than a file name may be
-        raise UsageError(f"{name[:80]}: {error.strerror}") from None
-    if not there:
+    if not os.path.exists(path):  # nor where the name is longer than a file name may be
         if said := another_name(name):
             raise UsageError(f"{name}: no such file", fix=said)
         beside = [p.name for p in path.parent.iterdir() if ending(p) in endings] if path.parent.is_dir() else []
@@ -112,28 +108,31 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
     return path
 
 
-def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
-    """The text of a line or a block; `offset` is the file position of its first byte, `line` the line that byte is in."""
+def decoded(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str] | None]:
+    """The text of a line, and what is wrong with its bytes, with the fix. Raises UsageError where the file is of another kind.
+
+    offset  of its first byte in the file
+    """
     if offset == 0:
         for bom, encoding in _BOMS:
             if raw.startswith(bom):
                 raise UsageError(f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8", fix=_converted(file, encoding))
         for mark, kind, named in _OTHER_KINDS:
             if raw.startswith(mark):
-                raise UsageError(f"{file}: the file is {kind}, and no text", fix=_unpacked(file, named))
+                fix = "unpack it, or save the sheet as CSV in UTF-8, and give the file that comes out"
+                if named:
+                    fix = f"mv {shlex.quote(file)} {shlex.quote(file + named)}, and give that name"
+                raise UsageError(f"{file}: the file is {kind}, and no text", fix=fix)
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     if (at := raw.find(b"\0")) >= 0:
-        line += raw.count(b"\n", 0, at)
-        raise UsageError(f"{file}:{line}: byte {offset + at} is zero, which is no text", fix=_without_zeros(file))
+        read = "gzip -dc" if Path(file).suffix.lower() == ".gz" else "cat"
+        fix = f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the rest is text"
+        return raw.decode("utf-8", "replace"), (f"byte {offset + at} is zero, which is no text", fix)
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8"), None
     except UnicodeDecodeError as error:
-        byte = raw[error.start]
-        line += raw.count(b"\n", 0, error.start)
-        raise UsageError(
-            f"{file}:{line}: byte {offset + error.start} (0x{byte:02x}) is not UTF-8; save the file as UTF-8",
-            fix=_converted(file, "CP1252") + "   # if it is Windows' or Latin-1",
-        ) from None
+        reason = f"byte {offset + error.start} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8"
+        return raw.decode("utf-8", "replace"), (reason, _converted(file, "CP1252") + "   # if it is Windows' or Latin-1")
 
 
 def _converted(file: str, encoding: str) -> str:
@@ -141,22 +140,13 @@ def _converted(file: str, encoding: str) -> str:
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
 
 
-def _unpacked(file: str, named: str) -> str:
-    """What to do with a file that is of another kind than its name says."""
-    if named:
-        return f"mv {shlex.quote(file)} {shlex.quote(file + named)}, and give that name"
-    return "unpack it, or save the sheet as CSV in UTF-8, and give the file that comes out"
-
-
-def _without_zeros(file: str) -> str:
-    read = "gzip -dc" if Path(file).suffix.lower() == ".gz" else "cat"
-    return f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the rest is text"
-
-
 def text_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
     """Line numbers and lines (line ends kept) of a plain or gzipped file."""
     for number, offset, raw in raw_lines(path, name):
-        yield number, decoded(raw, file=name, line=number, offset=offset)
+        text, wrong = decoded(raw, file=name, offset=offset)
+        if wrong:
+            raise UsageError(f"{name}:{number}: {wrong[0]}", fix=wrong[1])
+        yield number, text
 
 
 def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
@@ -169,17 +159,6 @@ def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
                 offset += len(raw)
         except _UNREADABLE as error:
             raise _unreadable(error, name, number + 1) from None
-
-
-def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str, str | None]:
-    """The text of one line, and what is wrong with its bytes. Raises UsageError where the whole file has another encoding."""
-    try:
-        return decoded(raw, file=file, line=line, offset=offset), None
-    except UsageError as error:
-        whole = offset == 0 and raw.startswith((b"\xff\xfe", b"\xfe\xff"))
-        if whole or not error.message.startswith(f"{file}:{line}: "):
-            raise
-        return raw.decode("utf-8", "replace"), f"{error.message.removeprefix(f'{file}:{line}: ')}: {error.fix}"
 
 
 def first_line(path: Path) -> str:
@@ -204,10 +183,8 @@ def _unreadable(error: Exception, name: str, line: int) -> UsageError:
     return UsageError(f"{name}:{line}: broken gzip: {error}", fix=fix)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    with path.open("rb") as raw:
-        yield gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw  # type: ignore[misc]  # both give bytes by lines
+def _opened(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def read_text(path: Path, name: str) -> str:

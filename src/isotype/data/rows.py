@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from .bad_rows import BadRow
 
+T = TypeVar("T")
 IGNORED = -100  # the label of a token that is not learnt, as in torch's and transformers' cross-entropy
 
 
@@ -117,18 +119,52 @@ def is_there(reference: str) -> bool:
 
 
 def _hash_of(rows: Sequence[Row]) -> str:
-    summed = hashlib.blake2b(digest_size=16)
     column = getattr(rows, "column", None)
-    parts = [hash(row) for row in rows] if column is None else [column(name) for name in ("digest", "supervised")]
-    if column is not None and not (wanted := column("wanted")).all():
-        parts.append(wanted)
+    if column is None:
+        parts = (str(hash(row)).encode() for row in rows)
+    else:
+        of_rows = [column(name) for name in ("digest", "supervised", "wanted")]
+        parts = (values.tobytes() for values in (of_rows[:2] if of_rows[2].all() else of_rows))
+    summed = hashlib.blake2b(digest_size=16)
     for part in parts:
-        summed.update(part.tobytes() if hasattr(part, "tobytes") else str(part).encode())
+        summed.update(part)
         summed.update(b",")
     return summed.hexdigest()
 
 
-def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
+class MadeRows(Sequence[T]):
+    """Rows that are made one at a time, by `one`, when they are asked for; a slice is a `Selection` of them."""
+
+    @abstractmethod
+    def one(self, i: int) -> T: ...
+
+    @overload
+    def __getitem__(self, i: int) -> T: ...
+    @overload
+    def __getitem__(self, i: slice) -> Selection[T]: ...
+    def __getitem__(self, i: int | slice) -> T | Selection[T]:
+        return Selection(self, range(len(self))[i]) if isinstance(i, slice) else self.one(i)
+
+
+class Selection(MadeRows[T]):
+    """Some of the rows, by number."""
+
+    def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
+        self.rows, self.numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def one(self, i: int) -> T:
+        return self.rows[self.numbers[i]]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        lengths = row_lengths(self.rows)
+        return [lengths[i] for i in self.numbers]
+
+
+def row_lengths(rows: Sequence[Any]) -> Sequence[int]:
     """Tokens of each row, without making the rows where their storage knows."""
     known = getattr(rows, "lengths", None)
     return [len(row.input_ids) for row in rows] if known is None else known
@@ -148,10 +184,8 @@ def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
 
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
     """Every token of the rows, or every one that is learnt; rows in flat arrays know it without being made."""
-    known = getattr(rows, "tokens_used", None)
-    if known is not None:
-        tokens: set[int] = known(learnt=learnt)
-        return tokens
+    if (known := getattr(rows, "tokens_used", None)) is not None:
+        return set(known(learnt=learnt))
     return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
 
 

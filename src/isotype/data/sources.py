@@ -1,147 +1,157 @@
-"""What `data.train` and `data.eval` name: files, folders, globs, datasets of the hub, the built-in set. Each becomes one `Source`.
+"""What `data.train` and `data.eval` name: files, folders, globs, datasets of the hub, the built-in set, rows in memory. Each is a `Source`.
 
 A source is read as often as asked, from any row on, and never held: rows are tokenised as they are read.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
-from ..wording import counted
 from .bad_rows import BadRow, RowError
-from .folder import BESIDE_DATA, TRAINED, is_saved, note_splits, without_runs
-from .formats import Example, FormatName, refuse_other_than
-from .json_rows import read_json
-from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
-from .source import Source
-from .tables import read_csv, read_parquet, without_nulls_inside
+from .files import TRAINED, File, files_of, is_saved, some
+from .formats import Example, FormatName, detect, example, ignored_keys, refuse_other_than
+from .read import NoRows, Record, ending, sha256
+from .records import without_nulls_inside
+from .stdlib import stdlib_pairs
 
-PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
-_BEGINNING = 1 << 18  # bytes from which the number of rows is estimated
-_AS_TEXT = "data.format: text, if it is to be learnt as plain text"
-_AS_TEXTS = "name the files by a pattern, as 'src/**/*.py', if they are to be learnt as plain text"
+_LOOKED_AT = 64  # rows from whose first sound one the format is taken
 
 
 @dataclass
-class File:
-    """One file of a source, and what its rows are."""
+class Source:
+    """One entry of data.train or data.eval, found and looked at, not yet read.
 
-    path: Path
-    name: str
+    only      the one format of which the objective learns
+    forms     format and reason of each part, in order
+    ignored   keys that nothing reads, counted while reading
+    """
+
+    spec: SourceSpec
+    needs_answer: bool
+    only: FormatName | None = None
+    forms: list[tuple[FormatName, str]] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
 
     @property
-    def is_text(self) -> bool:
-        return ending(self.path) not in DATA_ENDINGS
+    def name(self) -> str:
+        return self.spec.name
 
-    @cached_property
-    def size(self) -> int:
-        return self.path.stat().st_size
+    @property
+    def formats(self) -> set[FormatName]:
+        return {form for form, _ in self.forms}
+
+    @property
+    def bytes(self) -> int:
+        """Of the files; 0 where that is not known."""
+        return 0
 
     @property
     def about_rows(self) -> int:
-        """By the length of its first lines; of Parquet as the file says; 0 where a line is no row."""
-        kind = ending(self.path)
-        if kind == ".parquet":
-            import pyarrow.parquet
+        """For the time left while they are read; 0 where nothing is known."""
+        return self.spec.limit or 0
 
-            return int(pyarrow.parquet.read_metadata(self.path).num_rows)
-        if kind == ".json" or self.is_text or self.path.suffix == ".gz":
-            return 0
-        with self.path.open("rb") as file:
-            start = file.read(_BEGINNING)
-        return self.size * start.count(b"\n") // len(start) if start else 0
+    def identity(self) -> dict[str, Any]:
+        """Identifies the content, for the cache's key and for data.json: its `sha256`, or another name."""
+        raise NotImplementedError
 
-    @property
-    def is_blank(self) -> bool:
-        """Whether it is without a byte, or a text without a character but white space."""
-        return self.size == 0 or (self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name)))
+    def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
+        """The checked rows, at most `limit` of them, those that cannot be used among them. `skip`: so many are passed over."""
+        raise NotImplementedError
 
-    def records(self, *, skip: int = 0) -> Iterator[Record]:
-        kind = ending(self.path)
-        read = read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
-        return read(self.path, self.name, skip=skip)
+    def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
+        """Plain text files, each a name with its pieces."""
+        return iter(())
 
-    def pieces(self) -> Iterator[str]:
-        """A plain text in pieces, together every character of the file."""
-        held: list[str] = []
-        size, seen = 0, False
-        for _, line in text_lines(self.path, self.name):
-            held.append(line)
-            size += len(line)
-            seen = seen or not line.isspace()
-            if size >= PIECE:
-                yield "".join(held)
-                held, size = [], 0
-        if not seen:
-            raise UsageError(f"{self.name}: the file holds only white space")
-        if held:
-            yield "".join(held)
+    def facts(self) -> dict[str, Any]:
+        """The entry of a source in data.json before it is read."""
+        weight = {} if self.spec.weight is None else {"weight": self.spec.weight}
+        form = {"format": ", ".join(sorted(self.formats)), "why": self.forms[0][1]}
+        return {"path": self.name, **weight, **self.identity(), **form}
+
+    def checked(self, records: Iterator[Record], form: FormatName) -> Iterator[Example | BadRow]:
+        columns = self.spec.columns
+        for record in records:
+            try:
+                found = example(record, form, needs_answer=self.needs_answer, columns=columns)
+            except RowError as error:
+                yield BadRow.of(error, record.place)
+                continue
+            self.ignored.update(ignored_keys(record.value, form, columns))
+            yield found
+
+    def looked_at(self, records: Iterator[Record], name: str) -> None:
+        """Takes the format of the first row that has one. Raises UsageError where none of the first rows has."""
+        first_error: RowError | None = None
+        for record in islice(records, _LOOKED_AT):
+            try:
+                asked: Any = self.spec.format  # config.sources checked it
+                self.forms.append(detect(record, asked, self.spec.columns, only=self.only))
+            except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
+                first_error = first_error or error
+                continue
+            return
+        raise first_error or NoRows(f"{name}: the file holds no rows")
 
 
 @dataclass
 class FileSource(Source):
-    """A file, the files of a folder, or those that a pattern matches."""
+    """A file, the files of a folder, or those that a pattern matches. Files that hold no rows beside others are passed over: a part of an
+    export may be empty."""
 
     files: Sequence[File] = ()
 
     def __post_init__(self) -> None:
-        of = len(self.files)
-        kept: list[File] = []
-        for file in self.files:
-            try:
-                kept += [file] if self._takes_format(file) else []
-            except RowError as error:
-                raise UsageError(error.message, fix=error.fix or self._advice(file)) from None
-        if not kept:
-            raise NoRows(f"{self.name}: none of its {of} files holds a row")
-        if empty := {file.path for file in self.files if file not in kept}:
-            named = ", ".join(_some(empty, Path(os.path.commonpath([file.path.parent for file in self.files]))))
-            self.notes.append(f"{self.name}: {len(empty)} of {of} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
-        self.files = kept
+        every = self.files
+        self.files = [file for file in every if self._takes_format(file, alone=len(every) == 1)]
+        if not self.files:
+            raise NoRows(f"{self.name}: none of its {len(every)} files holds a row")
+        if empty := {file.path for file in every if file not in self.files}:
+            named = some(empty, Path(os.path.commonpath([file.path.parent for file in every])))
+            self.notes.append(f"{self.name}: {len(empty)} of {len(every)} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
 
-    def _takes_format(self, file: File) -> bool:
-        """Notes the format of a file. False for one that holds no rows, where there are others: a part of an export may be empty.
-        Raises RowError where none of its first rows has one."""
-        alone = len(self.files) == 1
+    def _takes_format(self, file: File, *, alone: bool) -> bool:
+        """Notes the format of a file; False for one that holds no rows beside others. Raises UsageError where no first row has a format."""
         try:
             if not alone and file.is_blank:
                 return False
             if file.is_text:
-                if self.only:
-                    refuse_other_than(self.only, f"{file.name}: plain text")
-                if self.spec.format not in ("auto", "text"):
-                    raise UsageError(
-                        f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is plain text: use .jsonl"
-                    )
-                self.forms.append(("text", f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length"))
+                self._takes_text(file)
             else:
                 self.looked_at(file.records(), file.name)
         except NoRows:
             if alone:
                 raise
             return False
+        except RowError as error:
+            fix = error.fix
+            if not fix and not alone:
+                fix = "if it holds no rows, name the files that do; if its columns are others, give it as a source of its own"
+            elif not fix and ending(file.path) in (".csv", ".tsv"):
+                fix = "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
+            raise UsageError(error.message, fix=fix) from None
         return True
 
-    def _advice(self, file: File) -> str | None:
-        """What helps where the first rows of a file have no known columns."""
-        if len(self.files) > 1:
-            return "if it holds no rows, name the files that do; if its columns are others, give it as a source of its own"
-        if ending(file.path) in (".csv", ".tsv"):
-            return "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
-        return None
+    def _takes_text(self, file: File) -> None:
+        if self.only:
+            refuse_other_than(self.only, f"{file.name}: plain text")
+        if self.spec.format not in ("auto", "text"):
+            raise UsageError(f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is plain text: use .jsonl")
+        self.forms.append(("text", f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length"))
 
     @property
     def bytes(self) -> int:
@@ -163,28 +173,19 @@ class FileSource(Source):
         return several | {"bytes": self.bytes, "sha256": self._digest}
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        alone = len(self.files) == 1
-        left = self.spec.limit
-        if left is not None and alone:
-            left -= skip
-            if left <= 0:
-                return
-        tables = [(file, form) for file, (form, _) in zip(self.files, self.forms) if not file.is_text]
-        for file, form in tables:
-            # of several files, those before the first that is wanted are read through: how many rows they have is not known
-            for found in self.checked(file.records(skip=skip if alone else 0), form):
-                if skip and not alone:
-                    skip -= 1
-                else:
-                    yield found
-                left = None if left is None else left - 1
-                if left == 0:
-                    return
+        # of several files, those before the first that is wanted are read through: how many rows they have is not known
+        at_once = skip if len(self.files) == 1 else 0
+        found = (
+            one
+            for file, (form, _) in zip(self.files, self.forms)
+            if not file.is_text
+            for one in self.checked(file.records(skip=at_once), form)
+        )
+        end = None if self.spec.limit is None else max(0, self.spec.limit - at_once)
+        yield from islice(found, skip - at_once, end)
 
     def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
-        for file in self.files:
-            if file.is_text:
-                yield file.name, file.pieces()
+        return ((file.name, file.pieces()) for file in self.files if file.is_text)
 
 
 @dataclass
@@ -199,99 +200,12 @@ class StdlibSource(Source):
         self.forms.append(("messages", "question and answer pairs from the docstrings of the Python that runs this"))
 
     def identity(self) -> dict[str, Any]:
-        from .stdlib import stdlib_pairs
-
         return {"sha256": hashlib.sha256(json.dumps([(p.question, p.answer) for p in stdlib_pairs()]).encode()).hexdigest()}
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        from .stdlib import stdlib_pairs
-
         for pair in stdlib_pairs()[skip : self.spec.limit]:
             turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
             yield Example(f"stdlib:{pair.name}", messages=turns)
-
-
-def refuse_absent(spec: SourceSpec) -> None:
-    """Checks a file, folder or glob before a row is read. Raises UsageError."""
-    if spec.name != STDLIB and not spec.name.startswith(HUB) and not is_saved(spec.name):
-        _files(spec)
-
-
-def source(spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = None, streaming: bool = False) -> Source:
-    """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and key."""
-    if spec.name == STDLIB:
-        return StdlibSource(spec, needs_answer, only)
-    if spec.name.startswith(HUB) or is_saved(spec.name):
-        return HubSource(spec, needs_answer, only, streaming=streaming)
-    files, notes = _files(spec)
-    found = FileSource(spec, needs_answer, only, files=files)
-    found.notes += notes
-    return found
-
-
-def refuse_read_twice(found: Sequence[Source]) -> None:
-    """Raises  UsageError for a file that two sources of a list lead to"""
-    owner: dict[Path, Source] = {}
-    for one in found:
-        for file in one.files if isinstance(one, FileSource) else ():
-            if (other := owner.setdefault(file.path.resolve(), one)) is not one:
-                raise UsageError(f"{file.path}: {other.name} and {one.name} both lead to it", fix="name each file once")
-
-
-def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
-    name = spec.name
-    path = Path(name).expanduser()
-    named = ending(path)
-    endings = (*ENDINGS, named) if named in CODE_ENDINGS or (named and spec.format == "text") else ENDINGS
-    if any(mark in name for mark in "*?[") and not path.exists():
-        there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
-        plain = takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts)
-        below = Path(*plain)
-        matched, notes = _reached(name, there, below=below)
-        if not matched:
-            raise UsageError(f"{name}: the pattern matches no file")
-        known = [p for p in matched if ending(p) in endings and p.name not in BESIDE_DATA]
-        if not known:
-            raise UsageError(
-                f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}", fix=_AS_TEXT if named else None
-            )
-    elif path.is_dir():
-        there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        below = path
-        matched, notes = _reached(name, there, below=below)
-        known = [p for p in matched if ending(p) in ENDINGS and p.name not in BESIDE_DATA]
-        if not known:
-            raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}", fix=_AS_TEXTS)
-        data = [p for p in known if ending(p) in DATA_ENDINGS]
-        known = data or known  # a README beside the data is no data
-    else:
-        return [File(existing_file(name, endings, otherwise=_AS_TEXT if named else None), name)], []
-    left_out = len(matched) - len(known)
-    if left_out:
-        these = ", ".join(_some(set(matched) - set(known), below))
-        notes.append(f"{name}: {left_out} of {counted(len(matched), 'file')} {'is' if left_out == 1 else 'are'} not read ({these})")
-    notes += note_splits(name, known, below)
-    return [File(existing_file(str(p), endings, empty=len(known) > 1), str(p)) for p in known], notes
-
-
-def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Path], list[str]]:
-    """The files among the names found, in their order, each once, without those of runs, and notes on what is left out.
-
-    below  where the search began
-    """
-    found, runs = without_runs(found, below)
-    links = [path for path in found if path.is_symlink() and ending(path) in ENDINGS]
-    if broken := next((path for path in links if not path.exists()), None):
-        raise UsageError(f"{broken}: a link to {broken.readlink()}, which does not exist", fix="restore that file, or remove the link")
-    files = [path for path in found if path.is_file()]
-    once = list({path.resolve(): path for path in reversed(files)}.values())[::-1]
-    return once, [f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})"] if runs else []
-
-
-def _some(paths: set[Path], below: Path, most: int = 3) -> list[str]:
-    """A few of the paths, as they are below a folder."""
-    names = sorted(str(p.relative_to(below)) if p.is_relative_to(below) else str(p) for p in paths)
-    return names[:most] + (["..."] if len(names) > most else [])
 
 
 @dataclass
@@ -327,13 +241,9 @@ class HubSource(Source):
     def _records(self, skip: int = 0) -> Iterator[Record]:
         import datasets
 
-        rows = self.rows.skip(skip) if skip else self.rows
-        limit = self.spec.limit
         number = skip
         try:
-            for value in rows:
-                if limit is not None and number >= limit:
-                    return
+            for value in islice(self.rows.skip(skip) if skip else self.rows, self.spec.limit and max(0, self.spec.limit - skip)):
                 number += 1
                 yield Record(self.name, number, without_nulls_inside(value), "row")
         except UsageError:
@@ -381,10 +291,93 @@ def _fix(error: BaseException, name: str) -> str | None:
         return "the hub cannot be reached: check the network, or give local files"
     if "config" in text and "missing" in text:
         return "name one: {name: hf:..., subset: ...}"
-    if "notfound" in text or "doesn't exist" in text:
-        return "check the name; for a private one: hf auth login"
-    return None
+    return "check the name; for a private one: hf auth login" if "notfound" in text or "doesn't exist" in text else None
 
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def refuse_absent(spec: SourceSpec) -> None:
+    """Checks a file, folder or glob before a row is read. Raises UsageError."""
+    if spec.name != STDLIB and not spec.name.startswith(HUB) and not is_saved(spec.name):
+        files_of(spec)
+
+
+def source(spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = None, streaming: bool = False) -> Source:
+    """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and key."""
+    if spec.name == STDLIB:
+        return StdlibSource(spec, needs_answer, only)
+    if spec.name.startswith(HUB) or is_saved(spec.name):
+        return HubSource(spec, needs_answer, only, streaming=streaming)
+    files, notes = files_of(spec)
+    found = FileSource(spec, needs_answer, only, files=files)
+    found.notes += notes
+    return found
+
+
+def refuse_read_twice(found: Sequence[Source]) -> None:
+    """Raises  UsageError for a file that two sources of a list lead to"""
+    owner: dict[Path, Source] = {}
+    for one in found:
+        for file in one.files if isinstance(one, FileSource) else ():
+            if (other := owner.setdefault(file.path.resolve(), one)) is not one:
+                raise UsageError(f"{file.path}: {other.name} and {one.name} both lead to it", fix="name each file once")
+
+
+def as_source(given: Any) -> Any:
+    """The name of a file of the rows where `given` holds rows; else `given` itself: names, and mappings that name sources.
+
+    The file is named by its content and lies in the cache's folder, so that the run can be resumed.
+
+    given   rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping of evaluation sets to these
+    Raises  UsageError for rows that are no JSON, and where no file can be written
+    """
+    from .cache import cache_folder
+
+    if isinstance(given, Mapping) and "name" not in given:
+        return {name: as_source(value) for name, value in given.items()}
+    rows = _rows(given)
+    if rows is None:
+        return given
+    if not rows:
+        raise UsageError("data: there is no row in it")
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"data: a row cannot be written as JSON: {error}") from None
+    tokens = cache_folder("auto")
+    folder = (Path(tempfile.gettempdir()) / "isotype" if tokens is None else tokens.parent) / "rows"
+    file = folder / f"{hashlib.sha256(text).hexdigest()[:32]}.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "wb") as written:
+            written.write(text)
+        Path(aside).replace(file)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix="write the rows to a file, and give its name") from None
+    return str(file)
+
+
+def _rows(given: Any) -> list[Any] | None:
+    """The rows as mappings; None for what is no collection of rows."""
+    if isinstance(given, list):
+        return given if all(isinstance(row, Mapping) and "name" not in row for row in given) else None
+    if hasattr(given, "to_dicts"):  # polars
+        return list(given.to_dicts())
+    if hasattr(given, "to_list") and hasattr(given, "column_names"):  # datasets
+        return list(given.to_list())
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):  # pandas, which has NaN, NaT or NA where a cell is empty
+        of_rows = given.astype(object).where(given.notna(), None)
+        return list(of_rows.to_dict("records"))
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and their numbers as Python has them; pictures and times as text."""
+    from .pictures import as_json
+
+    if (picture := as_json(value)) is not None:
+        return picture
+    return value.tolist() if hasattr(value, "tolist") else str(value)

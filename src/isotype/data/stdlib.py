@@ -11,6 +11,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -81,11 +82,9 @@ def stdlib_text() -> tuple[str, ...]:
         if len(item.doc) >= _SHORTEST:
             head = item.name if item.kind == "module" else f"{item.name}{item.signature}"
             texts[f"{head}\n\n{item.doc}"] = None
-    try:
+    with suppress(ImportError):  # some distributions of Python lack it
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions of Python lack it
-        pass
-    else:
+
         texts |= dict.fromkeys(inspect.cleandoc(topic) for _, topic in sorted(topics.items()))
     return tuple(sorted(texts, key=lambda text: (crc32(text.encode()), text)))
 

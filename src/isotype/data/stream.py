@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -19,37 +19,42 @@ from ..config.schema import DataSection
 from ..errors import RunError, UsageError
 from ..wording import counted
 from .bad_rows import BadRow
-from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import data_facts, eval_sets, notes
+from .encode import Encoder, Tally
+from .facts import data_facts, eval_sets, notes, tallied
 from .formats import Example
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
-from .source import Source
-from .tokens import TokenRows, TokenWriter, digest_of, is_held_out, pack
+from .sources import Source
+from .tokens import TokenRows, TokenWriter, digest_of, held_out_alone, pack
 
 EVALUATED = 256  # held-out rows that an evaluation takes
 _SEARCHED = 20_000  # rows of the beginning in which they are looked for
 
 
-class Cursors:
-    """The position of each source: rows read in its current pass, and completed passes. Chooses the next source."""
+class StreamedRows:
+    """A `RowFeed` over sources that are read as they are needed."""
 
-    def __init__(self, sources: Sequence[Source], state: Sequence[Sequence[int]] | None = None) -> None:
-        self.sources = sources
-        self.read = [list(pair) for pair in state] if state else [[0, 0] for _ in sources]
-        self.taken = [0] * len(sources)
-        self._open: list[Iterator[Example | BadRow] | None] = [None] * len(sources)
+    def __init__(self, data: DataSection, sources: Sequence[Source], encoder: Encoder, *, seed: int, held_out: float) -> None:
+        self.data, self.sources, self.encoder, self.seed, self.held_out = data, sources, encoder, seed, held_out
+        self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
+        self._begin_at([[0, 0]] * len(sources), block=0)
 
-    def state(self) -> list[list[int]]:
-        return [list(pair) for pair in self.read]
+    def _begin_at(self, read: Sequence[Sequence[int]], *, block: int) -> None:
+        """read  of each source: rows read in its current pass, and completed passes"""
+        self.begin = [list(pair) for pair in read]
+        self.read = [list(pair) for pair in read]
+        self.block, self.given = block, 0
+        self.rows: Sequence[Row] = ()
+        self._order: list[int] = []
+        self._open: list[Iterator[Example | BadRow] | None] = [None] * len(self.sources)
 
-    def examples(self, count: int) -> Iterator[Example | BadRow]:
+    def _examples(self, count: int) -> Iterator[Example | BadRow]:
         """The next rows, each from the source whose share so far is furthest below its weight."""
         weights = [one.spec.weight or 1.0 for one in self.sources]
-        self.taken = [0] * len(self.sources)
+        taken = [0] * len(weights)
         for _ in range(count):
-            k = min(range(len(weights)), key=lambda k: ((self.taken[k] + 1) / weights[k], k))
-            self.taken[k] += 1
+            k = min(range(len(weights)), key=lambda k: ((taken[k] + 1) / weights[k], k))
+            taken[k] += 1
             yield self._next(k)
 
     def _next(self, k: int) -> Example | BadRow:
@@ -66,26 +71,15 @@ class Cursors:
         self.read[k][0] += 1
         return found
 
-
-class StreamedRows:
-    """A `RowFeed` over sources that are read as they are needed."""
-
-    def __init__(self, data: DataSection, sources: Sequence[Source], encoder: Encoder, *, seed: int, held_out: float) -> None:
-        self.data, self.encoder, self.seed, self.held_out = data, encoder, seed, held_out
-        self.cursors = Cursors(sources)
-        self.begin = self.cursors.state()
-        self.block = self.given = 0
-        self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
-        self.rows: Sequence[Row] = ()
-        self._order: list[int] = []
-
     def take(self, count: int) -> list[Row]:
         """Raises  RunError naming file and row when one cannot be read in the middle of a run."""
         taken: list[Row] = []
         empty = 0
         while len(taken) < count:
             if self.given == len(self._order):
-                self._read_next()
+                self.block += 1
+                self.begin = [list(pair) for pair in self.read]
+                self._read()
                 empty = empty + 1 if not self._order else 0
                 if empty == 3:
                     raise RunError(
@@ -96,15 +90,10 @@ class StreamedRows:
             self.given += 1
         return taken
 
-    def _read_next(self) -> None:
-        self.block += 1
-        self.begin = self.cursors.state()
-        self._read()
-
     def _read(self) -> None:
-        """The block that begins where the cursors are."""
+        """The block that begins where the sources stand."""
         try:
-            tokens, _, tally = tokenised(self.cursors.examples(self.data.shuffle_buffer), self.encoder)
+            tokens, _, tally = tokenised(self._examples(self.data.shuffle_buffer), self.encoder)
             if self.data.on_bad_row == "error":
                 tally.bad.refuse(sound=len(tokens))
             self.on_bad_rows(tally.bad.listed)
@@ -113,9 +102,7 @@ class StreamedRows:
                 f"the stream cannot be read on: {error.message}",
                 fix="mend the row, or leave such rows out: isotype train --resume FOLDER data.on_bad_row=skip",
             ) from error
-        digests = tokens.column("digest").tolist()
-        trained = np.array([not is_held_out(d, self.held_out, self.seed) for d in digests], bool)
-        rows = tokens.select(trained)
+        rows = tokens.select(~held_out_alone(tokens.column("digest"), self.held_out, self.seed))
         self.rows = pack(rows, self.data.max_length) if self.data.packing else rows
         self._order = list(range(len(self.rows)))
         if self.data.shuffle:
@@ -125,15 +112,13 @@ class StreamedRows:
     @property
     def epochs(self) -> float:
         """Complete passes over the source with the fewest passes."""
-        return float(min(passes for _, passes in self.cursors.read))
+        return float(min(passes for _, passes in self.read))
 
     def state(self) -> dict[str, Any]:
         return {"begin": self.begin, "block": self.block, "given": self.given}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.cursors = Cursors(self.cursors.sources, state["begin"])
-        self.begin, self.block = self.cursors.state(), int(state["block"])
-        self.rows, self._order, self.given = (), [], 0
+        self._begin_at(state["begin"], block=int(state["block"]))
         if self.block:
             self._read()
             self.given = int(state["given"])
@@ -143,45 +128,39 @@ def load_stream(
     data: DataSection, sources: Sequence[Source], eval_sources: Sequence[Source], evaluation: TokenRows, encoder: Encoder, *, seed: int
 ) -> LoadedData:
     """The result of `load_data` for a stream: its first rows, for the checks before step 1, its held-out rows, and the stream."""
-    check_streamable(sources)
+    _refuse_unstreamable(sources)
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
     beginning, examples, _ = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
     ignored = [dict(one.ignored) for one in sources]  # before any row is read again
-    held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
-    train = beginning.select(~held)
-    tally = Tally.sum(block.facts["tally"] for block in beginning.blocks)
-    tallies = [tally, Tally.sum(block.facts["tally"] for block in evaluation.blocks) if eval_sources else Tally()]
-    bad = all_bad(tallies)
-    if data.on_bad_row == "error":
-        bad.refuse(sound=len(beginning))
+    train = beginning.select(~held_out_alone(beginning.column("digest"), share, seed))
+    tallies, total = tallied([beginning, evaluation], refuse=data.on_bad_row == "error")
     if not len(train):
-        why = "; ".join([*tally.dropped, *tally.bad.kinds]) or "all held out"
+        why = "; ".join([*tallies[0].dropped, *tallies[0].bad.kinds]) or "all held out"
         raise UsageError(f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {why}")
     asked = list(islice(sound(eval_sources[0].examples()), SAMPLES)) if eval_sources else []
     if was_held_out:
         evaluation, asked = _held_out_rows(sources, encoder, share, seed)
     rows: Any = pack(train, data.max_length) if data.packing else train
     files = [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)], [one.facts() for one in eval_sources]
-    facts = data_facts(data, encoder, [train, evaluation], tallies, files, held_out=was_held_out)
+    facts = data_facts(data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out)
     facts |= {"packing": rows.facts() if data.packing else None, "mix": None}
     facts["stream"] = {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)}
     shuffled = counted(data.shuffle_buffer, "row is", "rows are")
     said = [f"a stream: counts are of its first {counted(len(examples), 'row')}, and {shuffled} shuffled at a time"]
-    total = sum(one.spec.weight or 1.0 for one in sources)
-    said += [f"{one.name}: {(one.spec.weight or 1.0) / total:.1%} of the training rows" for one in sources if one.spec.weight]
+    weights = sum(one.spec.weight or 1.0 for one in sources)
+    said += [f"{one.name}: {(one.spec.weight or 1.0) / weights:.1%} of the training rows" for one in sources if one.spec.weight]
     said += [note for one in [*sources, *eval_sources] for note in one.notes]
-    facts["notes"] = said + notes(facts, encoder, tallies)
+    facts["notes"] = said + notes(facts, encoder, total)
     prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
     template = encoder.template.text if encoder.template else None
     return LoadedData(
-        rows, evaluation, prompts, template, facts, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation), stream=stream
+        rows, evaluation, prompts, template, facts, bad_rows=total.bad.listed, eval_sets=eval_sets(eval_sources, evaluation), stream=stream
     )
 
 
-def check_streamable(sources: Sequence[Source]) -> None:
-    """Raises UsageError for sources that cannot be streamed."""
+def _refuse_unstreamable(sources: Sequence[Source]) -> None:
     for one in sources:
         if next(one.texts(), None) is not None:
             raise UsageError(
@@ -205,10 +184,10 @@ def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[T
     def trained() -> Iterator[Example]:
         for one in examples:
             if isinstance(one, BadRow):
-                note_bad(one, tally)
-                continue
-            seen.append(one)
-            yield one
+                tally.note_bad(one)
+            else:
+                seen.append(one)
+                yield one
 
     for _, row, cut in encoder.rows(trained(), tally):
         writer.add(row, example=-1, cut=cut)
@@ -221,7 +200,8 @@ def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, se
     examples: list[Example] = []
     if share:
         for example, row, cut in encoder.rows(islice(sound(_one_pass(sources)), _SEARCHED), Tally()):
-            if is_held_out(digest_of(row), share, seed):
+            digest = np.array([digest_of(row.input_ids, row.pictures)], np.uint64)
+            if held_out_alone(digest, share, seed).all():
                 writer.add(row, example=-1, cut=cut)
                 examples += [example] if len(examples) < SAMPLES else []
             if writer.rows == EVALUATED:
@@ -231,14 +211,10 @@ def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, se
 
 def _one_pass(sources: Sequence[Source]) -> Iterator[Example | BadRow]:
     """Rows of all sources in turn, each to its end."""
-    opened = [one.examples() for one in sources]
-    while opened:
-        for one in list(opened):
-            found = next(one, None)
-            if found is None:
-                opened.remove(one)
-            else:
-                yield found
+    opened: Iterator[Iterator[Example | BadRow]] = (one.examples() for one in sources)
+    for count in range(len(sources), 0, -1):
+        opened = cycle(islice(opened, count))
+        yield from map(next, opened)
 
 
 def _prompts(examples: Sequence[Example], rows: TokenRows, encoder: Encoder) -> list[SamplePrompt]:

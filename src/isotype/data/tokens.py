@@ -18,14 +18,14 @@ from __future__ import annotations
 import hashlib
 import io
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import IO, Any, overload
+from typing import IO, Any
 
 import numpy as np
 
-from .rows import IGNORED, Row, Share, digest_of_picture, is_there, path_of
+from .rows import IGNORED, MadeRows, Row, Share, digest_of_picture, is_there, path_of
 
 _CHUNK = 1 << 22  # tokens looked at at once
 COLUMNS: Mapping[str, str] = {
@@ -69,12 +69,9 @@ class TokenBlock:
         return next((str(path_of(one)) for one in every if not is_there(one)), None)
 
 
-def digest_of(row: Row) -> int:
+def digest_of(input_ids: Sequence[int] | np.ndarray, pictures: Sequence[str]) -> int:
     """A 64-bit hash of the tokens of a row, and of its pictures."""
-    return _hash(np.asarray(row.input_ids, np.int32), row.pictures)
-
-
-def _hash(ids: np.ndarray, pictures: Sequence[str] = ()) -> int:
+    ids = np.asarray(input_ids, np.int32)
     seen = "".join(map(digest_of_picture, pictures)).encode()
     return int.from_bytes(hashlib.blake2b(ids.tobytes() + seen, digest_size=8).digest(), "little")
 
@@ -83,41 +80,31 @@ class TokenWriter:
     """Collects rows into the columns of a block: in memory, or in files that `opened` makes."""
 
     def __init__(self, files: Mapping[str, IO[bytes]] | None = None) -> None:
-        self.files: Mapping[str, IO[bytes]] = files if files is not None else {name: io.BytesIO() for name in COLUMNS}
+        self.files: Mapping[str, Any] = files if files is not None else {name: io.BytesIO() for name in COLUMNS}
         self.end = self.rows = self.pictures_end = 0
 
     def add(self, row: Row, *, example: int, cut: bool, wanted: bool = True) -> None:
         ids = np.asarray(row.input_ids, np.int32)
         learnt = np.asarray(row.labels, np.int64) != IGNORED
+        prompt = ids[: learnt.argmax()]
+        pictures = np.frombuffer("".join(f"{one}\n" for one in row.pictures).encode(), np.uint8)
         self.end += len(ids)
         self.rows += 1
-        values: dict[str, Any] = {
-            "ends": np.int64(self.end), "example": np.int64(example), "cut": np.bool_(cut), "wanted": np.bool_(wanted),
-            "supervised": np.int32(learnt[1:].sum()),
-        }  # fmt: skip
-        self.files["ids"].write(ids.tobytes())
-        self.files["learnt"].write(learnt.tobytes())
-        self.files["digest"].write(_hash(ids, row.pictures).to_bytes(8, "little"))
-        prompt = ids[: learnt.argmax()]
-        self.files["prompt"].write((_hash(prompt, row.pictures) if len(prompt) else 0).to_bytes(8, "little"))
-        pictures = "".join(f"{one}\n" for one in row.pictures).encode()
         self.pictures_end += len(pictures)
-        self.files["pictures"].write(pictures)
-        self.files["pictures_end"].write(np.int64(self.pictures_end).tobytes())
+        values = {
+            "ids": ids, "learnt": learnt, "ends": self.end, "example": example, "cut": cut, "wanted": wanted,
+            "supervised": learnt[1:].sum(), "digest": digest_of(ids, row.pictures),
+            "prompt": digest_of(prompt, row.pictures) if len(prompt) else 0, "pictures": pictures, "pictures_end": self.pictures_end,
+        }  # fmt: skip
         for name, value in values.items():
-            self.files[name].write(value.tobytes())
+            self.files[name].write(np.asarray(value, COLUMNS[name]).tobytes())
 
     def block(self, facts: dict[str, Any]) -> TokenBlock:
         """The rows collected in memory."""
-        columns = {}
-        for name, dtype in COLUMNS.items():
-            file = self.files[name]
-            assert isinstance(file, io.BytesIO)
-            columns[name] = np.frombuffer(file.getvalue(), dtype)
-        return TokenBlock(columns, facts)
+        return TokenBlock({name: np.frombuffer(self.files[name].getvalue(), dtype) for name, dtype in COLUMNS.items()}, facts)
 
 
-class TokenRows(Sequence[Row]):
+class TokenRows(MadeRows[Row]):
     """Rows of several blocks, one block after the other, or a selection of them, in order."""
 
     def __init__(self, blocks: Sequence[TokenBlock], chosen: np.ndarray | None = None) -> None:
@@ -125,27 +112,16 @@ class TokenRows(Sequence[Row]):
         self._starts = [0, *accumulate(len(block) for block in blocks)]
         self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
 
-    def select(self, where: np.ndarray) -> TokenRows:
-        """Rows by mask or by number."""
+    def select(self, where: np.ndarray | slice) -> TokenRows:
+        """Rows by mask, by number, or from one on to another."""
         return TokenRows(self.blocks, self.chosen[where])
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    @overload
-    def __getitem__(self, i: int) -> Row: ...
-    @overload
-    def __getitem__(self, i: slice) -> TokenRows: ...
-    def __getitem__(self, i: int | slice) -> Row | TokenRows:
-        if isinstance(i, slice):
-            return TokenRows(self.blocks, self.chosen[i])
+    def one(self, i: int) -> Row:
         block, row = self.place(i)
         return self.blocks[block].row(row)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # how Python says that something is not hashable
 
     def place(self, i: int) -> tuple[int, int]:
         """Block of a row, and its number there."""
@@ -170,14 +146,6 @@ class TokenRows(Sequence[Row]):
         """Which of the rows, by number, come from a block."""
         return np.flatnonzero((self.chosen >= self._starts[block]) & (self.chosen < self._starts[block + 1]))
 
-    def first_tokens(self, count: int) -> Iterable[tuple[int, ...]]:
-        """The first tokens of each row."""
-        for i in range(len(self)):
-            block, row = self.place(i)
-            b = self.blocks[block]
-            start = int(b.ends[row - 1]) if row else 0
-            yield tuple(b.ids[start : min(start + count, int(b.ends[row]))].tolist())
-
     def tokens_used(self, *, learnt: bool = False) -> set[int]:
         """Every token of the blocks that rows were selected from, or every one that is learnt there; chunk by chunk."""
         used: set[int] = set()
@@ -188,14 +156,17 @@ class TokenRows(Sequence[Row]):
                 used.update(np.flatnonzero(np.bincount(ids)).tolist())
         return used
 
-    def count_ending_in(self, token: int) -> int:
-        """Rows whose last token is this one, and is learnt."""
-        count = 0
+    def framed_by(self, bos: int | None, eos: int | None) -> np.ndarray:
+        """int64[3]: rows that begin with `bos`, rows that begin with it twice, and rows whose last token is `eos`, and learnt."""
+        counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):
-            if len(block):
-                last = block.ends[self.chosen[self.of_block(i)] - self._starts[i]] - 1
-                count += int(((block.ids[last] == token) & block.learnt[last]).sum())
-        return count
+            rows = self.chosen[self.of_block(i)] - self._starts[i]
+            first, last = block.ends[rows] - block.lengths[rows], block.ends[rows] - 1
+            once = block.ids[first] == bos
+            twice = once & (first < last) & (block.ids[np.minimum(first + 1, last)] == bos)
+            ended = (block.ids[last] == eos) & block.learnt[last]
+            counts += [once.sum(), twice.sum(), ended.sum()]
+        return counts
 
 
 def held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
@@ -222,12 +193,12 @@ def places(digests: np.ndarray, seed: int) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def is_held_out(digest: int, share: float, seed: int) -> bool:
-    """The same choice for a stream: it decides about each row alone, since the other rows are unknown."""
-    return bool(int(places(np.array([digest], np.uint64), seed)[0]) < share * 2**64)
+def held_out_alone(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """bool[R]: the same choice for a stream, which decides about each row alone, since the other rows are unknown."""
+    return places(digests, seed) < share * 2**64
 
 
-class PackedRows(Sequence[Row]):
+class PackedRows(MadeRows[Row]):
     """Packed rows over `rows`; `packs[i]` are the numbers of the rows in the i-th."""
 
     def __init__(self, rows: TokenRows, packs: Sequence[np.ndarray], capacity: int, of_block: Sequence[int]) -> None:
@@ -236,13 +207,7 @@ class PackedRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.packs)
 
-    @overload
-    def __getitem__(self, i: int) -> Row: ...
-    @overload
-    def __getitem__(self, i: slice) -> PackedRows: ...
-    def __getitem__(self, i: int | slice) -> Row | PackedRows:
-        if isinstance(i, slice):
-            return PackedRows(self.rows, self.packs[i], self.capacity, ())
+    def one(self, i: int) -> Row:
         found = [self.rows[int(k)] for k in self.packs[i]]
         return found[0] if found[0].pictures else joined(found)
 

@@ -16,8 +16,11 @@ from typing import Any
 from ..errors import IsotypeError, UsageError
 
 
-def module_of(place: str) -> ModuleType:
-    """The module behind a path or a dotted name; a file of a package is imported as its part. What the module raises is let through."""
+def module_of(place: str, *, as_part: bool = False) -> ModuleType:
+    """The module behind a path or a dotted name. What the module raises is let through.
+
+    as_part  imports a file of a package as the package does, so that it finds its neighbours
+    """
     path = Path(place)
     if path.suffix != ".py" and not path.is_file():
         return import_module(place)
@@ -25,7 +28,7 @@ def module_of(place: str) -> ModuleType:
         raise UsageError(f"{place}: no such file")
     path = path.resolve()
     package, root = [path.stem], path.parent
-    while (root / "__init__.py").is_file():
+    while as_part and (root / "__init__.py").is_file():
         package.insert(0, root.name)
         root = root.parent
     if str(root) not in sys.path:

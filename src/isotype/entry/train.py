@@ -96,13 +96,15 @@ def train(
         from ..training.preflight.codes import check_skips
 
         check_skips(skip)
-    from ..data.in_memory import as_source, as_sources
+    from ..data.sources import as_source
 
     if isinstance(data, Mapping):
-        data = {key: as_sources(value) if key in ("train", "eval") else value for key, value in data.items()}
+        data = {key: as_source(value) if key in ("train", "eval") else value for key, value in data.items()}
+    else:
+        data = as_source(data)
     given = {
         "model": model,
-        "data": as_source(data),
+        "data": data,
         "images": images,
         "diffusion": diffusion,
         "adapter": adapter,

@@ -157,8 +157,7 @@ def by_name(name: str) -> Hardware:
 
     Raises  UsageError with the nearest names.
     """
-    word = re.sub(r"^(nvidia|tesla|geforce|amd|instinct|radeon)[-_ ]+", "", name.strip().lower())
-    word = re.sub(r"^(nvidia|tesla|geforce|amd|instinct)[-_ ]+", "", word)
+    word = re.sub(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)[-_ ]+)+", "", name.strip().lower())
     for spelling in (word, re.sub(r"[ _]", "", word), re.sub(r"[ _]", "-", word), re.sub(r"[-_ ](sxm\d?|\d+gb|hbm\w*)", "", word)):
         if spelling in DEVICES:
             return DEVICES[spelling]

@@ -90,14 +90,9 @@ def _torch() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "tf32_matmul": _multiplies_in_tf32(torch.backends.cuda.matmul),
+        # PyTorch raises when the old name of this setting is read after the new one was set
+        "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
     }
-
-
-def _multiplies_in_tf32(matmul: Any) -> bool:
-    """Whether a GPU may compute products of fp32 tensors in TF32."""
-    # where it was set by its new name, PyTorch raises when the old one is read; the new one is right for both
-    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
 def _import_torch() -> Any:

@@ -29,7 +29,7 @@ from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.encode import Said
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
-from ..tasks.diffusion.sample import Prompt, Sample, refuse_prompts, texts_of
+from ..tasks.diffusion.sample import Sample, texts_of
 from ..tasks.diffusion.single_file import write_with_unet
 from ..tasks.diffusion.task import DiffusionTask
 from ..tasks.diffusion.text_encoders import PREFIX
@@ -48,11 +48,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     """
     run, on_the_way = run_and_result(run)
     task, device = _task_of(run, lambda config: _without_start(_without_samples(config)))
-    config, precision, adapter = task.config, task.precision, on_the_way or run / "adapter"
-    if config.adapter.kind == "none":
-        raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
-    if (reason := fault(adapter)) is not None:
-        raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
+    config, precision = task.config, task.precision
+    adapter = _adapter_of(run, on_the_way, config, f"{run / 'model'} is merged already")
     refuse_filled(out)
     task.take_base(RunFolder(run).base)
     task.folder.fetch()
@@ -142,12 +139,17 @@ def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
     on_the_way  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or a family that ComfyUI does not read
     """
     config = load(run / RESOLVED, resolved=True).config
-    adapter = on_the_way or run / "adapter"
+    adapter = _adapter_of(run, on_the_way, config, "there is no adapter to export")
+    return write_comfyui(adapter, out, PipelineFolder.open(str(config.model.name), revision=config.model.revision).family)
+
+
+def _adapter_of(run: Path, on_the_way: Path | None, config: RunConfig, without: str) -> Path:
     if config.adapter.kind == "none":
-        raise UsageError(f"{run}: this run trained every weight: there is no adapter to export")
+        raise UsageError(f"{run}: this run trained every weight: {without}")
+    adapter = on_the_way or run / "adapter"
     if (reason := fault(adapter)) is not None:
         raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
-    return write_comfyui(adapter, out, PipelineFolder.open(str(config.model.name), revision=config.model.revision).family)
+    return adapter
 
 
 def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None) -> tuple[str, list[Sample]]:
@@ -156,21 +158,22 @@ def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None, 
 
     Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint yet
     """
-    asked = [Prompt(text, control=control) for text in prompts]
+    own = {} if control is None else {"control": str(control)}
+
+    def with_these(config: RunConfig) -> RunConfig:
+        return _changed(config, "run", samples=[{"prompt": text, **own} for text in prompts]) if prompts else config
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
-        asked.extend([] if asked else task.prompts)
-        if not asked:
+        if not task.prompts:
             raise UsageError(
                 f"{folder}: the run has no prompts of its own (run.samples)", fix=f'isotype sample {folder} "a picture of ..."'
             )
-        refuse_prompts(asked, task.folder.family)
         task.encoder = task.new_encoder(device)
-        task.text = task.encoder.captions(list(dict.fromkeys(texts_of(asked, task.encoder))))
+        task.text = task.encoder.captions(texts_of(task.prompts, task.encoder))
 
-    task, model, device, taken = _load_run(folder, encode, _without_samples if prompts else lambda config: config)
+    task, model, device, taken = _load_run(folder, encode, with_these)
     how = task.drawing()
-    return taken, task.draw(model, device, asked, how if seed is None else replace(how, seed=seed))
+    return taken, list(task.draw(model, device, task.prompts, how if seed is None else replace(how, seed=seed)))
 
 
 def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None) -> tuple[str, Evaluation]:

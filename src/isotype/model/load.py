@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ..config.schema import ModelSection
 from ..config.sources import config_file, gguf_file, is_folder_name, near_model, where_looked
-from ..data.json_rows import loads
+from ..data.records import loads
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
 from ..environment.hub import is_away, not_in_cache, say

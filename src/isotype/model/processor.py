@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import DataSection, ModelSection
-from ..data.cache_folder import PICTURES, cache_folder
+from ..data.cache import PICTURES, cache_folder
 from ..data.pictures import Pictures
 from ..errors import UsageError
 from ..wording import first_line

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ..dtypes import FLOATS, eps, itemsize, name
 from ..precision.apply import is_norm
-from ..precision.parts import gathered_weights
 from ..precision.precision import Precision
 from .operators import (
     ADDITIONS,
@@ -98,17 +97,7 @@ class Contract:
     def know(self, *models: nn.Module) -> None:
         """Registers the tensors of models that exist before a step: weights, gradients and buffers."""
         for model in models:
-            for parameter in model.parameters():
-                self.lineages.set(parameter, Lineage(WEIGHT))
-                if parameter.grad is not None:
-                    self.lineages.set(parameter.grad, Lineage(WEIGHT))
-                state = getattr(parameter, "quant_state", None)
-                while state is not None:  # a quantised weight's scales, which may be quantised themselves
-                    for tensor in plain_tensors(list(vars(state).values()), []):
-                        self.lineages.set(tensor, Lineage(WEIGHT))
-                    state = getattr(state, "state2", None)
-            for weight in gathered_weights(model):
-                self.lineages.set(weight, Lineage(WEIGHT))
+            self.lineages.set_weights(model)
             for full, buffer in model.named_buffers():
                 self.lineages.set(buffer, Lineage(BUFFER))
                 if buffer.is_floating_point():

@@ -88,7 +88,6 @@ States = Callable[[nn.Parameter], Mapping[str, Any]]
 
 # below so many elements bitsandbytes keeps a state in fp32 (`min_8bit_size` of its optimizers)
 SMALLEST_8BIT = 4096
-_IN_FILES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}  # safetensors' names
 _AT_FIRST = "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the one in which the model is loaded"
 _SCALES = "scales and code tables of 8-bit states"
 _COUNTS = "step counts of the optimizer, which no precision declares"
@@ -209,7 +208,7 @@ class Observer:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for full in file.keys():  # noqa: SIM118  # not a mapping
-                    if dtype := _IN_FILES.get(file.get_slice(full).get_dtype()):
+                    if (dtype := name(file.get_slice(full).get_dtype())) in FLOATS:
                         observation.note("save", f"{full} in {path.name}", dtype, declared, allowed=allowed)
                     else:
                         observation.unseen_thing("save", "integers: packed weights or ids")
@@ -303,16 +302,14 @@ class Observer:
                 dtype = name(tensor.dtype)
                 if not generating:
                     observation.dtypes["outputs"][dtype] += 1
-                if product and dtype != compute and not self._adapter(module_name, dtype):
+                in_fp32 = dtype == "fp32" and "lora_" in module_name and self.lora_branch in (None, "fp32")
+                if product and dtype != compute and not in_fp32:
                     what = f"output of {module_name} ({type(module).__name__})"
                     observation.report(role, f"{what} is {dtype}, declared {compute}", symbol=what, observed=dtype, declared=compute)
                 elif not (product or generating or module is outermost) and dtype in FLOATS and itemsize(dtype) > itemsize(compute):
                     observation.promotions[module_name, dtype] += 1
 
         return hook
-
-    def _adapter(self, module_name: str, dtype: str) -> bool:
-        return "lora_" in module_name and dtype == "fp32" and self.lora_branch in (None, "fp32")
 
 
 def states_of(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:

@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..dtypes import name
+from ..precision.parts import gathered_weights
 from .operators import CAST, CREATE, PRODUCT, SUM, Operator
 from .origin import ENGINE, Caller, caller
 from .record import Observation
@@ -139,6 +140,18 @@ class Lineages:
             return
         found = self._known.get(key)
         self._known[key] = (found[0] if found else StorageWeakRef(values.untyped_storage()), lineage)
+
+    def set_weights(self, model: nn.Module) -> None:
+        """Of weights, their gradients, and a quantised weight's scales, which may be quantised themselves."""
+        tensors = [*gathered_weights(model)]
+        for parameter in model.parameters():
+            tensors += [parameter] if parameter.grad is None else [parameter, parameter.grad]
+            state = getattr(parameter, "quant_state", None)
+            while state is not None:
+                plain_tensors(list(vars(state).values()), tensors)
+                state = getattr(state, "state2", None)
+        for tensor in tensors:
+            self.set(tensor, Lineage(WEIGHT))
 
 
 class Call:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, InstanceMethod, Placement, put, put_method
+from ..instance_method import MARK, InstanceMethod, Placement, put
 
 T = TypeVar("T")
 # Libraries whose own kernels a model may already run: by import name
@@ -199,7 +199,7 @@ def why_not_rebuilt(forward: Any) -> str | None:
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
     """The instance's forward, over globals with these replacements."""
-    put_method(module, InstanceMethod(rebuilt, module, arguments=(replacements,)), None, len(replacements))
+    put(module, InstanceMethod(rebuilt, module, arguments=(replacements,)), None, len(replacements))
 
 
 def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:

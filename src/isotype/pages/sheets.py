@@ -15,7 +15,7 @@ another value`, `name == other name`, `name ~ regex`. Which facts, ranks and fie
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,14 @@ from ..finding import Finding, Place, Severity
 
 
 class Facts:
-    """What is known by name; made: the words that the sheet itself made."""
+    """What is known by name; made: words that are handed over, and those that the sheet itself made."""
 
-    def __init__(self) -> None:
-        self.made: dict[str, Any] = {}
+    def __init__(self, made: Mapping[str, Any] | None = None) -> None:
+        self.made: dict[str, Any] = dict(made or {})
 
     def get(self, name: str) -> Any:
         """The fact, or None where it is not known."""
-        raise NotImplementedError
+        return self.made.get(name)
 
     def holds_specially(self, term: str) -> bool | None:
         """A term of a kind of its own; None where it is none."""
@@ -131,23 +131,12 @@ def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
             yield Section(code, rest.strip(), name.strip(), entries)
 
 
-class Given(Facts):
-    """Facts that are handed over as words."""
-
-    def __init__(self, words: dict[str, Any]) -> None:
-        super().__init__()
-        self.made |= words
-
-    def get(self, name: str) -> Any:
-        return self.made.get(name)
-
-
 def texts(path: Path) -> Callable[..., Finding]:
     """The findings of a sheet whose sections are codes: `say(code, place, details, **words)` makes the first entry whose rank holds."""
     known = {s.code: s.entries for s in sections(path, ranks="error|warning|note", fields="cause|fix|declared|observed")}
 
     def say(code: str, place: Place, details: tuple[tuple[str, str], ...] = (), /, **words: Any) -> Finding:
-        facts = Given(words)
+        facts = Facts(words)
         head, *entries = known[code]
         head.make(facts)
         entry = next(entry for entry in entries if entry.rank(facts))

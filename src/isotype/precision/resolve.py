@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -294,95 +295,74 @@ def resolve(
     Raises    UsageError with every contradiction, worst first
     """
     said = {f"precision.{role}": value for role, value in (settings or {}).items() if value is not None}
-    made = _Settled(said, device, adapter, optimizer, frozen, dict(sources or {}), dict(task_roles or {}), checkpoint)
-    findings = made.findings
+    settled = partial(_settled, device=device, frozen=frozen, where=sources or {}, task_roles=task_roles or {}, checkpoint=checkpoint)
+    resolved, findings = settled(said, adapter, optimizer)
+
+    def look(written: Settings) -> list[Finding]:
+        roles = {key: value for key, value in written.items() if key.startswith("precision.")}
+        return settled(roles, written["adapter.kind"], written["train.optimizer"])[1]
+
     if findings:
         written = said | {"adapter.kind": adapter, "train.optimizer": optimizer}
-        findings = [that_holds(f, written, made.findings_with) for f in findings]
+        findings = [that_holds(f, written, look) for f in findings]
     refused = [f for f in findings if f.severity == Severity.ERROR]
     if refused:
         raise UsageError("\n".join(f.render() for f in refused))
-    return Resolved(
-        precision=made.precision, preset=made.preset, reasons=made.reasons, warnings=tuple(findings),
-        why_preset=made.why_preset, from_checkpoint=made.from_checkpoint,
-    )  # fmt: skip
+    return replace(resolved, warnings=tuple(findings))
 
 
-class _Settled:
+def _settled(
+    said: Settings, adapter: str, optimizer: str, *, device: Hardware, frozen: bool | None, where: Mapping[str, str],
+    task_roles: Mapping[str, str], checkpoint: tuple[str, str] | None,
+) -> tuple[Resolved, list[Finding]]:  # fmt: skip
     """Every role's value with its reason, and what the rules say about them.
 
-    said  what the user wrote in the precision section, by its full key
+    said    what the user wrote in the precision section, by its full key
+    frozen  None where it follows from the adapter
     """
+    settings = {key.removeprefix("precision."): value for key, value in said.items()}
+    asked = settings.pop("preset", None) or "auto"
+    preset_where = where.get("precision.preset", "default")
+    if asked == "auto":
+        preset, why = choose_preset(device, adapter=adapter)
+    elif asked in PRESETS:
+        preset, why = asked, f"preset {asked}"
+    else:
+        raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
+    taken = checkpoint if asked == "auto" and "base" not in settings else None
+    eight_bits = optimizer in EIGHT_BIT and "optimizer" not in settings
+    precision = PRESETS[preset].but(**({"base": taken[0]} if taken else {}), **({"optimizer": "int8"} if eight_bits else {}), **settings)
+    follows_compute = "compute" in settings and "generate" not in settings
+    if follows_compute:
+        precision = precision.but(generate=precision.compute)
+    of_task = {role: getattr(precision, value, value) for role, value in task_roles.items()}
+    precision = precision.but(**{role: value for role, value in of_task.items() if role not in settings})
 
-    def __init__(
-        self, said: Mapping[str, str], device: Hardware, adapter: str, optimizer: str, frozen: bool | None, where: dict[str, str],
-        task_roles: dict[str, str], checkpoint: tuple[str, str] | None,
-    ) -> None:  # fmt: skip
-        self._checkpoint = checkpoint
-        self._device, self._frozen, self._where, self._task_roles = device, frozen, where, task_roles
-        settings = {key.removeprefix("precision."): value for key, value in said.items()}
-        given = {role: value for role, value in settings.items() if value is not None and role != "preset"}
-        asked = settings.get("preset") or "auto"
-        preset_where = where.get("precision.preset", "default")
-        if asked == "auto":
-            preset, why = choose_preset(device, adapter=adapter)
-        elif asked in PRESETS:
-            preset, why = asked, f"preset {asked}"
-        else:
-            raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
-        follows_checkpoint = checkpoint is not None and asked == "auto" and "base" not in given
-        precision = PRESETS[preset].but(**({"base": checkpoint[0]} if checkpoint and follows_checkpoint else {}), **given)
-        eight_bits = optimizer in EIGHT_BIT and "optimizer" not in given
-        if eight_bits:
-            precision = precision.but(optimizer="int8")
-        if "compute" in given and "generate" not in given:
-            precision = precision.but(generate=precision.compute)
+    # a later reason counts
+    reasons = dict.fromkeys((f.name for f in fields(Precision) if f.name not in TASK_ROLES), why)
+    if eight_bits:
+        set_at = where.get("train.optimizer", "train.optimizer")
+        reasons["optimizer"] = f"{optimizer} keeps 8 bits, and fp32 below 4,096 elements; {set_at}"
+    reasons |= {role: "default" if role_of == of_task[role] else f"follows {role_of}" for role, role_of in task_roles.items()}
+    if follows_compute:
+        reasons["generate"] = "follows compute"
+    if taken:
+        reasons["base"] = f"the checkpoint is {taken[1]}"
+    reasons |= {role: where.get(f"precision.{role}", "given") for role in settings}
 
-        of_task = {role: getattr(precision, value, value) for role, value in task_roles.items()}
-        precision = precision.but(**{role: value for role, value in of_task.items() if role not in given})
+    table = {role: Setting(getattr(precision, role), reason, role in settings) for role, reason in reasons.items()}
+    if asked != "auto" and preset_where != "default":
+        table |= {role: replace(one, where=f"{why}, {preset_where}") for role, one in table.items() if one.where == why}
+    table["preset"] = Setting(preset, preset_where if asked != "auto" else why, asked != "auto")
+    table["adapter"] = Setting(adapter, where.get("adapter.kind", "default"), where.get("adapter.kind", "default") != "default")
+    table["frozen"] = Setting("yes" if (adapter != "none" if frozen is None else frozen) else "no")
+    table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
 
-        reasons = {}
-        table: dict[str, Setting] = {}
-        for field in fields(Precision):
-            role = field.name
-            if role in TASK_ROLES and role not in of_task and role not in given:
-                continue
-            if role in given:
-                reasons[role] = where.get(f"precision.{role}", "given")
-            elif role == "base" and checkpoint and follows_checkpoint:
-                reasons[role] = f"the checkpoint is {checkpoint[1]}"
-            elif role == "generate" and "compute" in given:
-                reasons[role] = "follows compute"
-            elif role in of_task:
-                follows = task_roles[role]
-                reasons[role] = "default" if follows == of_task[role] else f"follows {follows}"
-            elif role == "optimizer" and eight_bits:
-                reasons[role] = (
-                    f"{optimizer} keeps 8 bits, and fp32 below 4,096 elements; {where.get('train.optimizer', 'train.optimizer')}"
-                )
-            else:
-                reasons[role] = why
-            by_preset = reasons[role] == why and asked != "auto" and preset_where != "default"
-            table[role] = Setting(getattr(precision, role), f"{why}, {preset_where}" if by_preset else reasons[role], role in given)
-        table["preset"] = Setting(preset, preset_where if asked != "auto" else why, asked != "auto")
-        table["adapter"] = Setting(adapter, where.get("adapter.kind", "default"), where.get("adapter.kind", "default") != "default")
-        table["frozen"] = Setting("yes" if (adapter != "none" if frozen is None else frozen) else "no")
-        table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
-
-        findings = check(table, device)
-        self.precision, self.preset, self.reasons, self.findings = precision, preset, reasons, findings
-        changed = [role for role, value in given.items() if value != getattr(PRESETS[preset], role)]
-        # what a preset is about may be the very thing that was changed
-        self.why_preset = f"{why}; changed: {', '.join(changed)}" if changed else f"{why}: {ABOUT[preset]}"
-        self.from_checkpoint = precision.base if follows_checkpoint else ""
-        if follows_checkpoint:
-            self.why_preset = f"{why}; base {precision.base}, as the checkpoint is"
-
-    def findings_with(self, written: Mapping[str, str]) -> list[Finding]:
-        """What the rules would say about other settings, which have `adapter.kind` and `train.optimizer` too."""
-        said = {key: value for key, value in written.items() if key.startswith("precision.")}
-        # where the user removes the adapter, or adds one, follows from it which weights are frozen
-        return _Settled(
-            said, self._device, written["adapter.kind"], written["train.optimizer"], self._frozen, self._where, self._task_roles,
-            self._checkpoint,
-        ).findings  # fmt: skip
+    changes = [role for role, value in settings.items() if value != getattr(PRESETS[preset], role)]
+    # what a preset is about may be the very thing that was changed
+    about = f"; changed: {', '.join(changes)}" if changes else f": {ABOUT[preset]}"
+    about = f"; base {precision.base}, as the checkpoint is" if taken else about
+    resolved = Resolved(
+        precision=precision, preset=preset, reasons=reasons, why_preset=f"{why}{about}", from_checkpoint=precision.base if taken else ""
+    )
+    return resolved, check(table, device)

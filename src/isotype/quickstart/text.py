@@ -6,9 +6,11 @@ The folder holds everything needed to do it again by hand: the text, the tokeniz
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..errors import UsageError
 from ..wording import printable
 from .stages import Stage, run_quickstart
 
@@ -17,6 +19,7 @@ STAGES = (
     Stage("tune", "LoRA on question and answer pairs, as `isotype train` does it", 400, seconds=80, least=20),
 )
 TEXT, PARTS, WINDOW = "text.txt", "small", 256
+END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
 def quickstart(folder: Path, *, share: float = 1.0, json_output: bool = False) -> int:
@@ -45,7 +48,6 @@ def summarise(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path) -> None:
-    from ..data.small_model import END_OF_TURN, small_config, train_tokenizer
     from ..data.stdlib import stdlib_pairs, stdlib_text
 
     texts = stdlib_text()
@@ -56,6 +58,57 @@ def _write(folder: Path) -> None:
     (folder / TEXT).write_text(END_OF_TURN.join(texts), encoding="utf-8")
     tokenizer.save_pretrained(folder / PARTS)
     small_config(tokenizer, hidden=192, layers=4, positions=2 * WINDOW).save_pretrained(folder / PARTS)
+
+
+def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
+    """A byte-level BPE tokenizer of `texts`, with ChatML's special tokens and template; the end of a turn is also the end of a text.
+
+    Every digit is a token of its own, as in Llama, to save vocabulary.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from ..data.chat import NAMED
+
+    special = [END_OF_TEXT, TURN, END_OF_TURN]
+    if vocabulary < 256 + len(special):
+        raise UsageError(f"a byte-level vocabulary has at least {256 + len(special)} tokens, got {vocabulary}")
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    made.chat_template = NAMED["chatml"].text
+    made.add_special_tokens({"additional_special_tokens": [TURN]})
+    return made
+
+
+def small_config(tokenizer: Any, *, hidden: int = 256, layers: int = 4, positions: int = 512) -> Any:
+    """A Llama of about 4 million parameters with the default sizes: embedding and head tied, head dimension 64."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 64),
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attention_bias=False,
+    )
 
 
 def _show(folder: Path, summary: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..runs.folder import is_held, rows_in
+from ..wording import first_line
 
 FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.json", "result.json", "preflight.json", "config.yaml")
 
@@ -170,7 +171,7 @@ def _settings(path: Path, record: RunRecord) -> None:
     try:
         record.settings = dict_of(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, ValueError) as error:
-        record.damaged.append(f"resolved.yaml: {str(error).splitlines()[0]}")
+        record.damaged.append(f"resolved.yaml: {first_line(error)}")
 
 
 _NAME = re.compile(r"samples/step_\d+_\d+\.png")  # what a run writes; a folder from elsewhere may name anything

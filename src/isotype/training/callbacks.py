@@ -84,13 +84,14 @@ def call_back(callbacks: Sequence[Callback], name: str, moment: Moment, optimize
     """
     dtype = torch.get_default_dtype()
     for callback in callbacks:
-        before = Snapshot(moment.model, optimizer)
+        before, sample = _versions(moment.model, optimizer), Continuity(moment.model, optimizer)
+        sample.take("the call")
         with random_state_restored(), modes_restored(moment.model), torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
                 getattr(callback, f"on_{name}")(moment)
             finally:
                 torch.set_default_dtype(dtype)
-        if (changed := before.changed()) is not None:
+        if (changed := _changed(before, _versions(moment.model, optimizer), sample)) is not None:
             raise RunError(
                 f"step {moment.step}: {type(callback).__name__}.on_{name} changed {changed}", code="CB001",
                 fix="a callback may read weights, not change them: work on a copy (copy.deepcopy), or make it part of the objective",
@@ -98,24 +99,15 @@ def call_back(callbacks: Sequence[Callback], name: str, moment: Moment, optimize
     return bool(moment._asked)
 
 
-class Snapshot:
-    """Of a model's parameters and buffers and an optimizer's states. `changed` names the first tensor that was written or exchanged since;
-    a buffer, which a generation may write, only where it was rounded."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._versions, self._sample = _versions(model, optimizer), Continuity(model, optimizer)
-        self._sample.take("the call")
-
-    def changed(self) -> str | None:
-        """A parameter, whether it is trained, a state of the optimizer, or a rounded buffer; None where nothing changed."""
-        before, now = self._versions, _versions(self.model, self.optimizer)
-        found = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
-        if found is not None:
-            return found
-        # what PyTorch does not count as a write: `p.data`, NumPy
-        written = (one for one in self._sample.differences() if one.kind != BUFFER or one.narrower)
-        return next((f"the optimizer's {one.tensor}" if one.kind == STATE else one.tensor for one in written), None)
+def _changed(before: dict[str, tuple[int, ...]], now: dict[str, tuple[int, ...]], sample: Continuity) -> str | None:
+    """The first parameter, whether it is trained, or state of the optimizer that was written or exchanged; of buffers, which a generation
+    may write, the first that was rounded."""
+    found = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
+    if found is not None:
+        return found
+    # what PyTorch does not count as a write: `p.data`, NumPy
+    written = (one for one in sample.differences() if one.kind != BUFFER or one.narrower)
+    return next((f"the optimizer's {one.tensor}" if one.kind == STATE else one.tensor for one in written), None)
 
 
 def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, ...]]:

@@ -165,13 +165,11 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
     """Raises  UsageError for an optimizer whose package is missing, or one beside which a setting would do nothing."""
     train, name = config.train, config.train.optimizer
     package, _, extra = _ELSEWHERE.get(name, ("", "", ""))
-    if package and find_spec(package) is None:
-        raise UsageError(f"train.optimizer: {name} needs {package}", fix=f"pip install 'isotype[{extra}]'")
-    for key in _NOT_READ.get(name, ()):
-        if sources.get(f"train.{key}", "default") != "default":
-            raise UsageError(f"train.{key} has no effect with train.optimizer: {name}", fix=f"remove train.{key}")
     key, free = f"train.optimizer: {name}", name == SCHEDULE_FREE
+    given = [f"train.{one}" for one in _NOT_READ.get(name, ()) if sources.get(f"train.{one}", "default") != "default"]
     refuse_where(
+        (package and find_spec(package) is None, f"{key} needs {package}", f"pip install 'isotype[{extra}]'"),
+        *((True, f"{one} has no effect with {key}", f"remove {one}") for one in given),
         (name == "adamw8bit-paged" and device_type == "cpu", f"{key} on a CPU, where nothing is paged", "train.optimizer: adamw8bit"),
         (free and train.schedule != "constant", f"{key} with train.schedule: {train.schedule}, which its average replaces",
          f"{key} and train.schedule: constant"),
@@ -190,7 +188,7 @@ def build_optimizer(
 
     plus       the learning rate of an adapter's B as a multiple of the others' (Hayou et al. 2024, "LoRA+")
     text_rate  that of a denoiser's text encoders, or of each, where it differs from `train.learning_rate`
-    Raises     UsageError when its package is missing, or Muon has no matrix
+    Raises     UsageError when Muon has no matrix
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trainable, faster = list(named.values()), {p for name, p in named.items() if plus is not None and ".lora_B." in name}
@@ -214,11 +212,8 @@ def build_optimizer(
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=rate, foreach=False)
     if name in _ELSEWHERE:
-        package, path, extra = _ELSEWHERE[name]
-        try:
-            made: Any = functools.reduce(getattr, path.split("."), import_module(package))
-        except ImportError:
-            raise UsageError(f"train.optimizer: {name} needs {package}", fix=f"pip install 'isotype[{extra}]'") from None
+        package, path, _ = _ELSEWHERE[name]
+        made: Any = functools.reduce(getattr, path.split("."), import_module(package))
         # warm-up is on by default: Prodigy's estimate of its rate must not count it; foreach would copy all gradients
         own = {PRODIGY: {"safeguard_warmup": True}, SCHEDULE_FREE: {"foreach": False}}.get(name, {})
         elsewhere: torch.optim.Optimizer = made(groups, lr=rate, betas=betas, **({} if name in _NOT_READ else {"eps": eps}), **own)

@@ -12,11 +12,11 @@ from ..environment.hardware import Hardware, by_name, detect
 from ..errors import UsageError
 from ..precision.resolve import Resolved
 from ..wording import counted, shown
+from .console import quiet_libraries
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.device import less_memory
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, Checkpointing
-from .quiet import quiet_libraries
 from .schedule import Milestones, learning_rate, repeats_in_a_step, warmup_steps
 from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
 from .start import attention_line

@@ -16,12 +16,11 @@ from ..runs.checkpoint.atomic_folder import refused, writable_again
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import LOG, RESOLVED, RunFolder, name_of, refuse_code_of
 from .callbacks import Callback, Objective, objective_name
-from .console import Interrupt, RunConsole
+from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, say_result
 from .loop import Loop
 from .memory.device import less_memory
 from .preflight.check import RECORD, preflight
-from .quiet import quiet_libraries
 from .setup import Prepared, Subject, prepare
 from .start import (
     Changed,
@@ -82,8 +81,9 @@ class _Run:
         world, console = self.world, self.console
         if not world.first:
             console.silence()
-        named = self.config.run.folder.replace("{name}", name_of(self.config))  # the time is in the name: the first process's
-        self.folder = folder = RunFolder(Path(world.first_does(lambda: str(self.resume or named))))
+        # the time may be in the name: it is the first process's
+        path = world.first_does(lambda: str(self.resume or self.config.run.folder.replace("{name}", name_of(self.config))))
+        self.folder = folder = RunFolder(Path(path))
         if self.resume is not None:
             if not folder.is_run:
                 raise UsageError(f"--resume {self.resume}: no {RESOLVED} there: not a run folder")
@@ -125,13 +125,8 @@ class _Run:
         loaded, config, task, folder, console, world = self.loaded, self.config, self.task, self.folder, self.console, self.world
         quiet_libraries()
         prepared = prepare(task, loaded.sources, folder.base, world)
-        facts = {
-            "versions": versions(),
-            "configuration": lines_of(config),
-            "data": str(task.fingerprints()),
-            "weights": prepared.fingerprint,
-        }
-        refuse_differences(world, **facts)
+        data, weights = str(task.fingerprints()), prepared.fingerprint
+        refuse_differences(world, versions=versions(), configuration=lines_of(config), data=data, weights=weights)
         if self.callbacks and prepared.sharding is not None:
             what = "callbacks are called by the first process, which has only a part of a shared model"
             raise UsageError(what, fix="parallel.kind: replicate")

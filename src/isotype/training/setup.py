@@ -36,8 +36,7 @@ from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
 from ..wording import shown
 from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, recomputing, refuse_without_host_memory
 from .memory.device import WITHIN, auto_checkpointing, memory_there, other_memory, return_freed_blocks
-from .memory.distributed_plan import plan_part
-from .memory.plan import MemoryPlan
+from .memory.plan import MemoryPlan, plan_part
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer, check_optimizer
 from .schedule import Milestones

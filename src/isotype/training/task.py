@@ -6,7 +6,6 @@ A task loads a model and its data, computes a loss, evaluates, samples, saves. `
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from ..finding import Finding
 from ..optimize import Manifest
 from ..precision.parts import Part, settle
 from ..precision.precision import Precision
-from ..runs.checkpoint.snapshot import random_state, restore_random_state
+from ..runs.checkpoint.snapshot import random_state, restore_random_state, seed_generators
 
 Yielded = TypeVar("Yielded", covariant=True)
 
@@ -391,8 +390,7 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
 def same_draws() -> Iterator[None]:
     """Every block under it draws the same numbers, so that two evaluations of a model that draws in its forward can be compared."""
     with random_state_restored():
-        torch.manual_seed(0)
-        random.seed(0)
+        seed_generators(0)
         yield
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from ..config.yaml_text import write_value
 from ..runs.checkpoint.atomic_folder import write_text
+from ..wording import first_line
 from .task import Sample, random_state_restored
 
 Say = Callable[[str], None]
@@ -62,8 +63,7 @@ class Trackers:
                     tell(tracker)
                 except Exception as error:  # an error of a service must not stop the run
                     self._trackers.remove(tracker)
-                    first = next(iter(str(error).splitlines()), type(error).__name__)
-                    self._say(f"tracker   {tracker.name} failed and is switched off: {first}")
+                    self._say(f"tracker   {tracker.name} failed and is switched off: {first_line(error)}")
 
 
 class TensorBoard:
@@ -123,7 +123,7 @@ class WeightsAndBiases:
         except wandb.errors.Error as error:
             if mode != "online":
                 raise
-            say(f"tracker   wandb is not reached ({next(iter(str(error).splitlines()), '')}): going on offline")
+            say(f"tracker   wandb is not reached ({first_line(error)}): going on offline")
             mode = "offline"
             self._run = self._start(folder, settings, mode)
         self._run.define_metric("step")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from isotype.doctor.explain import explain
 
 MIXED = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
@@ -21,22 +19,23 @@ def traceback(*frames: tuple[str, int, str, str], error: str = MIXED) -> list[st
 LINEAR = (f"{LIB}/torch/nn/modules/linear.py", 125, "forward", "return F.linear(input, self.weight, self.bias)")
 
 
-@pytest.mark.parametrize(
-    ("frames", "cause"),
-    [
+TRACEBACKS = [
         ([("/home/me/chat.py", 9, "main", "out = model.generate(**inputs)"), LINEAR], "generate outside autocast"),
         ([("/home/me/t.py", 9, "run", "trainer.evaluate()"), (f"{LIB}/transformers/trainer.py", 1, "evaluation_loop", "x"), LINEAR], "evaluation"),
         ([(f"{LIB}/torch/autograd/function.py", 307, "apply", "return user_fn(self, *args)"), ("/home/me/op.py", 30, "backward", "dW = x.t() @ dy")], "custom backward"),
         ([("/home/me/t.py", 5, "step", "loss.backward()"), (f"{LIB}/torch/_tensor.py", 1, "backward", "torch.autograd.backward(")], "backward"),
         ([("/home/me/m.py", 5, "forward", "logits = self.lm_head(hidden)"), LINEAR], "head"),
         ([("/home/me/m.py", 5, "forward", "y = self.fc(x)"), LINEAR], "activation promoted"),
-    ],
-)  # fmt: skip
-def test_the_first_cause_follows_the_traceback(frames: list[tuple[str, int, str, str]], cause: str):
-    (finding,) = explain(traceback(*frames))
-    assert cause in (finding.cause or "").partition(":")[0]
-    user = next(f for f in reversed(frames) if "site-packages" not in f[0])
-    assert (finding.place.file, finding.place.line) == (user[0], user[1])
+]  # fmt: skip
+
+
+def test_the_first_cause_follows_the_traceback(subtests):
+    for frames, cause in TRACEBACKS:
+        with subtests.test(cause):
+            (finding,) = explain(traceback(*frames))
+            assert cause in (finding.cause or "").partition(":")[0]
+            user = next(f for f in reversed(frames) if "site-packages" not in f[0])
+            assert (finding.place.file, finding.place.line) == (user[0], user[1])
 
 
 def test_a_region_that_is_on_is_no_remedy():
@@ -50,24 +49,20 @@ def test_a_region_that_is_on_is_no_remedy():
         assert finding.fix.splitlines()[0].count("torch.autocast(") == switched_on
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "v", "cause"),
-    [
+def test_the_odd_one_of_query_key_value():
+    for q, k, v, cause in (
         ("float", "float", "c10::BFloat16", "rotary"),
         ("float", "c10::BFloat16", "c10::BFloat16", "KV cache"),
         ("c10::Half", "float", "c10::Half", "key"),
-    ],
-)
-def test_the_odd_one_of_query_key_value(q: str, k: str, v: str, cause: str):
-    (finding,) = explain(
-        [f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."]
-    )
-    assert cause in (finding.cause or "")
+    ):
+        text = (
+            f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."
+        )
+        (finding,) = explain([text])
+        assert cause in (finding.cause or "")
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "cause", "fix"),
-    [
+SAID = [
         ("RuntimeError: expected scalar type Float but found BFloat16\ntorch.matmul(attn, v) under FSDP", "EX001", "operands of two dtypes", "attn.to(v.dtype)"),
         ("---> 67     return torch.layer_norm(\n     68         input,\n\nRuntimeError: expected scalar type BFloat16 but found Float", "EX004", "norm weight and input", "norm"),
         ("RuntimeError: Expected query, key, and value to have the same dtype,\nbut got query.dtype: c10::BFloat16 key.dtype: float and value.dtype: float instead.", "EX005", "KV cache", "cache"),
@@ -86,20 +81,23 @@ def test_the_odd_one_of_query_key_value(q: str, k: str, v: str, cause: str):
         (f"{MIXED}\nonly with torch.compile, eager runs", "EX001", "compiled code makes another dtype than eager", "aot_eager"),
         ("RuntimeError: Expected query, key, and value to have the same dtype\nwith a quantised KV cache", "EX005", "KV cache made or written", "cache.to"),
         ("RuntimeError: Expected query, key, and value to have the same dtype\nthe node hard-codes torch.bfloat16", "EX005", "a dtype written out in the code", "hidden.dtype"),
-    ],
-)  # fmt: skip
-def test_what_a_report_quotes_or_says_decides_its_first_cause(text: str, code: str, cause: str, fix: str):
-    (finding,) = explain(text.splitlines())
-    assert finding.code == code
-    assert cause in (finding.cause or "").partition(": ")[0]
-    assert fix in (finding.fix or "")
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("where", "device"), [("inference on a CPU", "cpu"), ("on MPS", "mps"), ("on an A100", "cuda")])
-def test_autocast_is_advised_for_the_device_that_the_text_names(where: str, device: str):
-    (finding,) = explain([f"RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16, {where}"])
-    told = f"{finding.fix} {dict(finding.details).get('or', '')}"
-    assert f'torch.autocast("{device}"' in told
+def test_what_a_report_quotes_or_says_decides_its_first_cause(subtests):
+    for text, code, cause, fix in SAID:
+        with subtests.test(text):
+            (finding,) = explain(text.splitlines())
+            assert finding.code == code
+            assert cause in (finding.cause or "").partition(": ")[0]
+            assert fix in (finding.fix or "")
+
+
+def test_autocast_is_advised_for_the_device_that_the_text_names():
+    for where, device in (("inference on a CPU", "cpu"), ("on MPS", "mps"), ("on an A100", "cuda")):
+        (finding,) = explain([f"RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16, {where}"])
+        told = f"{finding.fix} {dict(finding.details).get('or', '')}"
+        assert f'torch.autocast("{device}"' in told
 
 
 def test_code_that_a_long_log_quotes_is_not_the_failing_call():

@@ -1,8 +1,11 @@
-"""`with trace(model)`: the exception survives, nothing is left behind, memory does not grow, numbers do not change."""
+"""`with trace(model)`: the exception survives, nothing is left behind, memory does not grow, numbers do not change; a run that repeats
+itself is watched now and then, and what changes, fails or goes on outside its forwards is found all the same.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 
 import pytest
@@ -15,22 +18,40 @@ from isotype.doctor.trace.origin import Origin
 bf16 = torch.bfloat16
 
 
-def net(dtype=torch.float32):
+def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).to(dtype)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
 
 
-def train(model, steps):
+class Breaking(nn.Module):
+    """At `breaks`, counted in forwards, something fp32 promotes what a bf16 layer gets."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.drop, self.head = nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 4)
+        self.to(bf16)
+        self.table, self.breaks, self.forwards = torch.ones(16), breaks, 0
+
+    def forward(self, x):
+        self.forwards += 1
+        x = torch.relu(self.inner(x))
+        return self.head(self.drop(x * self.table if self.forwards >= self.breaks > 0 else x))
+
+
+def train(model, steps, *, each=lambda step: None):
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    dtype = next(model.parameters()).dtype
     losses = []
-    for _ in range(steps):
-        with torch.autocast("cpu", bf16):
-            loss = model(torch.randn(8, 16)).float().pow(2).mean()
+    for step in range(steps):
+        with torch.autocast("cpu", bf16, enabled=dtype != bf16):
+            loss = model(torch.randn(8, 16, dtype=dtype)).float().pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        each(step)
     return losses
 
 
@@ -134,3 +155,37 @@ def test_checkpointing_under_autocast_is_quiet():
                 loss = checkpoint(model, x, use_reentrant=reentrant).float().sum()
             loss.backward()
         assert seen.findings == []
+
+
+def test_repeated_forwards_are_not_watched():
+    counts = []
+    with trace() as seen:
+        train(net(), 65, each=lambda step: counts.append(seen._tracer.ops))
+    ops = [later - earlier for earlier, later in itertools.pairwise(counts)]  # of steps 2 to 65
+    assert ops[20] < ops[3] / 3  # step 22
+    assert ops[30] > 0.9 * ops[3]  # step 32, a power of two
+
+
+def test_an_error_in_an_unwatched_forward_is_explained():
+    model = Breaking(30)
+    with pytest.raises(RuntimeError) as caught, trace(model) as seen:
+        train(model, 40)
+    assert model.forwards == 31  # and once more, to see why
+    assert seen.failure.code == "TR001"
+    text = seen.failure.render()
+    assert "x * self.table" in text
+    assert seen.failure.place.symbol == "head"
+    assert len(caught.value.__notes__) == 1
+    assert not any((*m._forward_hooks, *m._forward_pre_hooks) for m in model.modules())
+
+
+def test_a_late_cast_between_forwards_is_found():
+    def validates(step):
+        if step == 25:
+            model.to(bf16)(torch.zeros(1, 16, dtype=bf16))
+            model.float()
+
+    model = net()
+    with trace(model) as seen:
+        train(model, 30, each=validates)
+    assert [f.code for f in seen.findings] == ["TR011"]

@@ -3,35 +3,17 @@
 import json
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
+import transformers
 from benchmarks.diffusion_matrix import sd3 as sd3_transformer
 from benchmarks.diffusion_matrix import sdxl as sdxl_unet
-from diffusers import (
-    AutoencoderKL,
-    DPMSolverMultistepScheduler,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    PixArtAlphaPipeline,
-    PixArtTransformer2DModel,
-    StableDiffusion3Pipeline,
-    StableDiffusionXLPipeline,
-)
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-)
 
 from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
@@ -45,35 +27,39 @@ WORDS = ("<pad>", "</s>", "<unk>", "a", "on", "white", *SHAPES, *COLOURS)
 WIDTH = 16
 
 
-def tokenizer(length: int) -> PreTrainedTokenizerFast:
+def tokenizer(length: int) -> transformers.PreTrainedTokenizerFast:
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = Whitespace()
     inner.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
+    )
 
 
 def clip(*, projection: bool) -> torch.nn.Module:
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         vocab_size=len(WORDS), hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=8, projection_dim=WIDTH, eos_token_id=1, bos_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
+    return (transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel)(config)
 
 
-def t5() -> T5EncoderModel:
-    return T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2))
+def t5() -> transformers.T5EncoderModel:
+    return transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    )
 
 
-def vae(channels: int, *, stages: int = 3) -> AutoencoderKL:
-    return AutoencoderKL(
+def vae(channels: int, *, stages: int = 3) -> diffusers.AutoencoderKL:
+    return diffusers.AutoencoderKL(
         in_channels=3, out_channels=3, latent_channels=channels, block_out_channels=(8,) * stages, layers_per_block=1, norm_num_groups=4,
         down_block_types=("DownEncoderBlock2D",) * stages, up_block_types=("UpDecoderBlock2D",) * stages, sample_size=SIDE,
         use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5, shift_factor=0.1,
     )  # fmt: skip
 
 
-def flux_transformer(*, guidance: bool = False) -> FluxTransformer2DModel:
-    return FluxTransformer2DModel(
+def flux_transformer(*, guidance: bool = False) -> diffusers.FluxTransformer2DModel:
+    return diffusers.FluxTransformer2DModel(
         patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=2 * WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=guidance, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
@@ -81,27 +67,27 @@ def flux_transformer(*, guidance: bool = False) -> FluxTransformer2DModel:
 
 def sd3(folder: Path) -> Path:
     torch.manual_seed(0)
-    StableDiffusion3Pipeline(
-        transformer=sd3_transformer(), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(4),
+    diffusers.StableDiffusion3Pipeline(
+        transformer=sd3_transformer(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(4),
         text_encoder=clip(projection=True), tokenizer=tokenizer(8), text_encoder_2=clip(projection=True), tokenizer_2=tokenizer(8),
         text_encoder_3=t5(), tokenizer_3=tokenizer(8),
     ).save_pretrained(folder)  # fmt: skip
     return folder
 
 
-def flux(folder: Path, *, guidance: bool = False) -> Path:
+def flux(folder: Path) -> Path:
     torch.manual_seed(0)
-    FluxPipeline(
-        transformer=flux_transformer(guidance=guidance), vae=vae(4),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
+    diffusers.FluxPipeline(
+        transformer=flux_transformer(), vae=vae(4),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
         text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=t5(), tokenizer_2=tokenizer(8),
     ).save_pretrained(folder)  # fmt: skip
     return folder
 
 
-def pixart_transformer() -> PixArtTransformer2DModel:
+def pixart_transformer() -> diffusers.PixArtTransformer2DModel:
     """With 128 latent pixels in its configuration PixArt is told the picture's size."""
-    return PixArtTransformer2DModel(
+    return diffusers.PixArtTransformer2DModel(
         num_attention_heads=3, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, cross_attention_dim=24, sample_size=128,
         caption_channels=2 * WIDTH,
     )  # fmt: skip
@@ -109,9 +95,9 @@ def pixart_transformer() -> PixArtTransformer2DModel:
 
 def pixart(folder: Path) -> Path:
     torch.manual_seed(0)
-    PixArtAlphaPipeline(
+    diffusers.PixArtAlphaPipeline(
         transformer=pixart_transformer(), vae=vae(4), text_encoder=t5(), tokenizer=tokenizer(8),
-        scheduler=DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear"),
+        scheduler=diffusers.DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear"),
     ).save_pretrained(folder)  # fmt: skip
     return folder
 
@@ -119,8 +105,8 @@ def pixart(folder: Path) -> Path:
 def sdxl(folder: Path, *, prediction: str = "epsilon") -> Path:
     torch.manual_seed(0)
     settings = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "prediction_type": prediction}
-    StableDiffusionXLPipeline(
-        unet=sdxl_unet(), vae=vae(4), scheduler=EulerDiscreteScheduler(**settings),
+    diffusers.StableDiffusionXLPipeline(
+        unet=sdxl_unet(), vae=vae(4), scheduler=diffusers.EulerDiscreteScheduler(**settings),
         text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=clip(projection=True), tokenizer_2=tokenizer(8),
         force_zeros_for_empty_prompt=True, add_watermarker=False,
     ).save_pretrained(folder)  # fmt: skip
@@ -139,12 +125,12 @@ def draw(shape: str, colour: str, shift: int = 0) -> Image.Image:
     return picture
 
 
-def pictures(folder: Path, *, shifts: int = 3) -> Path:
+def pictures(folder: Path) -> Path:
     """A picture with its .txt for every shape, colour and shift."""
     folder.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
         for colour in COLOURS:
-            for shift in range(shifts):
+            for shift in range(3):
                 draw(shape, colour, shift).save(folder / f"{colour}_{shape}_{shift}.png")
                 (folder / f"{colour}_{shape}_{shift}.txt").write_text(f"a {colour} {shape} on white\n")
     return folder

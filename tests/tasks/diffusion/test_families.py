@@ -158,9 +158,7 @@ PLAIN = {
     "auraflow": plain_auraflow, "lumina2": plain_lumina2, "hidream": plain_hidream, "wan": plain_wan, "ltx": plain_ltx,
     "kontext": plain_kontext, "qwen_edit": plain_qwen_edit, "qwen_edit_plus": plain_qwen_edit,
 }  # fmt: skip
-IN_PAIRS = {
-    "kontext": "FluxKontextPipeline", "qwen_edit": "QwenImageEditPipeline", "qwen_edit_plus": "QwenImageEditPlusPipeline",
-}  # fmt: skip
+IN_PAIRS = ("kontext", "qwen_edit", "qwen_edit_plus")
 
 
 def edits(studio):
@@ -185,10 +183,11 @@ def loss_and_grads(plain, model, batch, names):
 
 
 def in_fp64(batch):
-    text = {name: tensor.double() for name, tensor in batch.text.items()}
-    control = None if batch.control is None else batch.control.double()
-    wide = {name: getattr(batch, name).double() for name in ("latents", "noise", "sigma")}
-    return replace(batch, **wide, text=text, control=control)
+    def wide(value):
+        return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+
+    widened = {name: wide(getattr(batch, name)) for name in ("latents", "noise", "sigma", "cut", "control")}
+    return replace(batch, **widened, text={name: wide(tensor) for name, tensor in batch.text.items()})
 
 
 def relative(found, exact):
@@ -229,7 +228,7 @@ def test_bf16_gradients_are_at_most_half_as_far_again_as_diffusers(drawn, studio
     assert relative(ours, exact) < 1.5 * relative(plain, exact)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.full) if name == "qwen_edit_plus" else name for name in PLAIN])
 def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family):
     loaded, task, model, batch = in_training(drawn, studio, tmp_path, family, "fp32")
     ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
@@ -260,11 +259,11 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "blocks"), [("ltx", 2), ("hidream", 2)])
-def test_blocks_that_a_denoiser_does_not_name_are_recomputed(drawn, studio, tmp_path, capsys, family, blocks):
+@pytest.mark.parametrize("family", ["ltx", "hidream"])
+def test_blocks_that_a_denoiser_does_not_name_are_recomputed(drawn, studio, tmp_path, capsys, family):
     for recompute in ("none", "layers"):
         assert train(drawn(recompute, model=getattr(studio, family), train={"steps": 2, "gradient_checkpointing": recompute})) == 0
-    assert f"layers: all of {blocks}" in capsys.readouterr().out
+    assert "layers: all of 2" in capsys.readouterr().out
     kept, again = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("none", "layers"))
     assert all(torch.equal(kept[name], tensor) for name, tensor in again.items())
 

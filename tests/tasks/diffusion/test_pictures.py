@@ -67,13 +67,20 @@ def table(folder, kind):
     return file
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_rows_of_one_picture_are_its_captions(tmp_path, kind):
+def test_rows_of_one_picture_are_its_captions(tmp_path):
     for name in ("a.png", "b.png"):
         picture(tmp_path / name)
-    found = gathered(train=str(table(tmp_path, kind))).train
-    assert [p.captions for p in found] == [("a red circle", "a disc"), ("a green square",)]
-    assert found[0].content.read() == (tmp_path / "a.png").read_bytes()
+    for kind in ("jsonl", "csv", "parquet"):
+        found = gathered(train=str(table(tmp_path, kind))).train
+        assert [p.captions for p in found] == [("a red circle", "a disc"), ("a green square",)]
+        assert found[0].content.read() == (tmp_path / "a.png").read_bytes()
+
+
+def test_pairs_of_a_folder_and_of_rows_are_the_same(studio):
+    sections = {"train": str(studio.pairs / "after"), "controls": str(studio.pairs / "before")}, {"train": str(studio.pairs / "rows.jsonl")}
+    folder, rows = (gather(ImagesSection(eval_split=0.0, **images), seed=0, pairs=True).train for images in sections)
+    assert [(p.content, p.captions, p.control) for p in folder] == [(p.content, p.captions, p.control) for p in rows]
+    assert len({p.control for p in rows}) == 8
 
 
 def test_parquet_may_hold_the_pictures(tmp_path):

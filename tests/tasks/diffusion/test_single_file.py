@@ -1,15 +1,12 @@
 """Checkpoints in one file, in the names of the program that made them, as pipelines."""
 
 import json
-import os
 import re
 import shutil
-import signal
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, UNet2DConditionModel
-from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
@@ -18,12 +15,47 @@ from isotype.inference.diffusion import draw_with, merge_denoiser
 from isotype.tasks.choose import plan, task_of, train
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.tasks.diffusion.single_file import original_name
-from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 from tests.published import FORMATS, element, packed
+from tests.training.interrupted import cut_back
 
 from .models import refused
+
+_RESNET = {
+    "norm1": "in_layers.0", "conv1": "in_layers.2", "norm2": "out_layers.0", "conv2": "out_layers.3", "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}  # fmt: skip
+_OUTER = {
+    "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2", "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2", "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
+    "mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1", "mid_block.resnets.1": "middle_block.2",
+}  # fmt: skip
+_BLOCK = re.compile(r"^(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)(\.conv(?=\.(?:weight|bias)$))?")
+
+
+def original_name(name, config):
+    """The name of a U-Net's tensor in the code of Stable Diffusion."""
+    each = int(config["layers_per_block"]) + 1
+
+    def place(found):
+        side, i, kind, j = found[1], int(found[2]), found[3], int(found[4])
+        of_resnet = found[5] or "" if kind in ("resnets", "attentions") else ""
+        if side == "down":
+            at = each * (i + 1) if kind == "downsamplers" else each * i + j + 1
+            return f"input_blocks.{at}." + {"resnets": "0", "attentions": "1", "downsamplers": "0.op"}[kind] + of_resnet
+        after = 2 if "CrossAttn" in config["up_block_types"][i] else 1
+        at = each * i + (each - 1 if kind == "upsamplers" else j)
+        return f"output_blocks.{at}." + {"resnets": "0", "attentions": "1", "upsamplers": f"{after}.conv"}[kind] + of_resnet
+
+    name = _BLOCK.sub(place, name)
+    for ours, theirs in _OUTER.items():
+        if name.startswith(f"{ours}."):
+            name = theirs + name.removeprefix(ours)
+    layer, _, last = name.rpartition(".")
+    block, _, part = layer.rpartition(".")
+    inside = re.fullmatch(r"(input_blocks|output_blocks)\.\d+\.0|middle_block\.[02]", block)
+    return f"{block}.{_RESNET[part]}.{last}" if inside and part in _RESNET else name
+
 
 ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
 
@@ -95,9 +127,6 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     assert "quantization_config" not in kept.config
     assert found.pipeline(torch.float32, transformer=kept, vae=None).text_encoder_2 is not None
     assert found.published is None, "the file is not packed, whatever lies beside it"
-    scheduler = tmp_path / "mine/scheduler/scheduler_config.json"
-    scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"shift": 7.0}))
-    assert PipelineFolder.open(str(tmp_path / "mine.safetensors")).config("scheduler")["shift"] == 7.0
 
 
 def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
@@ -111,26 +140,6 @@ def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
     save_file({name: t for name, t in tensors.items() if not name.endswith(of_encoder)}, file)
     with pytest.raises(UsageError, match=rf"model.name: {file}: it does not have {of_encoder} of the text_encoder"):
         PipelineFolder.open(str(file)).pipeline(torch.float32, unet=None, vae=None)
-
-
-WIDTHS = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}
-OF_SDXL = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "block_out_channels": (320, 640, 1280),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (5, 10, 20),
-    "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True, "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816, "cross_attention_dim": 2048,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("settings", "count"), [(OF_SDXL, 1680), ({"cross_attention_dim": 768, "attention_head_dim": 8}, 686)])
-def test_names_are_those_that_diffusers_reads(settings, count):
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(**WIDTHS, **settings)
-    tensors = unet.state_dict()
-    original = {f"model.diffusion_model.{original_name(name, unet.config)}": tensor for name, tensor in tensors.items()}
-    read = convert_ldm_unet_checkpoint(original, dict(unet.config))
-    assert len(read) == count
-    assert {name: tensor.shape for name, tensor in read.items()} == {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
@@ -200,10 +209,10 @@ def publish(pipeline, folder, form):
 @pytest.mark.parametrize(
     "form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt", "int8-torchao"))]
 )
-def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, capsys, form):
+def test_a_published_denoiser_trains_draws_resumes_bit_for_bit_and_merges(drawn, studio, tmp_path, capsys, form):
     meant = publish(studio.flux, tmp_path / "flux", form)
     word = form.partition("-")[0]
-    run = {"samples": ["a red circle on white"], "sample_every": 4}
+    run = {"samples": ["a red circle on white"], "sample_every": 4, "save_every": 2}
     adapter = {"kind": "lora", "r": 4, "targets": ["to_q", "to_v"]}
     assert train(drawn(model=tmp_path / "flux", precision={"preset": "auto"}, run=run, adapter=adapter)) == 0
     assert f"the base came quantised: {word} by" in capsys.readouterr().out
@@ -213,6 +222,11 @@ def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, c
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
     assert draw_with(tmp_path / "run", [])[0] == "adapter"
+    trained = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
+    cut_back(tmp_path / "run", 4)
+    assert train(load(tmp_path / "run/resolved.yaml", [], {}, resolved=True), resume=tmp_path / "run") == 0
+    resumed = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in trained.items())
     merged = merge_denoiser(tmp_path / "run", tmp_path / "merged", dtype="fp32")
     assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=0.01)
     weight = load_file(tmp_path / "merged/transformer" / WEIGHTS)[f"{MEANT}.weight"]
@@ -246,21 +260,3 @@ def test_what_is_not_read_is_refused_by_name(drawn, studio, tmp_path):
     save_file(tensors, file.with_name(WEIGHTS))
     with pytest.raises(UsageError, match=rf"{MEANT}.weight is int8 and has no scale beside it"):
         plan(drawn(model=tmp_path / "flux", precision=precision))
-
-
-def test_a_published_denoiser_resumes_bit_for_bit(drawn, studio, tmp_path):
-    publish(studio.flux, tmp_path / "flux", "int8-bnb")
-    sections = {"precision": {"preset": "auto"}, "adapter": {"kind": "lora", "r": 4, "targets": ["to_q", "to_v"]}, "train": {"steps": 4}}
-    assert train(drawn("plain", model=tmp_path / "flux", **sections)) == 0
-
-    class CtrlC(Callback):
-        def on_step(self, moment):
-            if moment.step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    assert train(drawn("stopped", model=tmp_path / "flux", **sections), callbacks=[CtrlC()]) == 130
-    again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
-    assert train(again, resume=tmp_path / "stopped") == 0
-    first, second = (load_file(tmp_path / run / "adapter/pytorch_lora_weights.safetensors") for run in ("plain", "stopped"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)

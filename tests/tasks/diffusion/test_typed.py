@@ -139,11 +139,16 @@ SMALLER = {
 FRESH = {"init": "random"}
 
 
+DRAWN = {"name": "class", "caption": "a circle", "draw": 15}
+ENCODERS = {"kind": "lora", "text_encoders": True}
 REFUSED = (
     ("sd3", {"run": {"sample_tokens": 4}}, "run.sample_tokens: does not apply to a diffusion run, here it is run.sample_steps"),
     ("sd3", {"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
     ("sd3", {"images": {"resolution": 128}}, "more than this model has positions for"),
     ("sd3", {"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
+    ("sd3", {"images": {"regularisation": [{**DRAWN, "caption": None}]}}, "images.regularisation[0].draw: needs caption"),
+    ("sd3", {"images": {"regularisation": [{**DRAWN, "draw": 0}]}}, "[0].draw: expected a whole number of at least 1, got 0"),
+    ("sd3", {"images": {"regularisation": [{**DRAWN, "repeats": 2}]}}, "repeats: has no effect with draw"),
     ("sd3", {"images": {"tag_orders": 4}}, "none contains a comma"),
     ("sd3", {"images": {"keep_tags": 1}}, "keep_tags: has no effect without images.tag_orders"),
     ("sd3", {"images": {"tag_dropout": 0.1}}, "tag_dropout: has no effect without images.tag_orders"),
@@ -166,6 +171,13 @@ REFUSED = (
     ("sd3", {"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
     ("sd3", {"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
     ("sd3", {"adapter": {"start_from": "nowhere"}}, "nowhere/adapter_model.safetensors: no such file"),
+    ("sd3", {"adapter": {"kind": "lokr", "dropout": 0.1}}, "adapter.dropout: has no effect with adapter.kind: lokr"),
+    ("sd3", {"adapter": {"kind": "lora", "factor": 4}}, "adapter.factor: has no effect with adapter.kind: lora"),
+    ("sd3", {"adapter": ENCODERS}, "only those of SDXL and Stable Diffusion"),
+    ("sd1", {"adapter": {**ENCODERS, "kind": "none"}}, "adapter.text_encoders: adapter.kind: none"),
+    ("sd1", {"adapter": {**ENCODERS, "text_encoder_rate": [1e-4, 1e-5]}}, "has 2 rates, and a StableDiffusionPipeline has 1 encoder"),
+    ("sd1", {"adapter": {**ENCODERS, "dora": True}}, "diffusers does not load the lengths of a DoRA"),
+    ("sd1", {"adapter": {"text_encoder_rate": 1e-4}}, "has no effect without adapter.text_encoders"),
     *(
         (kind, {"adapter": {"targets": targets}}, said)
         for kind, targets, said in (

@@ -4,56 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from benchmarks.diffusion_matrix import qwen_image as qwen_transformer
 from benchmarks.diffusion_matrix import sana as sana_transformer
-from diffusers import (
-    AuraFlowPipeline,
-    AuraFlowTransformer2DModel,
-    AutoencoderDC,
-    AutoencoderKLFlux2,
-    AutoencoderKLLTXVideo,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-    ChromaPipeline,
-    ChromaTransformer2DModel,
-    DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Transformer2DModel,
-    FluxKontextPipeline,
-    HiDreamImagePipeline,
-    HiDreamImageTransformer2DModel,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-    Lumina2Pipeline,
-    Lumina2Transformer2DModel,
-    QwenImageEditPipeline,
-    QwenImageEditPlusPipeline,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    SanaPipeline,
-    StableDiffusionPipeline,
-    UNet2DConditionModel,
-    UniPCMultistepScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
-)
-from transformers import (
-    Gemma2Config,
-    Gemma2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 from tests import vlms
 from tests.vlms import tiny_vlm
@@ -73,17 +28,21 @@ def chatting(length: int):
     return made
 
 
-def dynamic() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+def of_text(kind: type, layers: int):
+    return kind(kind.config_class(**TEXT, num_hidden_layers=layers))
+
+
+def dynamic() -> diffusers.FlowMatchEulerDiscreteScheduler:
+    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
 
 
 def qwen(folder: Path) -> None:
     text = {**TEXT, "num_hidden_layers": 1, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 2 * WIDTH, "patch_size": 4}
-    QwenImagePipeline(
+    diffusers.QwenImagePipeline(
         transformer=qwen_transformer(), scheduler=dynamic(), tokenizer=tokenizer(256),
-        text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
-        vae=AutoencoderKLQwenImage(
+        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
+        vae=diffusers.AutoencoderKLQwenImage(
             base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
             latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
         ),
@@ -91,21 +50,21 @@ def qwen(folder: Path) -> None:
 
 
 def kontext(folder: Path) -> None:
-    FluxKontextPipeline(
+    diffusers.FluxKontextPipeline(
         transformer=flux_transformer(guidance=True), vae=vae(4), scheduler=dynamic(),
         text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=t5(), tokenizer_2=tokenizer(8),
     ).save_pretrained(folder)  # fmt: skip
 
 
-def qwen_edit(folder: Path, kind: type = QwenImageEditPipeline, *, stages: int = 2, **transformer: Any) -> None:
+def qwen_edit(folder: Path, kind: type = diffusers.QwenImageEditPipeline, *, stages: int = 2, **transformer: Any) -> None:
     """`stages`: 2 ** stages pixels are a latent pixel in each direction."""
     encoder = tiny_vlm("qwen2_5_vl")
     denoiser = qwen_transformer()
     settings = {**denoiser.config, "joint_attention_dim": encoder.config.text_config.hidden_size, **transformer}
     kind(
-        transformer=QwenImageTransformer2DModel.from_config(settings), scheduler=dynamic(), tokenizer=vlms.tokenizer(),
+        transformer=diffusers.QwenImageTransformer2DModel.from_config(settings), scheduler=dynamic(), tokenizer=vlms.tokenizer(),
         text_encoder=encoder, processor=None,
-        vae=AutoencoderKLQwenImage(
+        vae=diffusers.AutoencoderKLQwenImage(
             base_dim=4, z_dim=4, dim_mult=[1] * stages + [2], num_res_blocks=1, temperal_downsample=[False] + [True] * (stages - 1),
             latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
         ),
@@ -119,7 +78,7 @@ def qwen_edit(folder: Path, kind: type = QwenImageEditPipeline, *, stages: int =
 
 def qwen_edit_plus(folder: Path) -> None:
     """As the one of November 2025, whose picture before the edit has the noise level 0."""
-    qwen_edit(folder, QwenImageEditPlusPipeline, zero_cond_t=True)
+    qwen_edit(folder, diffusers.QwenImageEditPlusPipeline, zero_cond_t=True)
 
 
 def qwen_edit_1024(folder: Path) -> None:
@@ -128,18 +87,18 @@ def qwen_edit_1024(folder: Path) -> None:
 
 
 def z_image(folder: Path) -> None:
-    ZImagePipeline(
-        transformer=ZImageTransformer2DModel(
+    diffusers.ZImagePipeline(
+        transformer=diffusers.ZImageTransformer2DModel(
             in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=2 * WIDTH, axes_dims=[4, 6, 6],
             axes_lens=[64, 32, 32],
         ),
-        vae=vae(4), text_encoder=Qwen3ForCausalLM(Qwen3Config(**TEXT, num_hidden_layers=2)), tokenizer=chatting(64),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(4), text_encoder=of_text(transformers.Qwen3ForCausalLM, 2), tokenizer=chatting(64),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     ).save_pretrained(folder)  # fmt: skip
 
 
-def flux2_vae() -> AutoencoderKLFlux2:
-    made = AutoencoderKLFlux2(
+def flux2_vae() -> diffusers.AutoencoderKLFlux2:
+    made = diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
         layers_per_block=1, latent_channels=4, norm_num_groups=4, use_quant_conv=False, use_post_quant_conv=False,
     )  # fmt: skip
@@ -149,19 +108,19 @@ def flux2_vae() -> AutoencoderKLFlux2:
 
 
 def klein(folder: Path) -> None:
-    Flux2KleinPipeline(
-        transformer=Flux2Transformer2DModel(
+    diffusers.Flux2KleinPipeline(
+        transformer=diffusers.Flux2Transformer2DModel(
             in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
             joint_attention_dim=3 * 2 * WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False, timestep_guidance_channels=32,
         ),
-        vae=flux2_vae(), text_encoder=Qwen3ForCausalLM(Qwen3Config(**TEXT, num_hidden_layers=27)), tokenizer=chatting(64),
+        vae=flux2_vae(), text_encoder=of_text(transformers.Qwen3ForCausalLM, 27), tokenizer=chatting(64),
         scheduler=dynamic(),
     ).save_pretrained(folder)  # fmt: skip
 
 
 def chroma(folder: Path) -> None:
-    ChromaPipeline(
-        transformer=ChromaTransformer2DModel(
+    diffusers.ChromaPipeline(
+        transformer=diffusers.ChromaTransformer2DModel(
             in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=2 * WIDTH,
             axes_dims_rope=(4, 6, 6), approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1,
         ),
@@ -170,52 +129,52 @@ def chroma(folder: Path) -> None:
 
 
 def sd1(folder: Path) -> None:
-    StableDiffusionPipeline(
-        unet=UNet2DConditionModel(
+    diffusers.StableDiffusionPipeline(
+        unet=diffusers.UNet2DConditionModel(
             block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4, norm_num_groups=4,
             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
             attention_head_dim=4, cross_attention_dim=WIDTH,
         ),
         vae=vae(4), text_encoder=clip(projection=False), tokenizer=tokenizer(8), safety_checker=None, feature_extractor=None,
-        scheduler=DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"), requires_safety_checker=False,
+        scheduler=diffusers.DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"), requires_safety_checker=False,
     ).save_pretrained(folder)  # fmt: skip
 
 
 def sana(folder: Path) -> None:
-    SanaPipeline(
-        transformer=sana_transformer(), text_encoder=Gemma2Model(Gemma2Config(**TEXT, num_hidden_layers=1)), tokenizer=tokenizer(400),
-        vae=AutoencoderDC(
+    diffusers.SanaPipeline(
+        transformer=sana_transformer(), text_encoder=of_text(transformers.Gemma2Model, 1), tokenizer=tokenizer(400),
+        vae=diffusers.AutoencoderDC(
             latent_channels=4, attention_head_dim=4, encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8),
             encoder_layers_per_block=(1, 1, 1), decoder_layers_per_block=(1, 1, 1), encoder_qkv_multiscales=((), (), ()),
             decoder_qkv_multiscales=((), (), ()), scaling_factor=0.41,
         ),
-        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", flow_shift=3.0, use_flow_sigmas=True),
+        scheduler=diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", flow_shift=3.0, use_flow_sigmas=True),
     ).save_pretrained(folder)  # fmt: skip
 
 
 def auraflow(folder: Path) -> None:
-    AuraFlowPipeline(
-        transformer=AuraFlowTransformer2DModel(
+    diffusers.AuraFlowPipeline(
+        transformer=diffusers.AuraFlowTransformer2DModel(
             sample_size=8, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
             num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=2 * WIDTH, pos_embed_max_size=64,
         ),
-        vae=vae(4), text_encoder=t5(), tokenizer=tokenizer(8), scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        vae=vae(4), text_encoder=t5(), tokenizer=tokenizer(8), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=1.73),
     ).save_pretrained(folder)  # fmt: skip
 
 
 def lumina2(folder: Path) -> None:
-    Lumina2Pipeline(
-        transformer=Lumina2Transformer2DModel(
+    diffusers.Lumina2Pipeline(
+        transformer=diffusers.Lumina2Transformer2DModel(
             sample_size=8, in_channels=4, hidden_size=24, num_layers=1, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1,
             multiple_of=16, axes_dim_rope=(4, 4, 4), axes_lens=(128, 32, 32), cap_feat_dim=2 * WIDTH,
         ),
-        vae=vae(4, stages=4), text_encoder=Gemma2Model(Gemma2Config(**TEXT, num_hidden_layers=2)), tokenizer=tokenizer(256),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=vae(4, stages=4), text_encoder=of_text(transformers.Gemma2Model, 2), tokenizer=tokenizer(256),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0),
     ).save_pretrained(folder)  # fmt: skip
 
 
 def hidream(folder: Path) -> None:
-    denoiser = HiDreamImageTransformer2DModel(
+    denoiser = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         caption_channels=[2 * WIDTH, 2 * WIDTH], text_emb_dim=2 * WIDTH, num_routed_experts=2, num_activated_experts=2,
         axes_dims_rope=(8, 4, 4), max_resolution=(16, 16), llama_layers=[0, 1],
@@ -223,32 +182,32 @@ def hidream(folder: Path) -> None:
     for name, p in denoiser.named_parameters():  # its gates are left uninitialised
         if name.endswith("gate.weight"):
             torch.nn.init.normal_(p)
-    HiDreamImagePipeline(
-        transformer=denoiser, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(4), tokenizer=tokenizer(8),
+    diffusers.HiDreamImagePipeline(
+        transformer=denoiser, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(4), tokenizer=tokenizer(8),
         text_encoder=clip(projection=True), text_encoder_2=clip(projection=True), tokenizer_2=tokenizer(8), text_encoder_3=t5(),
         tokenizer_3=tokenizer(8), tokenizer_4=tokenizer(8),
-        text_encoder_4=LlamaForCausalLM(LlamaConfig(**TEXT, num_hidden_layers=2, attn_implementation="eager")),
+        text_encoder_4=transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_hidden_layers=2, attn_implementation="eager")),
     ).save_pretrained(folder)  # fmt: skip
 
 
 def wan(folder: Path) -> None:
-    text = UMT5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
-    WanPipeline(
-        transformer=WanTransformer3DModel(
+    text = transformers.UMT5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    diffusers.WanPipeline(
+        transformer=diffusers.WanTransformer3DModel(
             num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=2 * WIDTH, freq_dim=32, ffn_dim=32,
             num_layers=2,
         ),
-        vae=AutoencoderKLWan(
+        vae=diffusers.AutoencoderKLWan(
             base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True], scale_factor_spatial=4,
             latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
         ),
-        text_encoder=UMT5EncoderModel(text), tokenizer=tokenizer(8),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        text_encoder=transformers.UMT5EncoderModel(text), tokenizer=tokenizer(8),
+        scheduler=diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
     ).save_pretrained(folder)  # fmt: skip
 
 
 def ltx(folder: Path) -> None:
-    coder = AutoencoderKLLTXVideo(
+    coder = diffusers.AutoencoderKLLTXVideo(
         latent_channels=4, block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), layers_per_block=(1, 1, 1),
         decoder_layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, False), decoder_spatio_temporal_scaling=(True, False),
         down_block_types=("LTXVideoDownBlock3D",) * 2, decoder_inject_noise=(False,) * 3, downsample_type=("conv",) * 2,
@@ -256,8 +215,8 @@ def ltx(folder: Path) -> None:
     )  # fmt: skip
     coder.latents_mean.normal_(std=0.2)
     coder.latents_std.uniform_(0.5, 2.0)
-    LTXPipeline(
-        transformer=LTXVideoTransformer3DModel(
+    diffusers.LTXPipeline(
+        transformer=diffusers.LTXVideoTransformer3DModel(
             in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, cross_attention_dim=24, num_layers=2,
             caption_channels=2 * WIDTH,
         ),

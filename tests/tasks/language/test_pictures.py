@@ -71,7 +71,7 @@ def test_every_form_gives_the_same_row(vlm, seen, tmp_path, subtests):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from isotype.data.in_memory import as_source
+    from isotype.data.sources import as_source
 
     (wanted,) = read(vlm("qwen2_5_vl"), seen(turns(asked(1))))[0].train
     answer = {"role": "assistant", "content": "it is red."}

@@ -181,49 +181,46 @@ class Frame:
 
 @dataclass(slots=True)
 class Incident:
-    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log;
-    chained: raised on account of the one before."""
+    """An exception, or a passage without one.
 
-    text: str
-    frames: list[Frame]
+    line     where in the log
+    message  the exception's own lines, or the passage's
+    frames   outermost first
+    chained  raised on account of the one before
+    """
+
     line: int
-    exception: str | None = None
-    chained: bool = False
-
-
-@dataclass(slots=True)
-class _Open:
-    """A traceback being read."""
-
-    start: int
-    frames: list[Frame] = field(default_factory=list)
     message: list[str] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
     exception: str | None = None
     chained: bool = False
 
-    def add(self, frame: Frame) -> None:
+    @property
+    def text(self) -> str:
+        return "\n".join(self.message).strip()
+
+    def add(self, match: re.Match[str], line: str) -> None:
+        """Adds the frame that a line of a traceback names."""
         if len(self.frames) >= MOST_FRAMES:
             del self.frames[MOST_FRAMES // 2]
-        self.frames.append(frame)
-
-    def close(self) -> Incident | None:
-        text = "\n".join(self.message).strip()
-        return Incident(text, self.frames, self.start, self.exception, chained=self.chained) if text else None
+        self.frames.append(Frame(match["file"], int(line), match["function"] or ""))
 
 
 def incidents(lines: Iterable[str]) -> Iterator[Incident]:
     """Every exception and every passage, in the order of their last lines."""
-    open_by_rank: dict[str, _Open] = {}
+    open_by_rank: dict[str, Incident] = {}
     chained: set[str] = set()  # ranks whose next traceback was raised on account of their last
-    passage: list[str] = []
-    passage_start = 1
-    number = 0
+    passage = Incident(0)
     prefixes: dict[str, re.Pattern[str]] = {}  # what stood before a traceback's first line: its other lines have the same there
 
+    def closed(*ended: Incident | None) -> Iterator[Incident]:
+        """Those that hold a message."""
+        yield from (one for one in ended if one is not None and one.message)
+
     def loose() -> Iterator[Incident]:
-        if passage:
-            yield Incident("\n".join(passage), [], passage_start)
-            passage.clear()
+        nonlocal passage
+        yield from closed(passage)
+        passage = Incident(0)
 
     for number, line in _pytest(_rich(_plain(lines))):
         rank = ""
@@ -232,46 +229,34 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
         line = _STAMP.sub("", line)
         if title := _TRACEBACK.search(line):
             _learn(line[: title.start()], prefixes)
-        elif known := next((match for prefix in prefixes.values() if (match := prefix.match(line))), None):
-            line = line[known.end() :]
-        if title:
-            if (done := open_by_rank.pop(rank, None)) and (incident := done.close()):
-                yield incident
+            yield from closed(open_by_rank.pop(rank, None))
             yield from loose()
-            open_by_rank[rank] = _Open(number, chained=rank in chained)
+            open_by_rank[rank] = Incident(number, chained=rank in chained)
             chained.discard(rank)
             continue
-        current = open_by_rank.get(rank)
+        if known := next((match for prefix in prefixes.values() if (match := prefix.match(line))), None):
+            line = line[known.end() :]
         if _CHAIN.match(line):
-            if current and (incident := current.close()):
-                yield incident
-            open_by_rank.pop(rank, None)
+            yield from closed(open_by_rank.pop(rank, None))
             chained.add(rank)
-            continue
-        if current is None:
-            if frame := _FRAME.match(line):  # pasted without its first line
+        elif current := open_by_rank.get(rank):
+            if _take(current, line):
+                yield from closed(open_by_rank.pop(rank))
+                if line.strip():
+                    passage.line = number
+                    passage.message.append(line)
+        elif frame := _FRAME.match(line):  # pasted without its first line
+            yield from loose()
+            open_by_rank[rank] = Incident(number)
+            open_by_rank[rank].add(frame, frame["line"])
+        elif line.strip():
+            passage.line = passage.line or number
+            passage.message.append(line)
+            if len(passage.message) >= LONGEST_PASSAGE:
                 yield from loose()
-                current = open_by_rank[rank] = _Open(number)
-                current.add(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
-            elif line.strip():
-                if not passage:
-                    passage_start = number
-                passage.append(line)
-                if len(passage) >= LONGEST_PASSAGE:
-                    yield from loose()
-            else:
-                yield from loose()
-            continue
-        if _take(current, line):
-            if incident := current.close():
-                yield incident
-            open_by_rank.pop(rank)
-            if line.strip():
-                passage_start = number
-                passage.append(line)
-    for current in open_by_rank.values():
-        if incident := current.close():
-            yield incident
+        else:
+            yield from loose()
+    yield from closed(*open_by_rank.values())
     yield from loose()
 
 
@@ -304,13 +289,13 @@ def _unfolded(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
             yield number, raw
 
 
-def _take(current: _Open, line: str) -> bool:
+def _take(current: Incident, line: str) -> bool:
     """Adds a line to an open traceback; True when the line is no longer part of it."""
     if not current.message:
         if frame := _FRAME.match(line):
-            current.add(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
+            current.add(frame, frame["line"])
         elif frame := _NOTEBOOK_FRAME.match(line):
-            current.add(Frame(frame["file"], int(frame["line"] or frame["cell"]), frame["function"] or ""))
+            current.add(frame, frame["line"] or frame["cell"])
         elif (arrow := _ARROW.match(line)) and current.frames:
             last = current.frames[-1]
             current.frames[-1] = Frame(last.file, int(arrow["line"]), last.function, arrow["code"].strip())

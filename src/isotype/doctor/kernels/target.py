@@ -61,12 +61,12 @@ def load(place: str) -> list[ModuleType]:
 
 def _imported(place: str) -> list[ModuleType]:
     if not Path(place).is_dir():
-        module = module_of(place)
+        module = module_of(place, as_part=True)
         return [module, *_submodules(module)]
     files = sorted(f for f in Path(place).rglob("*.py") if "triton" in f.read_text(encoding="utf-8", errors="replace"))
     if not files:
         raise UsageError(f"{place}: no Python file in it names triton")
-    return [module_of(str(f)) for f in files]
+    return [module_of(str(f), as_part=True) for f in files]
 
 
 def _submodules(module: ModuleType) -> Iterator[ModuleType]:

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,9 @@ class Watcher:
         self._context = context
         self.found: dict[Any, Finding] = {}
 
-    def start(self) -> None:
-        """The trace begins."""
-
-    def stop(self) -> None:
-        """The trace ends."""
+    def running(self) -> AbstractContextManager[Any]:
+        """Entered for the length of the trace."""
+        return nullcontext()
 
     def forward_begins(self) -> None:
         """A watched forward of the model is about to run."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -131,10 +132,10 @@ class Provenance:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._state: Callable[[Any], Any] = torch._utils._get_obj_state
 
-    def start(self) -> None:
-        inner = self._state
+    def running(self) -> AbstractContextManager[Any]:
+        """Entered for the length of the trace: torch.save and pickle write no marks."""
+        inner: Callable[[Any], Any] = torch._utils._get_obj_state
 
         def unmarked(thing: Any) -> Any:
             state = inner(thing)
@@ -142,10 +143,7 @@ class Provenance:
                 return {key: value for key, value in state.items() if key != MARK} or None
             return state
 
-        torch._utils._get_obj_state = unmarked
-
-    def stop(self) -> None:
-        torch._utils._get_obj_state = self._state
+        return mock.patch.object(torch._utils, "_get_obj_state", unmarked)
 
     @staticmethod
     def forget() -> None:

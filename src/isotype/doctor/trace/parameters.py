@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -83,10 +85,9 @@ class Parameters(Watcher):
         self._dirty = True
         self._faults: dict[tuple[str, str], Fault] = {}
         self._returned: list[tuple[int, int, int, Change, Change]] = []  # module, its calls, parameter: cast down, used, and cast back
-        self._apply: Callable[..., Any] = torch.nn.Module._apply
 
-    def start(self) -> None:
-        inner = self._apply
+    def running(self) -> AbstractContextManager[Any]:
+        inner: Callable[..., Any] = torch.nn.Module._apply
 
         def _apply(module: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
             if self._casting:
@@ -104,10 +105,7 @@ class Parameters(Watcher):
             finally:
                 self._casting = False
 
-        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]  # a wrapper of a method of torch's, until `stop`
-
-    def stop(self) -> None:
-        torch.nn.Module._apply = self._apply  # type: ignore[method-assign]  # gives the method back
+        return mock.patch.object(torch.nn.Module, "_apply", _apply)
 
     def entered(self, module: torch.nn.Module, args: tuple) -> None:
         self._calls[id(module)] += 1

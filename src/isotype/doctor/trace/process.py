@@ -8,9 +8,12 @@ from __future__ import annotations
 import dis
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,12 +52,11 @@ class DefaultDtype(Watcher):
         self._leaks: dict[CodeType, Change] = {}
         self._never: dict[CodeType, Change] = {}
 
-    def start(self) -> None:
-        torch.set_default_dtype = self._set
-
-    def stop(self) -> None:
-        self.look()
-        torch.set_default_dtype = self._original
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with mock.patch.object(torch, "set_default_dtype", self._set):
+            yield
+            self.look()
 
     def _set(self, dtype: torch.dtype) -> None:
         before = torch.get_default_dtype()
@@ -137,21 +139,17 @@ class Compiled(Watcher):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._compile: Any = torch.compile
-        self._stance: Any = None
+        self._eager = ExitStack()
 
-    def start(self) -> None:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
-        torch.compile = self._compiling
-
-    def stop(self) -> None:
-        torch.compile = self._compile
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        with mock.patch.object(torch, "compile", self._compiling), self._eager:
+            yield
 
     def _compiling(self, *args: Any, **kwargs: Any) -> Any:
-        self._stance = self._stance or torch.compiler.set_stance("force_eager")
+        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         site = here()
         if site is not None and not in_library(site.file):
             self.found[site] = say("TR020", place_of(site))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -179,6 +180,7 @@ class Tracer(Context):
         self._of_ops = {name: given for watcher in self._watchers.values() for name, given in watcher.ops().items()}
         self.ops = 0  # watched
         self._hooks: list[Any] = []
+        self._running = ExitStack()
         self._module_hooks: list[Any] = []
         self._tape, self._calls = Tape(self._ran, learned=self._learned), Calls(self._called)
         self._suspended: tuple[bool, bool] | None = None  # whether the function mode and the hooks are off too, while the dispatch mode is
@@ -189,9 +191,8 @@ class Tracer(Context):
     def __enter__(self) -> Tracer:
         self._hook_modules()
         self._hooks = [register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped)]
-        self.provenance.start()
-        for watcher in self._watchers.values():
-            watcher.start()
+        for part in (self.provenance, *self._watchers.values()):
+            self._running.enter_context(part.running())
         self._calls.__enter__()
         self._tape.__enter__()
         return self
@@ -201,9 +202,7 @@ class Tracer(Context):
         self.pace.stop()
         self._tape.__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
-        for watcher in reversed(self._watchers.values()):
-            watcher.stop()
-        self.provenance.stop()
+        self._running.close()
         for hook in (*self._hooks, *self._module_hooks):
             hook.remove()
 

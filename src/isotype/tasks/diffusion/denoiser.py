@@ -96,20 +96,6 @@ def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.
     return loaded.to(device)
 
 
-def frozen_outline(folder: PipelineFolder, precision: Precision) -> Any:
-    """The same without weights: on the meta device, packed as it will be. Raises UsageError."""
-    if (found := folder.published) is not None:
-        return _published_outline(folder, found, precision)
-    outline = folder.denoiser_outline()
-    if precision.packed:
-        layers = quantised_layers(outline, folder.family, precision).values()
-        if precision.base == "nf4":
-            quantise_outline(outline, to_torch(precision.compute), layers=set(layers))
-        else:
-            pack_layers(outline, set(layers), precision.base)
-    return outline
-
-
 def frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> Any:
     """`frozen_denoiser`, with the text encoders in it where the run trains them."""
     loaded = frozen_denoiser(folder, precision, device)
@@ -120,10 +106,24 @@ def frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision,
 
 def base_outline(folder: PipelineFolder, config: RunConfig) -> Any:
     """The same without weights: on the meta device, and not quantised."""
-    return with_encoder_outlines(folder.denoiser_outline(), folder, config)
+    return _with_encoder_outlines(folder.denoiser_outline(), folder, config)
 
 
-def with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConfig) -> Any:
+def frozen_outline(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
+    """The same without weights: on the meta device, packed as it will be. Raises UsageError."""
+    if (found := folder.published) is not None:
+        return _with_encoder_outlines(_published_outline(folder, found, precision), folder, config)
+    outline = folder.denoiser_outline()
+    if precision.packed:
+        layers = quantised_layers(outline, folder.family, precision).values()
+        if precision.base == "nf4":
+            quantise_outline(outline, to_torch(precision.compute), layers=set(layers))
+        else:
+            pack_layers(outline, set(layers), precision.base)
+    return _with_encoder_outlines(outline, folder, config)
+
+
+def _with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConfig) -> Any:
     if config.adapter.text_encoders:
         put_encoders(outline, folder, dict(zip(folder.family.text_encoders, folder.encoder_outlines())))
     return outline

@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from ...data.cache_folder import bound, cache_folder, evict
+from ...data.cache import bound, cache_folder, evict
 from ...data.pictures import opened
 from ...data.progress import watched
 from ...dtypes import name, to_torch
@@ -135,7 +135,7 @@ class Store:
                 f"images.cache: {self.folder}: this run's latents and embeddings take {total / 1e9:.1f} GB of {bound() / 1e9:.1f}",
                 fix=f"ISOTYPE_CACHE_GB={total / 1e9 + 1:.0f}, or a smaller images.resolution",
             )
-        evict(self.folder, keep=self._path(next(iter(self._used))), most=bound())
+        evict(self.folder, keep=self._path(next(iter(self._used))))
 
     def _path(self, key: str) -> Path:
         assert self.folder is not None

@@ -71,17 +71,6 @@ def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens:
     return math.exp(mu) if scheduler.get("time_shift_type", "exponential") == "exponential" else mu
 
 
-def fixed_levels(count: int) -> list[float]:
-    """Levels in the middle of `count` equal parts of [0, 1]: those of every evaluation."""
-    return [(k + 0.5) / count for k in range(count)]
-
-
-def part_name(level: float, count: int) -> str:
-    """The part of [0, 1000] that a fixed level stands for: `t250_500`."""
-    k = int(level * count)
-    return f"t{round(1000 * k / count)}_{round(1000 * (k + 1) / count)}"
-
-
 FLOW_MATCHING, EPSILON, V = "flow_matching", "epsilon", "v"
 _DECLARED = {"epsilon": EPSILON, "v_prediction": V, "flow_prediction": FLOW_MATCHING}
 
@@ -310,7 +299,7 @@ def evaluate(
     losses: Callable[[nn.Module, Batch], Tensor],
     world: World = ALONE,
 ) -> Evaluation:
-    """Mean loss over `draws` noise levels of each row, and by part of [0, 1000]; sums are kept in fp64.
+    """Mean loss over `draws` noise levels of each row, in the middle of equal parts of [0, 1], and by part (`t250_500`); sums are in fp64.
 
     batch_of  makes a batch of (number of the draw, row, noise level), rows of one size
     losses    float[N] of a batch, in its rows' order
@@ -318,16 +307,17 @@ def evaluate(
               is one of all processes: where the batches do not come out even, the last passes compute the first row once more, and count
               nothing
     """
-    drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
+    parts = [f"t{round(1000 * k / draws)}_{round(1000 * (k + 1) / draws)}" for k in range(draws)]
+    drawn = [(i * draws + k, row, (k + 0.5) / draws) for i, row in enumerate(rows) for k in range(draws)]
     sizes = sorted(by_size(drawn, lambda one: one[1].size).items())
     passes = [same[i : i + batch_size] for _, same in sizes for i in range(0, len(same), batch_size)]
-    sums = {part_name(level, draws): 0.0 for level in fixed_levels(draws)}
+    sums = dict.fromkeys(parts, 0.0)
     with eval_mode(model):
         for turn in range(0, len(passes), world.size):
             some = passes[turn + world.rank] if turn + world.rank < len(passes) else []
             found = losses(model, batch_of(some or drawn[:1]).to(device)).double().tolist()
-            for (_, _, level), loss in zip(some, found):
-                sums[part_name(level, draws)] += loss
+            for (number, *_), loss in zip(some, found):
+                sums[parts[number % draws]] += loss
     sums = dict(zip(sums, world.sum(list(sums.values()))))
     count = max(1, len(rows))
     return Evaluation(sum(sums.values()) / (count * draws), len(rows), {name: total / count for name, total in sums.items()})

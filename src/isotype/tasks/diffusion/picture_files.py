@@ -8,18 +8,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from ...data.folder import without_runs
-from ...data.json_rows import read_json
-from ...data.read import JSON_ENDINGS, Record, ending
-from ...data.tables import read_csv, read_parquet
+from ...data.files import without_runs
+from ...data.pictures import BadPicture
+from ...data.read import JSON_ENDINGS, Record, ending, sha256
+from ...data.records import read_records
 from ...errors import UsageError
-
-_HASHED: dict[tuple[str, int, int], str] = {}
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -27,12 +25,13 @@ def fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
         stat = path.stat()
-        known = (str(path), stat.st_size, stat.st_mtime_ns)
-        if known not in _HASHED:
-            with path.open("rb") as file:
-                _HASHED[known] = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.name}:{_HASHED[known]}".encode())
+        digest.update(f"{path.name}:{_hashed(path, stat.st_size, stat.st_mtime_ns)}".encode())
     return digest.hexdigest()
+
+
+@cache
+def _hashed(path: Path, size: int, time: int) -> str:
+    return sha256(path)
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,11 @@ def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: s
             if uncaptioned == "empty":
                 yield Picture(InFile(path), ("",), str(path))
             continue
-        if (captions := _captions_beside(path, complain)) is not None:
+        try:
+            captions = captions_beside(path)
+        except BadPicture as error:
+            complain(str(path), str(error))
+        else:
             yield Picture(InFile(path), captions, str(path))
     for path in files:
         if path.suffix.lower() in NOT_READ:
@@ -133,31 +136,20 @@ def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: s
             complain(str(path), "a caption without a picture")
 
 
-def _captions_beside(path: Path, complain: Complain) -> tuple[str, ...] | None:
-    there = [text for suffix in CAPTIONS if (text := path.with_suffix(suffix)).is_file()]
-    if not there:
-        complain(str(path), f"no caption: {path.stem}.txt is missing (images.uncaptioned: empty or skip)")
-        return None
-    read = {}
-    for text in there:
-        captions = captions_in(text)
-        if captions is None:
-            complain(str(text), "not text (UTF-8)")
-            return None
-        read[text.name] = captions
+def captions_beside(picture: Path) -> tuple[str, ...]:
+    """The captions of a picture's text file, a line each; an empty file holds the empty caption. Raises BadPicture."""
+    read: dict[str, tuple[str, ...]] = {}
+    for text in (text for suffix in CAPTIONS if (text := picture.with_suffix(suffix)).is_file()):
+        try:
+            lines = [" ".join(line.split()) for line in text.read_bytes().decode("utf-8-sig").splitlines()]
+        except UnicodeDecodeError:
+            raise BadPicture(f"{text.name} is not text (UTF-8)") from None
+        read[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
+    if not read:
+        raise BadPicture(f"no caption: {picture.stem}.txt is missing (images.uncaptioned: empty or skip)")
     if len(set(read.values())) > 1:
-        complain(str(path), f"{' and '.join(read)} disagree: remove one")
-        return None
+        raise BadPicture(f"{' and '.join(read)} disagree: remove one")
     return next(iter(read.values()))
-
-
-def captions_in(text: Path) -> tuple[str, ...] | None:
-    """The captions of a file, a line each; an empty file holds the empty caption. None where it is no text."""
-    try:
-        lines = [" ".join(line.split()) for line in text.read_bytes().decode("utf-8-sig").splitlines()]
-    except UnicodeDecodeError:
-        return None
-    return tuple(dict.fromkeys(line for line in lines if line)) or ("",)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -218,11 +210,11 @@ def pictures_of_rows(
             continue
         if names is None:
             names = _names(file, record.value, columns, key, PAIR_NAMES if pairs else NAMES)
-        made = _picture(record, names, file, cells)
-        if isinstance(made, str):
-            complain(record.place, made)
+        try:
+            name, picture = _picture(record, names, file, cells)
+        except BadPicture as error:
+            complain(record.place, str(error))
             continue
-        name, picture = made
         before = found.get(name)
         found[name] = picture if before is None else replace(before, captions=tuple(dict.fromkeys(before.captions + picture.captions)))
     yield from found.values()
@@ -230,10 +222,8 @@ def pictures_of_rows(
 
 def _rows_of(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
     """Rows, and in Parquet their row group and their position in it."""
-    if ending(file) == ".parquet":
-        return zip(read_parquet(file, str(file)), _places(file))
-    read = read_json if ending(file) in JSON_ENDINGS else read_csv
-    return zip(read(file, str(file)), repeat((0, 0)))
+    places = _places(file) if ending(file) == ".parquet" else repeat((0, 0))
+    return zip(read_records(file, str(file)), places)
 
 
 def _places(file: Path) -> Iterator[tuple[int, int]]:
@@ -267,42 +257,32 @@ def _names(
     return names
 
 
-def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]) -> tuple[Any, Picture] | str:
-    """The picture and what names it (with the one before the edit), or what is wrong with the row."""
-    row = record.value
-    captions = _captions_of(row.get(names["text"]))
-    if captions is None:
-        return f"{names['text']}: expected a caption or a list of them, got {row.get(names['text'])!r:.60}"
+def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]) -> tuple[Any, Picture]:
+    """What names the picture (with the one before the edit), and the picture. Raises BadPicture."""
+    row, key = record.value, names["text"]
+    texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+        raise BadPicture(f"{key}: expected a caption or a list of them, got {row.get(key)!r:.60}")
+    captions = tuple(dict.fromkeys(" ".join(one.split()) for one in texts))
     content = _content(row.get(names["image"]), names["image"], file, cells)
-    if isinstance(content, str):
-        return content
-    beside: dict[str, Content] = {}
-    for ours in ("mask", "control"):
-        if ours in names and row.get(names[ours]) not in (None, ""):
-            other = _content(row[names[ours]], names[ours], file, cells)
-            if isinstance(other, str):
-                return other
-            beside[ours] = other
+    mask, control = (
+        _content(row[names[ours]], names[ours], file, cells) if ours in names and row.get(names[ours]) not in (None, "") else None
+        for ours in ("mask", "control")
+    )
     name = str(content.path) if isinstance(content, InFile) else record.place
-    return (name, beside.get("control")), Picture(content, captions, record.place, mask=beside.get("mask"), control=beside.get("control"))
+    return (name, control), Picture(content, captions, record.place, mask=mask, control=control)
 
 
-def _captions_of(given: Any) -> tuple[str, ...] | None:
-    if isinstance(given, str):
-        return (" ".join(given.split()),)
-    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
-        return tuple(dict.fromkeys(" ".join(one.split()) for one in given))
-    return None
-
-
-def _content(given: Any, column: str, file: Path, cells: tuple[int, int]) -> Content | str:
+def _content(given: Any, column: str, file: Path, cells: tuple[int, int]) -> Content:
+    """A cell's picture. Raises BadPicture."""
     if isinstance(given, dict) and isinstance(given.get("path"), str) and not given.get("bytes"):
         given = given["path"]
     if isinstance(given, bytes) or (isinstance(given, dict) and isinstance(given.get("bytes"), bytes)):
         return InParquet(file, column, *cells)
     if isinstance(given, list):
-        return f"{column}: {len(given)} pictures in a row: an edit with several pictures before it is not offered; keep one"
+        raise BadPicture(f"{column}: {len(given)} pictures in a row: an edit with several pictures before it is not offered; keep one")
     if not isinstance(given, str) or not given.strip():
-        return f"{column}: expected a picture's file, got {given!r:.60}"
-    path = file.parent / given
-    return InFile(path) if path.is_file() else f"{given}: no such picture"
+        raise BadPicture(f"{column}: expected a picture's file, got {given!r:.60}")
+    if not (file.parent / given).is_file():
+        raise BadPicture(f"{given}: no such picture")
+    return InFile(file.parent / given)

@@ -9,7 +9,7 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -376,16 +376,16 @@ def refuse_other(sources: Sequence[PictureSource], todo: Sequence[ToDraw], facts
                 )
 
 
-def write_missing(todo: Sequence[ToDraw], facts: dict[str, Any], draw: Callable[[Sequence[ToDraw]], Iterator[bytes]]) -> None:
-    """Draws the pictures that are not there, a whole file each, so that a run that is stopped meanwhile goes on with the next one.
+def write_missing(todo: Sequence[ToDraw], facts: dict[str, Any], drawn: Iterator[bytes]) -> None:
+    """Writes the pictures that are not there, a whole file each, so that a run that is stopped meanwhile goes on with the next one.
 
     facts  what they were drawn with, kept beside them
-    draw   gives the PNG of each, in order
+    drawn  the PNG of each, in order, as it is drawn
     """
     for folder, caption in {one.path.parent: one.caption for one in todo}.items():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECORD).write_text(json.dumps({"caption": caption, **facts}, indent=1) + "\n", encoding="utf-8")
-    for one, png in zip(watched(todo, "drawing class pictures"), draw(todo)):
+    for one, png in zip(watched(todo, "drawing class pictures"), drawn):
         unfinished = one.path.with_suffix(".part")
         unfinished.write_bytes(png)
         os.replace(unfinished, one.path)

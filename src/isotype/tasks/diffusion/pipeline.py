@@ -307,7 +307,7 @@ class PipelineFolder:
 
     @contextmanager
     def _explained(self, part: str) -> Iterator[None]:
-        from ...training.quiet import without_warnings
+        from ...training.console import without_warnings
 
         try:
             with without_warnings():

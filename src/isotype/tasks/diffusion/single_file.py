@@ -7,7 +7,6 @@ folder's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def refuse_other_family(file: Path, kinds: Mapping[str, Any], settings: Path, pi
 
     Raises  UsageError where diffusers does not read the parts out of them
     """
-    from ...training.quiet import without_warnings
+    from ...training.console import without_warnings
 
     tensors = {name: torch.empty(shape, device="meta") for name, (_, shape) in _headers(file).items()}
     for part, kind in kinds.items():
@@ -109,52 +108,22 @@ def dtype_of(file: Path) -> torch.dtype:
     return next((dtype for word, dtype in _FLOATS.items() if word in found), torch.float32)
 
 
-# --- out: the U-Net of Stable Diffusion and SDXL under the names of their own code, which ComfyUI, Forge and kohya's tools read
-
 UNET_PREFIX = "model.diffusion_model."
-_RESNET = {
-    "norm1": "in_layers.0", "conv1": "in_layers.2", "norm2": "out_layers.0", "conv2": "out_layers.3", "time_emb_proj": "emb_layers.1",
-    "conv_shortcut": "skip_connection",
-}  # fmt: skip
-_OUTER = {
-    "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2", "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2", "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
-    "mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1", "mid_block.resnets.1": "middle_block.2",
-}  # fmt: skip
-_BLOCK = re.compile(r"^(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)(\.conv(?=\.(?:weight|bias)$))?")
-
-
-def original_name(name: str, config: Mapping[str, Any]) -> str:
-    """The name of a U-Net's tensor in the original code. config: the U-Net's own."""
-    each = int(config["layers_per_block"]) + 1
-
-    def place(found: re.Match[str]) -> str:
-        side, i, kind, j = found[1], int(found[2]), found[3], int(found[4])
-        of_resnet = found[5] or "" if kind in ("resnets", "attentions") else ""
-        if side == "down":
-            at = each * (i + 1) if kind == "downsamplers" else each * i + j + 1
-            return f"input_blocks.{at}." + {"resnets": "0", "attentions": "1", "downsamplers": "0.op"}[kind] + of_resnet
-        after = 2 if "CrossAttn" in config["up_block_types"][i] else 1
-        at = each * i + (each - 1 if kind == "upsamplers" else j)
-        return f"output_blocks.{at}." + {"resnets": "0", "attentions": "1", "upsamplers": f"{after}.conv"}[kind] + of_resnet
-
-    name = _BLOCK.sub(place, name)
-    for ours, theirs in _OUTER.items():
-        if name.startswith(f"{ours}."):
-            name = theirs + name.removeprefix(ours)
-    layer, _, last = name.rpartition(".")
-    block, _, part = layer.rpartition(".")
-    inside = re.fullmatch(r"(input_blocks|output_blocks)\.\d+\.0|middle_block\.[02]", block)
-    return f"{block}.{_RESNET[part]}.{last}" if inside and part in _RESNET else name
 
 
 def write_with_unet(original: Path, unet: Mapping[str, Tensor], config: Mapping[str, Any], out: Path) -> bool:
-    """Writes the tensors of a single file with another U-Net in it. False, and nothing written, for a file that has other names."""
+    """Writes the tensors of a single file with another U-Net in it, each where diffusers reads it. False, and nothing written, for a file
+    that has other names than Stable Diffusion's and SDXL's own code.
+
+    config  the U-Net's own
+    """
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
     with safe_open(original, framework="pt") as opened:
         metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    places = {UNET_PREFIX + original_name(name, config): tensor for name, tensor in unet.items()}
-    if not places.keys() <= tensors.keys():
+    if not any(name.startswith(UNET_PREFIX) for name in tensors):
         return False
-    changed = {name: tensor.reshape(tensors[name].shape).contiguous() for name, tensor in places.items()}
+    read, places = convert_ldm_unet_checkpoint(tensors, dict(config)), {id(tensor): name for name, tensor in tensors.items()}
+    changed = {places[id(tensor)]: unet[name].reshape(tensor.shape).contiguous() for name, tensor in read.items()}
     save_file({**tensors, **changed}, out, metadata=metadata)
     return True

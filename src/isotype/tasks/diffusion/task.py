@@ -29,16 +29,7 @@ from ...training.memory.blocks import as_set
 from ...training.memory.plan import held_memory
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
-from .denoiser import (
-    ForwardCost,
-    base_outline,
-    built,
-    frozen_base,
-    frozen_outline,
-    put_under,
-    watch_time,
-    with_encoder_outlines,
-)
+from .denoiser import ForwardCost, base_outline, built, frozen_base, frozen_outline, put_under, watch_time
 from .encode import Encoder, Said, Store, key_of, release
 from .families import Asked, Drawing
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
@@ -147,19 +138,12 @@ class DiffusionTask:
     def _draw_class_pictures(self, todo: Sequence[ToDraw], device: torch.device) -> None:
         """With the base model and the run's settings of samples, under the run's precision; it is freed before the pictures are encoded."""
         config, how = self.config, self.drawing()
-        side = config.images.resolution
         model = frozen_base(self.folder, config, self.precision, loaded_on(device, None, config.model.offload))
         put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
         model = as_set(model, config.model.offload, device)
-        get = self.encoder.store.get
-        negative = get(self.text[Said(EMPTY)])
-
-        def draw(some: Sequence[ToDraw]) -> Iterator[bytes]:
-            own = [{"seed": how.seed + one.number, "size": one.size or side} for one in some]
-            asked = [(Prompt(one.caption, own=its), get(self.text[Said(one.caption)]), negative) for one, its in zip(some, own)]
-            return (made.png for made in sample(model, self.folder, self.precision, asked, how, device))
-
-        write_missing(todo, self._drawn_with(), draw)
+        own = [{"seed": how.seed + one.number, "size": one.size or config.images.resolution} for one in todo]
+        prompts = [Prompt(one.caption, own=its) for one, its in zip(todo, own)]
+        write_missing(todo, self._drawn_with(), (made.png for made in self.draw(model, device, prompts, how)))
 
     def _said(self) -> list[Said]:
         """What is encoded as text: every caption, the empty one, and what is sampled."""
@@ -228,9 +212,9 @@ class DiffusionTask:
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         full = self.config.adapter.kind == "none"
         total = sum(p.numel() for p in self.folder.denoiser_outline().parameters())
-        denoiser = self.folder.denoiser_outline() if full and self.folder.published is None else frozen_outline(self.folder, precision)
+        packs = not full or self.folder.published is not None
+        denoiser = frozen_outline(self.folder, self.config, precision) if packs else base_outline(self.folder, self.config)
         with torch.device("meta"):
-            with_encoder_outlines(denoiser, self.folder, self.config)
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
             as_set(model, self.config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -369,7 +353,7 @@ class DiffusionTask:
         prompts = self.prompts[:1] if shortened else self.prompts
         if shortened:
             prompts = [replace(prompt, own={**prompt.own, "steps": REHEARSED_STEPS}) for prompt in prompts]
-        return self.draw(model, device, prompts, self.drawing(), world=world)
+        return list(self.draw(model, device, prompts, self.drawing(), world=world))
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -381,12 +365,12 @@ class DiffusionTask:
 
     def draw(
         self, model: nn.Module, device: torch.device, prompts: Sequence[Prompt], how: Drawing, *, world: World = ALONE
-    ) -> list[Sample]:
-        """A picture for each prompt, whose embeddings are in the store."""
+    ) -> Iterator[Sample]:
+        """A picture for each prompt, whose embeddings are in the store, each as it is drawn."""
         get = self.encoder.store.get
         words = [[get(self.text[said]) for said in texts_of([prompt], self.encoder)] for prompt in prompts]
         asked = [(prompt, text, negative) for prompt, (text, negative) in zip(prompts, words)]
-        return list(sample(model, self.folder, self.precision, asked, how, device, world=world))
+        return sample(model, self.folder, self.precision, asked, how, device, world=world)
 
     # the result
 

@@ -20,9 +20,9 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
+from ...training.console import without_warnings
 from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
-from ...training.quiet import without_warnings
 from ...training.task import Outline, StepOutline, eval_mode, micro_batch
 from .batches import Batch, padded_length
 from .objective import NextToken, Objective

@@ -6,7 +6,6 @@ adds its own checks.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import Any
 from ...distributed.world import ALONE, World
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
-from ...runs.checkpoint.atomic_folder import write_text
 from ...runs.folder import RunFolder
 from ..setup import Subject
 from ..task import Check
@@ -101,17 +99,13 @@ def preflight(
     now = outcome.as_json()
     earlier = before.get("resumed")
     again = [*(earlier if isinstance(earlier, list) else []), now]
-    content = before | {"skipped": now["skipped"], "resumed": again} if before else now
     if world.first:
-        write_text(record, json.dumps(content, indent=1) + "\n")
+        content = before | {"skipped": now["skipped"], "resumed": again} if before else now
+        RunFolder(record.parent).write_json(record.name, content)
     error = refusal(outcome) if outcome.refused else None
-    if world.size > 1:
-        errors = world.gather([error.message, error.fix] if error else None)
-        rank = next((rank for rank, one in enumerate(errors) if one), None)
-        if rank is not None:
-            error = PreflightError(f"rank {rank}: {errors[rank][0]}" if rank else errors[0][0], fix=errors[rank][1])
-    if error is not None:
-        raise error
+    for rank, one in enumerate(world.gather([error.message, error.fix] if error else None)):
+        if one:
+            raise PreflightError(f"rank {rank}: {one[0]}" if rank else one[0], fix=one[1])
     return outcome
 
 

@@ -29,7 +29,7 @@ from ...finding import Finding, Place, Severity
 from ...observe.origin import code_of_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, settle
-from ...wording import counted
+from ...wording import counted, first_line
 from ..setup import Prepared, Subject
 from ..task import modes_restored, random_state_restored
 
@@ -208,10 +208,8 @@ def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
     """PF015: tensors that backward fills although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
-    held: dict[str, Tensor] = {}
-    for name, parameter in subject.prepared.model.named_parameters():
-        if id(parameter) not in updated and parameter.grad is not None:
-            held[name] = parameter.grad
+    named = subject.prepared.model.named_parameters()
+    held = {name: p.grad for name, p in named if id(p) not in updated and p.grad is not None}
     if not held:
         return
     first = next(iter(held))
@@ -243,7 +241,7 @@ def _not_rehearsed(own: str) -> Finding:
 
 
 def _failed(code: str, what: str, error: Exception) -> Finding:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = first_line(error)
     if (missing := out_of_memory(error)) is not None:
         text = f"out of memory: {missing}"
         fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers"

@@ -18,8 +18,7 @@ from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
 from ...wording import counted, shown, size
 from ..memory.device import WITHIN, less_memory, memory_there, other_memory
-from ..memory.distributed_plan import plan_part
-from ..memory.plan import held_memory
+from ..memory.plan import held_memory, plan_part
 from ..setup import Prepared, Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by

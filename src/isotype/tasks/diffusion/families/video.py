@@ -19,6 +19,8 @@ class OfWan(OfAVideo):
 
 
 class OfAFrame(Family):
+    """A video of one frame."""
+
     def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"num_frames": 1}
 

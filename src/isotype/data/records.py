@@ -1,0 +1,277 @@
+"""The rows of a file as records: JSON lines and arrays, CSV and TSV, Parquet.
+
+Lines of JSON and of tables are read one at a time. The text of a JSON array is held while it is read, and its values are parsed one at a
+time: 119 MiB take as much memory, where `json.loads` took 739. Objects have each key once: `json` alone keeps the last of two equal keys
+and does not report the others. Parquet is read in batches. It fills missing keys with nulls at every depth, which are removed, so that a
+message without `tool_calls` has no such key.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .read import JSON_ENDINGS, NoRows, Record, column_name, decoded, ending, first_line, raw_lines, text_lines
+
+MOST = 4 << 30  # bytes of an array's file
+_BATCH = 512  # rows of Parquet widened to Python at once
+_FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
+_BLANK = re.compile(r"[ \t\n\r]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SEVERAL_LINES = "; an array, or objects over several lines, are read from a file named .json"
+
+
+def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
+    """The rows of a file in order, by its ending, those that cannot be read among them. `skip`: so many are passed over.
+
+    Raises  UsageError naming file and line where the file cannot be read on
+    """
+    kind = ending(path)
+    return (read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv)(path, name, skip=skip)
+
+
+def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
+    """One object a line, an array, which may be one line, or objects over several lines. Skipped lines are not parsed."""
+    first = first_line(path) if ending(path) == ".json" else ""
+    if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
+        yield from _lines(path, name, skip)
+        return
+    before = 0  # the line of the row before
+    for i, record in enumerate(_values(path, name, in_array=first != "{")):
+        if i >= skip:
+            yield replace(record, row=i + 1) if record.line == before else record
+        before = record.line
+
+
+def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
+    decoder = ObjectDecoder()
+    alone = ending(path) == ".json"
+    for number, offset, raw in raw_lines(path, name):
+        line, bad = decoded(raw, file=name, offset=offset)
+        if not line.strip():
+            continue
+        if skip:
+            skip -= 1
+            continue
+        value, wrong = None, ": ".join(bad or ())
+        try:
+            value = None if wrong else decoder.decode(line)
+        except json.JSONDecodeError as error:
+            hint = _nearly_json(line, error.pos)
+            if alone and hint in ("", _SEVERAL_LINES):
+                hint = "; a .json file holds an array, or one object a line"
+            ends = error.pos >= len(line.rstrip())
+            where = ": the line ends within a value" if ends else f" at column {error.pos + 1}: {error.msg}"
+            wrong = f"broken JSON{where}{hint}"
+        except (RecursionError, ValueError) as error:
+            wrong = _impossible(error)
+        if isinstance(value, list):
+            wrong = f"a row must be an object with keys, got a list{'' if alone else '; a file that is one array is named .json'}"
+        yield Record(name, number, None, wrong=wrong) if wrong else _checked(name, number, value, line, decoder.repeated)
+
+
+def _nearly_json(line: str, at: int) -> str:
+    """What to do with a line of what is often taken for JSON lines; "" where that is not known. `at`: where the error is."""
+    text, rest = line.strip(), line[at:].strip()
+    if text in ("{", "[", "]", "}"):
+        return _SEVERAL_LINES
+    if rest == ",":
+        return "; a row has no comma behind it where each line is a row"
+    if text.startswith("{'"):
+        return "; Python's own notation is no JSON: json.dumps writes it"
+    return "; each line holds one object" if rest.startswith("{") else ""
+
+
+def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
+    """The values of an array, or objects one after another, each over several lines."""
+    if (size := path.stat().st_size) > MOST:
+        fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
+        raise UsageError(f"{name}: {size >> 30} GiB of JSON that is not one object a line, and it is read as a whole", fix=fix)
+    text = "".join(line for _, line in text_lines(path, name))
+    decoder = ObjectDecoder()
+
+    def after_blanks(at: int) -> int:
+        return _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
+
+    def wrong(at: int, said: str, fix: str | None = None) -> UsageError:
+        line = text.count("\n", 0, at) + 1
+        return UsageError(f"{name}:{line}: {said}", fix=fix)
+
+    at = after_blanks(0)
+    if in_array:
+        at = after_blanks(at + 1)
+        if text[at : at + 1] == "]":
+            return
+    line, counted = 1, 0  # the line of a character
+    while in_array or at < len(text):
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise wrong(error.pos, f"broken JSON at column {error.colno}: {error.msg}") from None
+        except (RecursionError, ValueError) as error:
+            raise wrong(at, _impossible(error)) from None
+        yield _checked(name, line, value, text[at:end], decoder.repeated)
+        at = after_blanks(end)
+        if in_array:
+            separator, after = text[at : at + 1], after_blanks(at + 1)
+            if separator == "]":
+                if after < len(text):
+                    raise wrong(after, "text after the end of the array", fix="one file holds one array: give the rest its own file")
+                return
+            if separator != ",":
+                raise wrong(at, "broken JSON: ',' or ']' expected" + ("" if separator else ", the file ends here"))
+            at = after
+
+
+def _impossible(error: Exception) -> str:
+    """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than 4300 digits."""
+    return "JSON nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {str(error).partition(';')[0]}"
+
+
+def _checked(name: str, line: int, value: Any, source: str, repeated: str | None) -> Record:
+    """A row, unless one of its objects has the key `repeated` twice, or half of a surrogate pair: valid JSON, on which tokenizers fail."""
+    wrong = None if repeated is None else str(RepeatedKey(repeated))
+    if not wrong and "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        wrong = "a \\u escape is half of a surrogate pair, which is not text"
+    return Record(name, line, None if wrong else value, wrong=wrong)
+
+
+def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
+    """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a record that says so."""
+    wrong: str | None = None  # of the row being read
+
+    def lines() -> Iterator[str]:
+        nonlocal wrong
+        for number, offset, raw in raw_lines(path, name):
+            line, bad = decoded(raw, file=name, offset=offset)
+            if bad and number == 1:
+                raise UsageError(f"{name}:1: {bad[0]}", fix=bad[1])
+            wrong = wrong or ": ".join(bad or ()) or None
+            yield line
+
+    csv.field_size_limit(_FIELD)
+    source = lines()
+    first = next(source, "")
+    # a comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs, vertical bars
+    delimiter = "\t" if ending(path) == ".tsv" else next((mark for mark in ",;\t|" if mark in first), ",")
+    rows = csv.reader(chain([first], source), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    begins = 1
+    while True:
+        cells: list[str] = []
+        try:
+            cells = next(rows)
+        except StopIteration:
+            break
+        except csv.Error as error:  # the reader goes on with the next line
+            if header is None:
+                raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
+            if rows.line_num > begins or "unexpected end of data" in str(error):  # its cell ran on into the rows below
+                raise UsageError(f"{name}:{begins}: a quote opens a cell and is not closed, or not doubled inside it") from None
+            wrong = wrong or f"broken CSV: {error}"
+        if header is None and cells:
+            header = [column_name(cell) for cell in cells]
+            if doubled := _doubled([column for column in header if column]):
+                raise UsageError(f"{name}:1: the column {doubled!r} is named twice")
+        elif header is not None and (any(cell.strip() for cell in cells) or wrong):  # else a blank line, or `;;` as spreadsheets write it
+            if not wrong and len(cells) != len(header):
+                than = "more than" if len(cells) > len(header) else "fewer than"
+                hint = "; quote a cell that holds the delimiter" if len(cells) > len(header) else ""
+                wrong = f"{len(cells)} cells, {than} the header's {len(header)}{hint}"
+            if not skip:
+                # spreadsheets end rows in empty columns
+                row = {column: cell for column, cell in zip(header, cells) if column or cell}
+                yield Record(name, begins, None if wrong else row, wrong=wrong)
+            skip = max(0, skip - 1)
+        begins, wrong = rows.line_num + 1, None
+    if header is None:
+        raise NoRows(f"{name}: the file holds no header")
+
+
+def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
+    """Rows of a Parquet file, numbered from 1."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            if doubled := _doubled(file.schema_arrow.names):  # a row would hold the last one's value
+                raise UsageError(f"{name}: the column {doubled!r} is there twice")
+            for group in range(file.metadata.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if number + count <= skip:
+                    number += count
+                    continue
+                for batch in file.iter_batches(_BATCH, row_groups=[group]):
+                    for value in batch.to_pylist():
+                        number += 1
+                        if number > skip:
+                            yield Record(name, number, without_nulls_inside(value), "row")
+    except UsageError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # the last of a date that Python cannot hold
+        raise UsageError(f"{name}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}") from None
+
+
+def without_nulls_inside(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose values have no key that holds null, at any depth; a column that is null itself stays, for its error's sake."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _doubled(names: Sequence[str]) -> str | None:
+    return next((name for name, n in Counter(names).items() if n > 1), None)
+
+
+class RepeatedKey(ValueError):
+    """An object has a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key[:60]!r} is given twice in one object")
+
+
+class ObjectDecoder(json.JSONDecoder):
+    """Decodes as `json` does. `repeated` is then the first key that an object of the value has twice, or None.
+
+    It does not raise in the middle of a value, so that a reader of many values knows where the next one begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self.repeated: str | None = None
+
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        self.repeated = None
+        return super().raw_decode(s, idx)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs) and self.repeated is None:
+            seen: set[str] = set()
+            self.repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
+        return made
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text. Raises RepeatedKey, or what `json.loads` raises."""
+    decoder = ObjectDecoder()
+    value = decoder.decode(text)
+    if decoder.repeated is not None:
+        raise RepeatedKey(decoder.repeated)
+    return value
