@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from .bad_rows import BadRow
 
-T = TypeVar("T")
 IGNORED = -100  # the label of a token that is not learnt, as in torch's and transformers' cross-entropy
 
 
@@ -130,38 +128,6 @@ def _hash_of(rows: Sequence[Row]) -> str:
         summed.update(part)
         summed.update(b",")
     return summed.hexdigest()
-
-
-class MadeRows(Sequence[T]):
-    """Rows that are made one at a time, by `one`, when they are asked for; a slice is a `Selection` of them."""
-
-    @abstractmethod
-    def one(self, i: int) -> T: ...
-
-    @overload
-    def __getitem__(self, i: int) -> T: ...
-    @overload
-    def __getitem__(self, i: slice) -> Selection[T]: ...
-    def __getitem__(self, i: int | slice) -> T | Selection[T]:
-        return Selection(self, range(len(self))[i]) if isinstance(i, slice) else self.one(i)
-
-
-class Selection(MadeRows[T]):
-    """Some of the rows, by number."""
-
-    def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
-        self.rows, self.numbers = rows, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def one(self, i: int) -> T:
-        return self.rows[self.numbers[i]]
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        lengths = row_lengths(self.rows)
-        return [lengths[i] for i in self.numbers]
 
 
 def row_lengths(rows: Sequence[Any]) -> Sequence[int]:
