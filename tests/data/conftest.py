@@ -19,18 +19,27 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# Thinking is dropped from earlier answers and framed, empty or not, in the last: rendering a prefix differs from a prefix of the rendering.
+# As Qwen3's: thoughts come from the content or a key, are written behind the last question, empty or not, and left out before it, so that
+# to render a prefix gives something else than a prefix of the rendering.
 THINKING = """\
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{%- set said = message.content.split('</think>')[-1].lstrip('\\n') %}
-{%- if loop.last %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + said }}
-{%- else %}{{ '<|im_start|>assistant\\n' + said }}{% endif %}
-{{- '<|im_end|>\\n' }}
-{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}
+{%- set content, thought = m.content, '' %}
+{%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}
+{%- elif '</think>' in m.content %}
+{%- set thought = m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}
 {%- endif %}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
+{{- content + '<|im_end|>\\n' }}
+{%- else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
 
 LLAMA3 = """\
 {%- for message in messages %}

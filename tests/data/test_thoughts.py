@@ -14,26 +14,7 @@ from isotype.data.load import load_data
 from isotype.data.rows import IGNORED, LoadedData
 from isotype.errors import UsageError
 
-# thoughts come from the content or a key, are written behind the last question, empty or not, and left out before it
-QWEN3 = """\
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\\n' }}
-{%- if m.role == 'assistant' %}
-{%- set content, thought = m.content, '' %}
-{%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}
-{%- elif '</think>' in m.content %}
-{%- set thought = m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-{%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}
-{%- if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
-{{- content + '<|im_end|>\\n' }}
-{%- else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
-{%- endif %}"""
+QWEN3 = "thinking"  # of the families
 # writes contents as they are, and the key of thoughts nowhere
 PLAIN = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
 PLAIN += "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -60,7 +41,7 @@ def load(families: SimpleNamespace, tmp_path: Path) -> Any:
     def load(template: str, *rows: dict[str, Any], **section: Any) -> tuple[LoadedData, str]:
         """The data, and what is learnt of the first row."""
         tokenizer = families.new("chatml")
-        tokenizer.chat_template = template
+        tokenizer.chat_template = families.templates.get(template, template)
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         loaded = load_data(DataSection(train=str(tmp_path / "rows.jsonl"), **section), tokenizer, seed=0)
         learnt = tokenizer.decode([label for label in loaded.train[0].labels if label != IGNORED]) if len(loaded.train) else ""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from isotype import ops
 from isotype.environment.planned import planned_for
-from isotype.errors import DtypeError, ShapeError, UsageError
+from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
 from isotype.lora.group import lora_group
 from isotype.lora.linear import Projection, decide, lora_linear
 from isotype.lora.mlp import lora_mlp
@@ -234,6 +234,7 @@ def changed_in_place(name, path):
 
 
 X, TOKENS, VECTOR, HEADS = torch.randn(3, 4), torch.randn(2, 3, 4), torch.randn(2, 4), torch.randn(1, 2, 3, 4)
+T, STACK = torch.tensor([0, 1, 2]), torch.randn(2, 4, 4)
 
 
 BAD = (
@@ -249,6 +250,23 @@ BAD = (
     (lambda: ops.gelu(X, approximate="sigmoid"), UsageError, "expected none or tanh"),
     (lambda: ops.rope(HEADS, HEADS, torch.ones(3, 3), torch.ones(3, 3)), ShapeError, "pairs need 6"),
     (lambda: ops.rope(HEADS, HEADS, torch.ones(2, 2), torch.ones(2, 2)), ShapeError, "expected"),
+    (lambda: ops.cross_entropy(X, T + 2), IsotypeError, r"SH002 1 .* of range, .* is 4: expected 0\.\.3"),
+    (lambda: ops.cross_entropy(X, T - 1), IsotypeError, "SH002"),
+    (lambda: ops.cross_entropy(X, T.float()), DtypeError, "DT001"),
+    (lambda: ops.cross_entropy(X, T[:1]), ShapeError, "SH001"),
+    (lambda: ops.cross_entropy(X, T, reduction="average"), UsageError, "reduction"),
+    (lambda: ops.cross_entropy(X, T, reduction="sum", num_items=3), UsageError, "num_items=3 has no effect"),
+    (lambda: ops.cross_entropy(X, T, label_smoothing=2.0), UsageError, "label_smoothing"),
+    (lambda: ops.linear_divergence(X, STACK[0], X, STACK[1, :3]), ShapeError, "a student of"),
+    (lambda: ops.linear_divergence(X, STACK[0], X, STACK[1], beta=2), UsageError, "beta is 2"),
+    (lambda: ops.linear_divergence(X, STACK[0], X, STACK[1], temperature=0), UsageError, "temperature is 0"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, window=0), UsageError, "window is 0"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, softcap=-1.0), UsageError, "softcap is -1"),
+    (lambda: ops.attention(HEADS, HEADS.bfloat16(), HEADS.bfloat16()), DtypeError, "query, key and value are fp32, bf16 and bf16"),
+    (lambda: ops.attention(HEADS, HEADS[..., :2], HEADS[..., :2]), ShapeError, "head size must be the same"),
+    (lambda: ops.attention(HEADS[:, :1], HEADS, HEADS), ShapeError, "1 query heads cannot share 2 key heads"),
+    (lambda: ops.experts(X, T[:, None], X[:, :1], STACK[..., :3], STACK), ShapeError, r"SH001 x is .* up \[2, 4, 3\]"),
+    (lambda: ops.experts(X, X[:, :1], X[:, :1], STACK, STACK), DtypeError, "index is"),
 )
 
 

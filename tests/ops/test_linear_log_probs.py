@@ -70,23 +70,6 @@ def test_a_masked_class_and_a_batch_without_labels():
         assert not leaf.grad.any()
 
 
-@pytest.mark.full
-def test_trls_own_op_agrees():
-    theirs = pytest.importorskip("trl.kernels").ChunkedLogProbFunction
-    x, w, _, targets = make(31, 8, 500, dtype=torch.float32)
-    targets = targets.clamp(min=0)
-    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    want = theirs.apply(a, w, None, targets, 0.7, 100, 8.0, 1.5, names)
-    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "top1")
-    got = linear_log_probs(b, w, targets, outputs=outputs, softcap=8.0, logit_scale=1.5, temperature=0.7)
-    for name, truth, value in zip(names, want, (getattr(got, n) for n in outputs)):
-        torch.testing.assert_close(value == targets if name == "is_top1" else value, truth, rtol=1e-4, atol=1e-5, msg=name)
-    (want[0] * 2 + want[1]).sum().backward()
-    (got.log_probs * 2 + got.entropy).sum().backward()
-    torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "temperature": 0.8}])
 def test_the_largest_logits_of_bf16_rows_are_those_of_fp32_products(options):
     """Peaked rows, as a trained model has: beside plain bf16 logits ten times nearer to fp64."""

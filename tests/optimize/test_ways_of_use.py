@@ -188,19 +188,6 @@ def test_a_class_patched_after_optimize_is_refused_at_the_next_step(monkeypatch)
         check_placed(model)
 
 
-def test_the_class_that_fsdp_makes_of_a_layer_is_none():
-    """FSDP2 makes a subclass of each unit's class; transformers wraps the forward that a subclass of a decoder layer inherits."""
-    model = tiny("llama")
-    optimize(model)
-    layer = model.model.layers[0]
-    layer.__class__ = type("FSDPLlamaDecoderLayer", (llama.LlamaDecoderLayer,), {})
-    assert type(layer).forward is not llama.LlamaDecoderLayer.forward
-    check_placed(model)
-    layer.__class__ = type("Patched", (llama.LlamaDecoderLayer,), {"forward": scaled(llama.LlamaDecoderLayer.forward)})
-    with pytest.raises(UsageError, match=r"Patched\.forward"):
-        check_placed(model)
-
-
 # --- Without C++ kernels, norms, rotary functions and gated MLPs are no faster than the model's own: they stay, and the manifest says why.
 
 

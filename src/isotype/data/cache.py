@@ -19,8 +19,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,15 +40,6 @@ _NAMES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint
 # widest elements first, so that every column begins at a multiple of its element's size
 _ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
 _NO_CHECKSUM = "0" * 64  # stands in the header while the file's checksum is computed
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One source's rows, or one picture. `used` is the time of the last use."""
-
-    path: Path
-    bytes: int
-    used: float
 
 
 def cache_folder(setting: str) -> Path | None:
@@ -74,31 +64,22 @@ def bound() -> int:
     raise UsageError(f"{BOUND}={given}: expected gigabytes, a number of at least 0", fix=f"{BOUND}=20")
 
 
-def entries(folder: Path) -> list[Entry]:
-    """The whole entries or pictures of a folder, those that were not used for longest first."""
-    found = []
-    for path in folder.glob("*"):
-        if _OURS.fullmatch(path.name):
-            try:
-                stat = path.stat()
-            except OSError:  # another run removed it
-                continue
-            found.append(Entry(path, stat.st_size, max(stat.st_atime, stat.st_mtime)))
-    return sorted(found, key=lambda entry: entry.used)
-
-
 def evict(folder: Path, *, keep: Path | None = None) -> int:
     """Removes the least recently used entries until the folder is within its limit, and returns how many. `keep` stays, and a picture that
     was read within a day: another run may need it again."""
-    there, in_use = entries(folder), time.time() - IN_USE
-    total, most, gone = sum(entry.bytes for entry in there), bound(), 0
-    for entry in there:
-        if total > most and entry.path != keep and (entry.path.suffix != ".picture" or entry.used <= in_use):
-            try:
-                entry.path.unlink(missing_ok=True)
-            except OSError:  # some systems refuse to remove a memory-mapped file
-                continue
-            total, gone = total - entry.bytes, gone + 1
+    there = []
+    for path in folder.glob("*"):
+        if _OURS.fullmatch(path.name):
+            with suppress(OSError):  # another run removed it
+                stat = path.stat()
+                there.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total, most, in_use, gone = sum(size for _, size, _ in there), bound(), time.time() - IN_USE, 0
+    for used, size, path in sorted(there):
+        stays = path == keep or (path.suffix == ".picture" and used > in_use)
+        if total > most and not stays:
+            with suppress(OSError):  # some systems refuse to remove a memory-mapped file
+                path.unlink(missing_ok=True)
+                total, gone = total - size, gone + 1
     return gone
 
 

@@ -132,16 +132,6 @@ class Span:
     closed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Roles of the turns that are nowhere in the text, and whether a call, a tool, or reasoning is nowhere in it."""
-
-    roles: frozenset[str] = frozenset()
-    calls: bool = False
-    tools: bool = False
-    reasoning: bool = False
-
-
 _TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK]`
 
 
@@ -214,10 +204,13 @@ class ChatTemplate:
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)]
         return [self._span(messages, i, example, rendered) for i in answers]
 
-    def left_out(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, place: str) -> LeftOut:
-        """What of a conversation is nowhere in `text`, its rendering: templates drop later system turns, calls or thoughts in silence.
+    def left_out(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, place: str
+    ) -> tuple[set[str], bool, bool, bool]:
+        """What of a conversation is nowhere in `text`, its rendering: roles of turns; whether calls, tools, and reasoning.
 
-        The words of turns are looked for, each as often as turns have them. Calls and tools are left out once: the text must be another.
+        Templates drop later system turns, calls or thoughts in silence. The words of turns are looked for, each as often as turns have
+        them. Calls and tools are left out once: the text must be another.
         """
         wanted: dict[str, list[tuple[str, bool]]] = {}  # words -> of each turn that has them: its role, whether they are its thoughts
         for m in messages:
@@ -229,12 +222,9 @@ class ChatTemplate:
                 wanted.setdefault(words, []).append((m["role"], thought))
         unseen = [one for words, of in wanted.items() if _times(words, text) < len(of) for one in of]
         without = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
-        return LeftOut(
-            frozenset(role for role, thought in unseen if not thought),
-            calls=any(m.get("tool_calls") for m in messages) and self._is(text, without, tools, place),
-            tools=bool(tools) and self._is(text, messages, None, place),
-            reasoning=any(thought for _, thought in unseen),
-        )
+        calls = any(m.get("tool_calls") for m in messages) and self._is(text, without, tools, place)
+        unread = bool(tools) and self._is(text, messages, None, place)
+        return {role for role, thought in unseen if not thought}, calls, unread, any(thought for _, thought in unseen)
 
     def _is(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: str) -> bool:
         try:

@@ -171,13 +171,13 @@ class Encoder:
             raise RowError(f"{place}: a mark {IN_TEXT} in the text, and the row has no picture")
         text = template.render(messages, tools=example.tools, place=place)
         tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
-        left_out = template.left_out(messages, example.tools, text, place)
-        if template.thoughts in ("last", "all") and (left_out.reasoning or DOUBLED_THOUGHTS.search(text)):
+        roles, calls, tools, reasoning = template.left_out(messages, example.tools, text, place)
+        if template.thoughts in ("last", "all") and (reasoning or DOUBLED_THOUGHTS.search(text)):
             raise RowError(f"{place}: the chat template does not write thoughts as data.thoughts: {template.thoughts} keeps them")
-        tally.turns_unseen.update(left_out.roles)
-        tally.calls_unseen += left_out.calls
-        tally.tools_unseen += left_out.tools
-        tally.reasoning_unseen += left_out.reasoning
+        tally.turns_unseen.update(roles)
+        tally.calls_unseen += calls
+        tally.tools_unseen += tools
+        tally.reasoning_unseen += reasoning
         whole = [Span(0, len(text), closed=True)]
         spans = whole if self.loss_on == "all" else template.spans(replace(example, messages=messages), text)
         tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])

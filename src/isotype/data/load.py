@@ -175,22 +175,14 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
             writer.add(row, example=read, cut=cut, wanted=example.wanted)
         read += 1
     read += len(waiting)
-    _encode_texts(one, encoder, writer, tally, already=read)
+    windows = (
+        window
+        for name, pieces in one.texts()
+        for window in watched(encoder.windows(map(encoder.ids, pieces), name, tally), f"tokenising {name}")
+    )
+    for window in islice(windows, None if one.spec.limit is None else max(0, one.spec.limit - read)):
+        writer.add(window, example=-1, cut=False)
     return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored)}
-
-
-def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, *, already: int) -> None:
-    """Writes the windows of a source's plain texts, at most `limit` in all.
-
-    already  rows of the source's other files, which count too
-    """
-    left = None if one.spec.limit is None else one.spec.limit - already
-    for name, pieces in one.texts():
-        for window in watched(encoder.windows(map(encoder.ids, pieces), name, tally), f"tokenising {name}"):
-            if left == 0:
-                return
-            writer.add(window, example=-1, cut=False)
-            left = None if left is None else left - 1
 
 
 def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each: int) -> TokenRows:

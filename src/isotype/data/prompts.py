@@ -43,26 +43,25 @@ def prompts_of_run(run: RunSection, data: LoadedData, tokenizer: Any) -> list[Sa
     return prompts_from(run.samples, tokenizer, chat_template=data.chat_template)
 
 
-def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SamplePrompt]:
+def prompts_of(examples: Iterable[Example], encoder: Encoder) -> list[SamplePrompt]:
     """Prompts with their reference answers from examples."""
-    found = []
-    for example in examples:
-        messages = as_messages(example)
-        if messages is None:
-            ids = encoder.ids(example.text or "")
-            found.append(prompt_of_text((*encoder.before, *ids), encoder))
-        elif encoder.template is None:
-            ids = encoder.ids(example.prompt)
-            found.append(SamplePrompt(example.prompt, (*encoder.before, *ids), (example.completion or "").strip()))
-        else:
-            asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
-            answer = messages[len(asked)]["content"] if len(asked) < len(messages) else None
-            parts = [part for message in asked if not isinstance(message["content"], str) for part in message["content"]]
-            pictures = example.pictures[: sum(part.get("type") == "image" for part in parts)]
-            about: dict[str, Any] = {"tools": example.tools, "place": example.place, "folder": example.folder}
-            if asked:
-                found.append(_question(encoder, encoder.template, asked, answer, pictures=pictures, **about))
-    return [prompt for prompt in found if prompt.input_ids]
+    return [prompt for example in examples if (prompt := _prompt_of(example, encoder)) is not None and prompt.input_ids]
+
+
+def _prompt_of(example: Example, encoder: Encoder) -> SamplePrompt | None:
+    messages = as_messages(example)
+    if messages is None:
+        return prompt_of_text((*encoder.before, *encoder.ids(example.text or "")), encoder)
+    if encoder.template is None:
+        return SamplePrompt(example.prompt, (*encoder.before, *encoder.ids(example.prompt)), (example.completion or "").strip())
+    asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
+    if not asked:
+        return None
+    answer = messages[len(asked)]["content"] if len(asked) < len(messages) else None
+    parts = [part for message in asked if not isinstance(message["content"], str) for part in message["content"]]
+    pictures = example.pictures[: sum(part.get("type") == "image" for part in parts)]
+    about: dict[str, Any] = {"tools": example.tools, "place": example.place, "folder": example.folder}
+    return _question(encoder, encoder.template, asked, answer, pictures=pictures, **about)
 
 
 def prompt_of_text(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
@@ -80,13 +79,9 @@ def _question(
     pictures: Sequence[Any] = (), folder: str = ".",
 ) -> SamplePrompt:  # fmt: skip
     rendered = template.render(messages, tools=tools, generation_prompt=True, place=place)
-    asked = text_of(next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"]))
+    asked: Any = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
+    asked = asked if isinstance(asked, str) else "".join(part.get("text", "") for part in asked)
     if not pictures:
         return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
     found = encoder.with_pictures(Rendered(place, rendered, [], literal=False), pictures, folder)
     return SamplePrompt(asked.strip(), tuple(encoder.ids(found.text)), answer, found.pictures)
-
-
-def text_of(content: Any) -> str:
-    """Of a turn, also where it has pictures."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -1,7 +1,6 @@
 """Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` takes it off.
 
-plain      which layers the fused code computes exactly as PEFT does
-attach     the fused forward on each instance; what a call reads; how siblings of one input share a product
+attach     which layers the fused code computes exactly as PEFT does, and its forward on each; how siblings of one input share a product
 linear     the op: its dtypes, the base product, the adapter branch, and every gradient
 group      several projections of one input in one product
 mlp        a gated MLP in one function, and when its layers run so

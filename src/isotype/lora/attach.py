@@ -100,9 +100,7 @@ def why_not_fused(layer: Any, *, dora: bool = False) -> str | None:
     """Why PEFT's own code runs in a layer of a fused kind as it is now, or None. dora: as of `parts_reason`."""
     if layer._disable_adapters:
         return "the adapter is disabled"
-    if layer.merged_adapters:
-        return "the adapter is merged into the weight"
-    return parts_reason(layer, dora=dora)
+    return "the adapter is merged into the weight" if layer.merged_adapters else parts_reason(layer, dora=dora)
 
 
 def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
@@ -180,10 +178,9 @@ GROUPS = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
     ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
 )  # fmt: skip
+# the same of cross-attention, whose Q reads another tensor, and how families name it: it is often of the self-attention's own class
 CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
-"""The same of cross-attention, whose Q reads another tensor."""
 _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
-"""How families name a layer's cross-attention, which is often of the self-attention's own class."""
 
 
 def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:

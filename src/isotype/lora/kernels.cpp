@@ -1,14 +1,6 @@
 // The products of `ops/low_rank.h` for one layer.
 #include "low_rank.h"
 
-extern "C" void native(int64_t* answer, int) {
-#ifdef NATIVE
-  *answer = 1;
-#else
-  *answer = 0;
-#endif
-}
-
 extern "C" void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,
                        int64_t a_rank_step, int64_t a_step, int64_t out_step, float scale, int threads) {
 #ifdef NATIVE

@@ -13,9 +13,9 @@ from ..environment.planned import stands_for
 from ..errors import UsageError
 from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from .contract import OpContract
-from .cross_entropy.op import check_targets, rule_logits
+from .cross_entropy.op import rule_logits
 from .cross_entropy.rows import Again, Cpp, Source, row_paths
-from .cross_entropy.rule import RULE, LossRule, RowValues, RuleArguments, Upstream, Wanted, room
+from .cross_entropy.rule import RULE, LossRule, RowValues, RuleArguments, Upstream, Wanted, check_targets, room
 from .library import library_op
 from .linear_cross_entropy.chunked import (
     Chunks,

@@ -49,14 +49,10 @@ class RecomputedLayer:
         finally:
             layers_running.pop()
         if not self.recomputing:
-            self._decide(output)
+            node = None if self.hooked else _last_term(output)
+            self.unused = max((i for i, made in enumerate(self.nodes) if node is not None and made == id(node)), default=-1)
+            self.nodes = []
         return output
-
-    def _decide(self, output: Any) -> None:
-        """At the end of the forward: what the recompute leaves out."""
-        node = None if self.hooked else _last_term(output)
-        self.unused = max((i for i, made in enumerate(self.nodes) if node is not None and made == id(node)), default=-1)
-        self.nodes = []
 
 
 def _now() -> RecomputedLayer | None:

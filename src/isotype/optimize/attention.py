@@ -72,15 +72,14 @@ def back_ends(module: nn.Module) -> str:
         config = config.per_layer_config[cast(int, module.layer_idx)]
     depth = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     x = torch.empty(1, 1, 128, depth, dtype=torch.bfloat16, device="meta")
+    options: dict[str, Any] = {
+        "causal": True,
+        "masked": False,
+        "window": getattr(module, "sliding_window", None),
+        "softcap": softcap_of(module),
+    }
     with nullcontext() if device.type == "cuda" else planned_for("cuda"):
-
-        def one(packed: bool) -> str:
-            window = getattr(module, "sliding_window", None)
-            return on_a_gpu(
-                x.dtype, x, x, causal=True, masked=False, window=window, softcap=softcap_of(module), packed=packed, device=device
-            )
-
-        row, packed = one(False), one(True)
+        row, packed = (on_a_gpu(x.dtype, x, x, **options, packed=packed, device=device) for packed in (False, True))
     return f"{row} in bf16" if row == packed else f"{row} in bf16, {packed} for packed documents"
 
 

@@ -23,6 +23,7 @@ from ..ops import gated_residual, gelu, modulated_layer_norm
 from ..ops.remade import follow, remember, way_of
 from ..precision.apply import denoiser_blocks
 from . import joint_attention
+from .forwards import changed_before
 from .instances import once_a_kind, put_found, same_in_both_modes, stand_in, taken
 
 BLOCK, NORM, ACTIVATION = "block", "modulated norm", "activation"
@@ -226,11 +227,6 @@ def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[P
 
 
 @dataclass(frozen=True)
-class LayerNormSettings:
-    out_dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
 class AdaptiveSettings:
     """argument    the embedding's name in the forward; first: it is the first one after x
     chunks      of the linear layer's output
@@ -269,8 +265,7 @@ def layer_norm_forward(self: Any, x: Tensor, modulation: tuple[Tensor, Tensor] |
     if modulation is None:
         own: Tensor = type(self).forward(self, x)
         return own
-    s: LayerNormSettings = settings_of(self)
-    return modulated_layer_norm(x, *modulation, self.eps, out_dtype=s.out_dtype)
+    return modulated_layer_norm(x, *modulation, self.eps, out_dtype=settings_of(self))
 
 
 def modulated(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor:
@@ -284,17 +279,16 @@ def modulated(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tenso
 
 def _changed_by_hooks(norm: nn.Module) -> bool:
     """Whether a hook may change what the norm is given or gives: one that only narrows the output to the op's own dtype does not."""
-    s: LayerNormSettings = settings_of(norm)
-    before = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-    if any(not getattr(hook, "observes", False) for hooks in before for hook in hooks.values()):
+    if changed_before(norm):
         return True
+    out_dtype = settings_of(norm)
     after = [hook for hook in norm._forward_hooks.values() if not getattr(hook, "observes", False)]
-    return any(getattr(hook, "narrows_to", None) is not s.out_dtype or s.out_dtype is None for hook in after)
+    return any(getattr(hook, "narrows_to", None) is not out_dtype or out_dtype is None for hook in after)
 
 
 def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Placement:
     """Lets a LayerNorm without weights run `modulated_layer_norm` where `modulated` calls it."""
-    return put_found(NORM, path, norm, taken(norm) or LayerNormSettings(out_dtype), layer_norm_forward, "modulated_layer_norm")
+    return put_found(NORM, path, norm, taken(norm) or out_dtype, layer_norm_forward, "modulated_layer_norm")
 
 
 @once_a_kind

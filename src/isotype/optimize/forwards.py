@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +87,7 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
     method = norm.__dict__.get("forward")
     ours = type(method) is InstanceMethod and method.function is norm_forward and not torch.compiler.is_dynamo_compiling()
     hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    if not ours or "weight" not in norm._parameters or (hooks and _changed_by_hooks(norm)):
+    if not ours or "weight" not in norm._parameters or (hooks and changed_before(norm)):
         # no wrapper around it, on a weight that is its parameter and not made from others; a hook may change what the norm is given
         total = x if residual is None else residual + x
         return norm(total), total
@@ -97,7 +97,8 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
     return normed, x if made is None else made
 
 
-def _changed_by_hooks(norm: nn.Module) -> bool:
+def changed_before(norm: nn.Module) -> bool:
+    """Whether a hook may change what the norm is given, or its gradients."""
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values())
 
@@ -164,25 +165,17 @@ def without_cache(given: dict[str, Any]) -> None:
 
 
 def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
-    return _mlp(self, s, *_attended(self, s, given, x))
-
-
-def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    half = s.attention
-    children: Any = self._modules
-    attention = children[half.part]
+    half, children = s.attention, cast(Any, self._modules)
+    attention, mlp = children[half.part], children[s.mlp.part]
+    residual: Tensor | None
     normed, residual = (x, x) if half.before is None else with_residual(children[half.before], x, None)
     if layers_running and has_hooks(attention):
         hooks_read_here()
-    attended: Tensor = attention(hidden_states=normed, **given)[0]
-    return attended if half.after is None else children[half.after](attended), residual
-
-
-def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) -> Tensor:
+    x = attention(hidden_states=normed, **given)[0]
+    del normed
+    x = x if half.after is None else children[half.after](x)
     half = s.mlp
-    children: Any = self._modules
-    mlp = children[half.part]
-    if residual is not None and (half.before is None or s.scale is not None):
+    if half.before is None or s.scale is not None:
         # no norm reads this sum, or its terms are not added as they are
         x, residual = _sum(self, s, residual, x), None
     normed, total = (x, x) if half.before is None else with_residual(children[half.before], x, residual)

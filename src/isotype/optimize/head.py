@@ -38,13 +38,6 @@ _forwards = threading.local()
 BYPASSED = "TRL's fused head computes the loss from the head's weight, and never calls the head: its logits are not deferred"
 
 
-@dataclass
-class HeadSettings:
-    """manifest  gets a note when another library's loss does not call the head"""
-
-    manifest: Manifest
-
-
 def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     asked: _Asked | None = getattr(_forwards, "asked", None)
     if asked is not None and asked.loss is None and not has_backward_hooks(self):
@@ -71,31 +64,23 @@ def has_backward_hooks(head: nn.Module) -> bool:
     return bool(head._backward_hooks or head._backward_pre_hooks or of_all)
 
 
-def has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("labels") is not None
-
-
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook of the causal LM: its forward has labels, so the logits will go into a loss."""
     if kwargs.get("fused_lm_head") and fused_head_of(inner_model(model)) is None:
-        _passed_by(model)
-    if has_labels(model, args, kwargs):
+        # says once that TRL's loss is the one that runs: a setting without effect is never silent
+        manifest: Manifest = settings_of(model.get_output_embeddings())  # type: ignore[operator]  # a causal LM has the method
+        if BYPASSED not in manifest.notes:
+            manifest.notes.append(BYPASSED)
+            warnings.warn(f"isotype.optimize: {BYPASSED}", stacklevel=2)
+    if kwargs.get("labels") is not None:
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
         # transformers sums the losses and divides by these: the op does before a gradient is rounded
         _forwards.items = kwargs.get("num_items_in_batch")
 
 
-def _passed_by(model: Any) -> None:
-    """Says once that TRL's loss is the one that runs: a setting without effect is never silent."""
-    settings: HeadSettings = settings_of(model.get_output_embeddings())
-    if BYPASSED not in settings.manifest.notes:
-        settings.manifest.notes.append(BYPASSED)
-        warnings.warn(f"isotype.optimize: {BYPASSED}", stacklevel=3)
-
-
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Also called when forward raised, so that a failed step does not leave the head deferring."""
-    if has_labels(model, args, kwargs):
+    if kwargs.get("labels") is not None:
         _forwards.depth, _forwards.items = max(0, getattr(_forwards, "depth", 0) - 1), None
 
 
@@ -128,7 +113,7 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
         place_fused_head(inner)
     # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
     if type(head) in (nn.Linear, PackedLinear):
-        put(head, head_forward, HeadSettings(manifest))
+        put(head, head_forward, manifest)  # which gets a note where TRL's loss does not call the head
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     if by_trl:

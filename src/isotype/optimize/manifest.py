@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,15 +32,12 @@ class Manifest:
         return [entry for entry in self.entries if not entry.op]
 
     def lines(self) -> list[str]:
-        alike = Counter((e.part, e.kind, e.op, e.reason) for e in self.entries)
-        first: dict[tuple[str, str, str | None, str], str] = {}
+        alike: dict[tuple[str, str, str | None, str], list[str]] = {}
         for e in self.entries:
-            first.setdefault((e.part, e.kind, e.op, e.reason), e.module)
+            alike.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
         shown = []
-        for key, count in alike.items():
-            part, kind, op, reason = key
-            where = first[key] or "(the model)"
-            where += f" and {count - 1} more" if count > 1 else ""
+        for (part, kind, op, reason), modules in alike.items():
+            where = (modules[0] or "(the model)") + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
             shown.append(f"{part:10s} {op or 'left alone':22s} {kind:24s} {where}" + (f"   {reason}" if reason else ""))
         return shown + [f"note       {note}" for note in self.notes]
 

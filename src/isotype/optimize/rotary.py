@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any, get_args
 
@@ -33,10 +34,6 @@ class Tables:
 
     form: Form | None
     reason: str = ""
-
-
-# (original function, form of the tables) -> its pairs; None: `rope` does not compute it
-_known: dict[tuple[Any, Form], Pairs | None] = {}
 
 
 def rotary_name(module: nn.Module) -> str | None:
@@ -63,6 +60,7 @@ def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
     return angle[None].cos(), angle[None].sin()
 
 
+@cache
 def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
     """The pairs with which `rope` gives this function's output on tables of the model's own form; None where none do."""
     size, generator = 8, torch.Generator().manual_seed(0)
@@ -141,17 +139,10 @@ def place(path: str, module: nn.Module, made: Tables, replacements: list[Replace
     called, forward = rotary_name(module), type(module).forward
     assert called is not None
     original = inspect.unwrap(forward).__globals__[called]
-    reason = taken(module) or why_not(called, original) or why_not_rebuilt(forward)
-    if reason is not None:
-        return placement(PART, path, module, None, reason)
-    if made.form is None:
-        return placement(PART, path, module, None, made.reason)
-    key = original, made.form
-    if key not in _known:
-        _known[key] = recognise(original, made.form)
-    pairs = _known[key]
+    reason = taken(module) or why_not(called, original) or why_not_rebuilt(forward) or made.reason
+    pairs = None if reason or made.form is None else recognise(original, made.form)
     if pairs is None:
-        return placement(PART, path, module, None, "its output is not a rotation's on a probe")
+        return placement(PART, path, module, None, reason or "its output is not a rotation's on a probe")
     replacements.append(Replacement(called, replacement, (pairs, made.form)))
     said = {"halves": "", "neighbours": "interleaved pairs", "neighbours to halves": "interleaved pairs, turned into halves"}
     return placement(PART, path, module, "rope", said[pairs])

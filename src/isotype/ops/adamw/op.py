@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,27 +111,15 @@ def adamw_reference_(
 
 
 @library_op(
-    "adamw_(Tensor(a!) weight, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, int? seed, int first) -> ()",
+    "adamw_(Tensor(a!) weight, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, float[] numbers, int step, int? seed, int first) -> ()",
     fake=lambda *_: None,
 )
 def _update(
-    weight: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    seed: int | None,
-    first: int,
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: Sequence[float], step: int, seed: int | None, first: int
 ) -> None:
     from . import triton
 
-    triton.adamw_(weight, gradient, mean, square, AdamwNumbers(lr, beta1, beta2, eps, weight_decay, step), seed, first)
+    triton.adamw_(weight, gradient, mean, square, AdamwNumbers._make((*numbers, step)), seed, first)
 
 
 def adamw_(
@@ -150,7 +139,6 @@ def adamw_(
     plain = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)
     # the kernel draws for four neighbours at a time
     if fused_runs(weight) and plain and first % 4 == 0:
-        n = numbers
-        _update(*tensors, n.lr, n.beta1, n.beta2, n.eps, n.weight_decay, n.step, seed, first)
+        _update(*tensors, numbers[:-1], numbers.step, seed, first)
     else:
         adamw_reference_(*tensors, numbers, seed, first)

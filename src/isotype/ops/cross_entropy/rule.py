@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ...errors import UsageError
+from ...errors import DtypeError, IsotypeError, ShapeError, UsageError
 from ..backend import rows_can_be_counted, wide
 
+Reduction = Literal["mean", "sum", "none"]
 # `LossRule.arguments`, as the schema of a library op has them
 RULE = "int ignore_index, float[] factors"
 RuleArguments = tuple[int, tuple[float, float, float, float]]
@@ -72,6 +74,49 @@ class LossRule:
     def values(self) -> tuple[int, float, float, float, float]:
         """In the order in which the C++ kernels take them."""
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
+
+
+# --- checks
+
+
+def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: LossRule) -> None:
+    """Whether the targets fit logits of this shape.
+
+    rows    the shape of the logits without their last dimension, `classes`
+    Raises  DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
+    """
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(f"targets are {targets.dtype}, declared int64 or int32", code="DT001", fix="targets.long()")
+    if tuple(targets.shape) != rows:
+        raise ShapeError(f"targets are {list(targets.shape)} where logits {[*rows, classes]} need {list(rows)}", code="SH001")
+    # a fake tensor has no values
+    if not isinstance(targets, FakeTensor):
+        _check_range(targets, classes, rule.ignore_index)
+
+
+def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> None:
+    """Raises  UsageError for an unknown reduction, and for a num_items without effect"""
+    if reduction not in get_args(Reduction):
+        raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
+    if num_items is not None and reduction != "mean":
+        raise UsageError(f"num_items={num_items} has no effect with reduction={reduction!r}", fix='use reduction="mean"')
+
+
+def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side assert keeps the check without a sync."""
+    good = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
+    if targets.is_meta:
+        return
+    if torch.compiler.is_compiling() or targets.device.type != "cpu":
+        torch._assert_async(good.all(), f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}")
+    elif not bool(good.all()):
+        bad = targets[~good].flatten()
+        raise IsotypeError(
+            f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: "
+            f"expected 0..{classes - 1} or ignore_index ({ignore_index})",
+            code="SH002",
+            fix="compare the tokenizer's length with the head's rows, and the label mask with ignore_index",
+        )
 
 
 # --- cross-entropy

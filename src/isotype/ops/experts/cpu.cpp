@@ -5,14 +5,6 @@
 
 using namespace isotype;
 
-extern "C" void native(int64_t* answer, int) {
-#ifdef NATIVE
-  *answer = 1;
-#else
-  *answer = 0;
-#endif
-}
-
 // `ends`: where each expert's rows end. Strides are in elements.
 
 // x [rows, n] by the matrix of each row's expert, [n, columns] with strides (w_step, w_column_step), one of which is 1: one call, in which a

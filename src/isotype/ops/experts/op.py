@@ -141,11 +141,15 @@ class Experts(torch.autograd.Function):
             low_TH = x_TH.to(dtype)
             w_S = weights_TC.reshape(-1)[groups.order].to(wide(dtype))
             (a1, b1), (a2, b2) = groups.narrow(up_a, up_b, dtype), groups.narrow(down_a, down_b, dtype)
-            kept = _Kept(groups, low_TH, a1, a2, width=shape[2 if form.transposed else 1]) if keeps else None
+            rows, width = groups.order.shape[0], shape[2 if form.transposed else 1]
+            # what backward reads of every row: the first layer's output, and both layers' products with A
+            g_SG, xa_SR, ha_SR = (
+                low_TH.new_empty(rows, n) if keeps and n else None for n in (width, *(0 if a is None else a.shape[1] for a in (a1, a2)))
+            )
             total = None if unused else torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
             for part in groups.parts():
                 xs = part.gathered(low_TH)
-                g, xa = _layer(part, xs, (up, up_bias, a1, b1), form, 0, out=None if kept is None else kept.g[part.rows])
+                g, xa = _layer(part, xs, (up, up_bias, a1, b1), form, 0, out=None if g_SG is None else g_SG[part.rows])
                 h = activated(g, form.activation) if total is not None or a2 is not None else None
                 if total is not None:
                     assert h is not None
@@ -154,10 +158,12 @@ class Experts(torch.autograd.Function):
                 elif a2 is not None:
                     assert h is not None
                     ha = part.shrink(h, a2)
-                if kept is not None:
-                    kept.keep(part.rows, xa, ha if a2 is not None else None)
-        if kept is not None:
-            ctx.save_for_backward(low_TH, w_S, kept.g, kept.xa, kept.ha, a1, b1, a2, b2, *given)
+                if xa_SR is not None and xa is not None:
+                    xa_SR[part.rows] = xa
+                if ha_SR is not None and ha is not None:
+                    ha_SR[part.rows] = ha
+        if keeps:
+            ctx.save_for_backward(low_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *given)
             ctx.given = form, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
         return unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype) if total is None else total.to(x_TH.dtype)
 
@@ -194,21 +200,6 @@ class Experts(torch.autograd.Function):
                 del d, dg, xs, dxs
             dweights = torch.empty_like(dw_S).index_put_((groups.order,), dw_S).view(w_shape).to(w_dtype) if needs_w else None
         return None if dx_TH is None else dx_TH.to(x_dtype), None, dweights, None, None, *first.made(), *second.made()
-
-
-class _Kept:
-    """What backward reads of every row: the first layer's output, and both layers' products with A."""
-
-    def __init__(self, groups: Groups, like: Tensor, a1: Tensor | None, a2: Tensor | None, *, width: int) -> None:
-        count = groups.order.shape[0]
-        self.g = like.new_empty(count, width)
-        self.xa = None if a1 is None else like.new_empty(count, a1.shape[1])
-        self.ha = None if a2 is None else like.new_empty(count, a2.shape[1])
-
-    def keep(self, rows: slice, xa: Tensor | None, ha: Tensor | None) -> None:
-        for whole, part in ((self.xa, xa), (self.ha, ha)):
-            if whole is not None and part is not None:
-                whole[rows] = part
 
 
 Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]

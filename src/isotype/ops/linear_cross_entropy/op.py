@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..cross_entropy.op import Reduction, check_reduction, check_targets, cross_entropy_reference
+from ..cross_entropy.op import cross_entropy_reference
 from ..cross_entropy.rows import Cpp, Source, row_paths
-from ..cross_entropy.rule import RULE, LossRule, RuleArguments
+from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
 from ..library import library_op
 from .chunked import (
     Chunks,
@@ -262,17 +262,8 @@ def scratch() -> dict[Any, Callable[..., int]]:
     return {torch.ops.isotype.linear_cross_entropy_forward.default: _bytes_of_forward}
 
 
-def _bytes_of_forward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Any,
-    targets_T: Tensor,
-    upstream: Tensor,
-    ignore_index: int,
-    factors: Any,
-    chunk: int,
-    *want: bool,
-) -> int:
+def _bytes_of_forward(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Any, targets_T: Tensor, *rest: Any) -> int:
+    _, _, _, chunk, *want = rest
     rows, classes = min(int(chunk), targets_T.numel()), weight_VH.shape[0]
     operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result = result_dtype(operand, hidden_TH.device)

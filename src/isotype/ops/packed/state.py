@@ -5,8 +5,9 @@ A weight is widened in pieces of rows, so that its fp32 values are never there a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -137,11 +138,13 @@ class PackedState:
             out[piece.start - rows.start : piece.stop - rows.start] = decode(t, piece, wide, of)
         return out
 
-    def mapped(self, make: Callable[[Tensor], Tensor]) -> PackedState:
+    def mapped(self, make: Callable[[Tensor], Tensor]) -> Self:
         """The same with each tensor as `make` gives it."""
-        return PackedState(self.layout, self.word, {name: make(tensor) for name, tensor in self.tensors.items()})
+        made = copy.copy(self)
+        made.tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
+        return made
 
-    def moved(self, device: torch.device) -> PackedState:
+    def moved(self, device: torch.device) -> Self:
         """On this device, in the same dtypes: nothing casts a scale."""
         if all(tensor.device == device for tensor in self.tensors.values()):
             return self
@@ -182,11 +185,6 @@ class StackState(PackedState):
                 own = out[expert - experts.start, piece * rows : (piece + 1) * rows]
                 one.widen_rows(pieces[expert, piece], slice(0, rows), own)
         return out
-
-    def mapped(self, make: Callable[[Tensor], Tensor]) -> StackState:
-        tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
-        how = {"experts": self.experts, "pieces": self.pieces}
-        return StackState(self.layout, self.word, tensors, transposed=self.transposed, **how)
 
 
 def _like_4bit(

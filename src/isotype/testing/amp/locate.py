@@ -59,15 +59,14 @@ def failure_of(error: BaseException) -> Failure | None:
         return None
     frame, tb = mine[-1]
     span = _span(tb)
-    function = next((f.f_code.co_qualname for f, _ in reversed(mine) if _is_function_method(f)), None)
     source = " ".join(linecache.getline(frame.f_code.co_filename, n).strip() for n in range(span[0], span[1] + 1)).strip()
     return Failure(
         place=Place(file=frame.f_code.co_filename, line=span[0], symbol=symbol_of(frame)),
         source=source,
-        function=_clean(function) if function else None,
+        function=next((symbol_of(f) for f, _ in reversed(mine) if _is_function_method(f)), None),
         operands=_operands(frame, span),
         chain=tuple(f"{f.f_code.co_filename}:{t.tb_lineno} {symbol_of(f)}" for f, t in mine),
-        raised_by_hand=frames[-1].tb_frame is frame and _is_raise(source),
+        raised_by_hand=frames[-1].tb_frame is frame and re.match(r"(raise|assert)\b", source) is not None,
     )
 
 
@@ -78,7 +77,7 @@ def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def symbol_of(frame: FrameType) -> str:
-    return _clean(frame.f_code.co_qualname)
+    return frame.f_code.co_qualname.split("<locals>.")[-1]
 
 
 def owner_of(frame: FrameType | None) -> str | None:
@@ -88,10 +87,6 @@ def owner_of(frame: FrameType | None) -> str | None:
             return symbol_of(frame)
         frame = frame.f_back
     return None
-
-
-def _clean(qualname: str) -> str:
-    return qualname.split("<locals>.")[-1]
 
 
 def _is_function_method(frame: FrameType) -> bool:
@@ -105,10 +100,6 @@ def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
     line, end, column, end_column = next(islice(tb.tb_frame.f_code.co_positions(), tb.tb_lasti // 2, None))
     line = line or tb.tb_lineno
     return line, end or line, column, end_column
-
-
-def _is_raise(source: str) -> bool:
-    return source.startswith(("raise ", "assert ")) or source == "raise"
 
 
 def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -> dict[str, Tensor]:
