@@ -50,6 +50,9 @@ class OfAnswers:
     def rows(self) -> int:
         raise NotImplementedError
 
+    def to(self, device: torch.device) -> Any:
+        return replace(cast(Any, self), **sent(vars(self), device))
+
     @property
     def weight(self) -> int:
         return self.rows
@@ -89,8 +92,11 @@ class PairBatch(OfAnswers):
     def __str__(self) -> str:
         return f"{counted(self.rows, 'pair')} of {counted(self.input_ids.shape[1], 'token')}"
 
-    def to(self, device: torch.device) -> PairBatch:
-        return replace(self, **sent(vars(self), device))
+
+def references(rows: Sequence[Any]) -> Tensor | None:
+    """fp32[2 B]: of pairs, or of answers; None where they are not known yet."""
+    known = [row.reference for row in rows if row.reference is not None]
+    return torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -183,12 +189,8 @@ class Preference(Objective):
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
         answers = [answer for pair in rows for answer in (pair.chosen, pair.rejected)]
-        known = [pair.reference for pair in rows if pair.reference is not None]
-        return PairBatch(
-            collate(answers, pad_id=pad_id, device_type=device_type),
-            torch.tensor([answer.supervised for answer in answers], dtype=torch.float32),
-            torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None,
-        )
+        lengths = torch.tensor([answer.supervised for answer in answers], dtype=torch.float32)
+        return PairBatch(collate(answers, pad_id=pad_id, device_type=device_type), lengths, references(rows))
 
     def outlined(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
