@@ -23,14 +23,13 @@ from ...config.schema import PreferenceSection, RunConfig
 from ...data.formats import FormatName
 from ...data.pairs import Labelled, Pairs
 from ...data.progress import watched
-from ...data.rows import LoadedData, Share
+from ...data.rows import LoadedData, RowStream, Share
 from ...data.tokens import TokenRows
 from ...distributed.agree import fingerprint_of_weights
 from ...distributed.world import World
 from ...errors import UsageError
 from ...optimize.head import loss_of
 from ...precision.parts import local_part
-from ...training.feed import RowStream
 from ...training.task import Check, Feed, Words, eval_mode, micro_batch
 from ...wording import counted
 from .batches import Batch, collate, longest_of, model_inputs, next_tokens, sent
