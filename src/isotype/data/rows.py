@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from .bad_rows import BadRow
 
+T = TypeVar("T")
 IGNORED = -100  # the label of a token that is not learnt, as in torch's and transformers' cross-entropy
 
 
