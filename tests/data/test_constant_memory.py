@@ -13,7 +13,7 @@ import pytest
 
 from isotype.config.schema import DataSection
 from isotype.data.load import load_data
-from isotype.training.feed import RowStream
+from isotype.data.rows import RowStream
 
 pytestmark = pytest.mark.full
 

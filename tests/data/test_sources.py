@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 import isotype
 from isotype.config.schema import DataSection
-from isotype.config.sources import source_specs
+from isotype.config.sources import SourceSpec, source_specs
+from isotype.data import progress
 from isotype.data.formats import Example
 from isotype.data.load import load_data
 from isotype.data.sources import Source, as_source, source
@@ -204,3 +206,21 @@ def test_the_built_in_set_has_several_thousand_pairs_none_twice() -> None:
     assert "whitespace" in descriptions["textwrap.dedent"]
     calls = {p.name: p.answer for p in pairs if p.answer.startswith("Call it as")}
     assert calls["json.encoder.JSONEncoder.iterencode"] == "Call it as `iterencode(o, _one_shot=False)`."
+
+
+def test_a_log_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter(range(0, 10_000, 8))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    assert list(progress.watched(range(20), "reading x.jsonl")) == [*range(20)]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 5
+    assert said[0] == "reading x.jsonl: 4 rows, 0/s, 20%, 2:08 left"
+
+
+def test_the_time_left_of_a_file_is_estimated_from_its_first_lines(tmp_path: Path) -> None:
+    row = '{"prompt": "a?", "completion": "b"}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 30_000)
+    spec = SourceSpec(name=str(tmp_path / "rows.jsonl"))
+    assert abs(source(spec, needs_answer=True).about_rows - 30_000) < 30
+    assert source(replace(spec, limit=7), needs_answer=True).about_rows == 7
+    assert progress.progress("reading", 400, 1600, 10.0) == "reading: 400 rows, 40/s, 25%, 0:30 left"

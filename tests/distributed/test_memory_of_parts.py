@@ -55,27 +55,11 @@ def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, process
 
 
 @pytest.mark.slow
-def test_a_machine_holds_a_four_bit_model_once_beside_the_parts(large, configured, tmp_path):
-    """Each process holds all 4-bit weights until it cuts them, and the processes take turns."""
-    base, elements = large
-    settings = {"precision": {"preset": "nf4-lora"}, "parallel": {"kind": "shard"}, "train": {"batch_size": 2, "accumulate": 1}}
-    configured("tiny", **settings)
-    configured("run", model={"name": str(base)}, **settings)
-    found = measured("loading", 2, tmp_path)
-    in_four_bits = elements * 0.53  # with its scales
-    print("nf4-lora", [[round(number / in_four_bits, 3) for number in one] for one in found])
-    for peak, end in found:
-        assert peak <= MOST * in_four_bits
-        assert 0.4 * in_four_bits <= end
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "preset", "adapter", "recompute"),
     [
         (1, "bf16-lora", "lora", "none"),
         (2, "bf16-mixed", "none", "layers"),
-        (2, "bf16-pure", "none", "none"),
         (2, "bf16-lora", "lora", "none"),
     ],
 )

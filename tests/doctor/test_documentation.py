@@ -27,9 +27,10 @@ def printed(command: str) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 
-@pytest.mark.parametrize(("page", "command", "output"), SHOWN, ids=[f"{page}: {command}" for page, command, _ in SHOWN])
-def test_output_is_todays(page: str, command: str, output: str):
-    assert printed(command) == output
+def test_output_is_todays(subtests):
+    for page, command, output in SHOWN:
+        with subtests.test(f"{page}: {command}"):
+            assert printed(command) == output
 
 
 FRONT = (DOCS / "README.md").read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
 """`python -m tests.faults`: the campaign. Exit status 0 when every trial passed, 1 when one did not."""
 
+import argparse
 import json
 import os
 import shutil
@@ -7,11 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
 
 from isotype.errors import IsotypeError
 
@@ -24,64 +21,55 @@ from .ranks import rank_trials
 from .trial import Trial, as_lines, summarise
 from .workshop import Workshop
 
-
-class Part(StrEnum):
-    kills = "kills"
-    disk = "disk"
-    corruption = "corruption"
-    nan = "nan"
-    matrix = "matrix"
-    ranks = "ranks"
-    fuzz = "fuzz"
+DEFAULT = ("kills", "disk", "corruption", "nan")
 
 
-ALL = (Part.kills, Part.disk, Part.corruption, Part.nan)
-
-
-def faults(
-    parts: Annotated[
-        list[Part] | None,
-        typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan: the default. And matrix, ranks, fuzz."),
-    ] = None,
-    kills: Annotated[int, typer.Option("--kills", min=1, help="How many SIGKILLs.")] = 200,
-    inputs: Annotated[int, typer.Option("--inputs", min=1, help="How many hostile inputs for fuzz.")] = 100_000,
-    seed: Annotated[int, typer.Option("--seed", help="Of every random moment and place.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")] = False,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", help="Where runs go, kept afterwards. Default: a temporary one.", show_default=False)
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-) -> None:
+def main() -> int:
     """Do to runs what happens to runs, and see that each survives and ends bit-identical to the undisturbed one.
 
     Trains models of 120,000 parameters through the real command line, each command a process of its own.
-
-    For example `python -m tests.faults kills --kills 1000 --seed 1`.
     """
-    wanted = list(dict.fromkeys(parts or ALL))
-    kills, inputs = (min(kills, 3), min(inputs, 400)) if quick else (kills, inputs)
-    started = time.monotonic()
-    place = folder or Path(tempfile.mkdtemp(prefix="isotype-faults-"))
-    trials: list[Trial] = []
-    try:
-        imports()
-        workshop = Workshop(place)
-        planned: dict[Part, Callable[[], Iterator[Trial | int]]] = {
-            Part.kills: lambda: kill_trials(workshop, kills=kills, seed=seed),
-            Part.disk: lambda: disk_trials(workshop, sizes=1 if quick else 20, seed=seed),
-            Part.corruption: lambda: corruption_trials(workshop, flips=0 if quick else 5, seed=seed),
-            Part.fuzz: lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed),
-            Part.matrix: lambda: matrix_trials(workshop, cells=SLICE if quick else CELLS),
-            Part.ranks: lambda: rank_trials(workshop, kills=2 if quick else 20, seed=seed),
-            Part.nan: lambda: nan_trials(workshop, times=0 if quick else 3, seed=seed),
-        }
-        for part in wanted:
-            trials += _watched(part, planned[part]())
-    finally:
-        if folder is None and all(trial.passed for trial in trials):
-            shutil.rmtree(place, ignore_errors=True)
-    _show(trials, seconds=time.monotonic() - started, kept=place if place.exists() else None, json_output=json_output)
-    raise typer.Exit(int(not trials or not all(trial.passed for trial in trials)))
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=main.__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(DEFAULT)}: the default. And matrix, ranks, fuzz.")
+    parser.add_argument("--kills", type=int, default=200, help="How many SIGKILLs.")
+    parser.add_argument("--inputs", type=int, default=100_000, help="How many hostile inputs for fuzz.")
+    parser.add_argument("--seed", type=int, default=0, help="Of every random moment and place.")
+    parser.add_argument("--quick", action="store_true", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")
+    parser.add_argument("--folder", type=Path, help="Where runs go, kept afterwards. Default: a temporary one.")
+    parser.add_argument("--json", action="store_true", help="One JSON object on stdout.")
+    asked = parser.parse_args()
+    quick, seed = asked.quick, asked.seed
+    kills, inputs = (min(asked.kills, 3), min(asked.inputs, 400)) if quick else (asked.kills, asked.inputs)
+    place = asked.folder or Path(tempfile.mkdtemp(prefix="isotype-faults-"))
+    imports()
+    workshop = Workshop(place)
+    planned: dict[str, Callable[[], Iterator[Trial | int]]] = {
+        "kills": lambda: kill_trials(workshop, kills=kills, seed=seed),
+        "disk": lambda: disk_trials(workshop, sizes=1 if quick else 20, seed=seed),
+        "corruption": lambda: corruption_trials(workshop, flips=0 if quick else 5, seed=seed),
+        "nan": lambda: nan_trials(workshop, times=0 if quick else 3, seed=seed),
+        "matrix": lambda: matrix_trials(workshop, cells=SLICE if quick else CELLS),
+        "ranks": lambda: rank_trials(workshop, kills=2 if quick else 20, seed=seed),
+        "fuzz": lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed),
+    }
+    if unknown := set(asked.parts) - set(planned):
+        parser.error(f"no such part: {', '.join(unknown)}")
+    started, trials = time.monotonic(), list[Trial]()
+    for part in dict.fromkeys(asked.parts or DEFAULT):
+        done = 0
+        for trial in planned[part]():  # of fuzz also numbers of inputs, where a trial would be too many lines
+            done += trial if isinstance(trial, int) else int(part != "fuzz")
+            print(f"{part}: {done:,} done", file=sys.stderr)
+            trials += [trial] if isinstance(trial, Trial) else []
+    failed = sum(not trial.passed for trial in trials)
+    if asked.folder is None and not failed:
+        shutil.rmtree(place, ignore_errors=True)
+    kept, seconds, rows = str(place) if place.exists() else None, time.monotonic() - started, summarise(trials)
+    if asked.json:
+        print(json.dumps({"trials": len(trials), "failed": failed, "seconds": round(seconds, 1), "rows": rows, "kept": kept}))
+    else:
+        print(*as_lines(rows), f"\n{len(trials)} trials, {failed} failed, {seconds:.0f} s", f"kept: {kept}" if kept else "", sep="\n")
+    return int(not trials or failed > 0)
 
 
 def imports() -> None:
@@ -97,35 +85,9 @@ def imports() -> None:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
 
-def _watched(part: Part, trials: Iterator[Trial | int]) -> Iterator[Trial]:
-    """The trials, each with a line on stderr. A part yields numbers of inputs where a trial would be too many lines."""
-    done = 0
-    for trial in trials:
-        done += trial if isinstance(trial, int) else int(part != Part.fuzz)
-        print(f"{part.value}: {done:,} done", file=sys.stderr)
-        if isinstance(trial, Trial):
-            yield trial
-
-
-def _show(trials: list[Trial], *, seconds: float, kept: Path | None, json_output: bool) -> None:
-    rows = summarise(trials)
-    failed = sum(not trial.passed for trial in trials)
-    if json_output:
-        total: dict[str, Any] = {"trials": len(trials), "failed": failed, "seconds": round(seconds, 1)}
-        print(json.dumps(total | {"rows": rows, "kept": str(kept) if kept else None}))
-        return
-    for line in as_lines(rows):
-        print(line)
-    print(f"\n{len(trials)} trials, {failed} failed, {seconds:.0f} s")
-    if kept:
-        print(f"kept: {kept}")
-
-
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-    app.command()(faults)
     try:
-        app(prog_name="python -m tests.faults")
+        sys.exit(main())
     except IsotypeError as error:
         print(f"isotype: {error}", file=sys.stderr)
         sys.exit(error.exit_status)

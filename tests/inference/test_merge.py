@@ -114,11 +114,3 @@ def test_buffers_of_the_models_file_are_merged(merged_logits):
             buffer += torch.rand(buffer.shape)
     got, expected, _ = merged_logits(base, target_modules=["q_proj"])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_adapters_on_stacked_experts_are_merged(merged_logits):
-    base = tiny("mixtral", num_local_experts=4)
-    wanted = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    got, expected, model = merged_logits(base, **wanted)
-    assert sum(isinstance(m, peft.tuners.lora.ParamWrapper) for m in model.modules()) == 4
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -31,12 +31,6 @@ def test_a_non_finite_gradient_stops_with_its_parameter(models):
         trainer.train()
 
 
-def test_logs_say_which_share_of_the_weights_changed(models):
-    frozen = attached(plain(Setting(models, "full", rate=0.0)), "fp32", preflight=False)
-    frozen.train()
-    assert {row["share_changed"] for row in frozen.state.log_history if "loss" in row} == {0.0}
-
-
 def test_an_evaluation_is_the_trainers_own(models):
     losses = []
     for on in (False, True):

@@ -160,32 +160,9 @@ def _trl(name: str, setting: Setting, config: dict[str, Any], *, where: str = "t
         )  # fmt: skip
 
 
-def sft(setting: Setting) -> Any:
-    return _trl("SFT", setting, {"max_length": 32}, train_dataset=texts(), eval_dataset=texts(6))
-
-
-def dpo(setting: Setting) -> Any:
-    return _trl("DPO", setting, {"max_length": 32}, train_dataset=preferences())
-
-
-def kto(setting: Setting) -> Any:
-    rows = dataset(prompt=lambda i: words(i, 4), completion=lambda i: words(i + 1, 5 + i % 3), label=lambda i: bool(i % 2))
-    return _trl("KTO", setting, {"max_length": 32}, train_dataset=rows)
-
-
 def _policy(name: str, setting: Setting, **config: Any) -> Any:
-    return _trl(
-        name, setting, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, **config},
-        train_dataset=prompts(), reward_funcs=diversity,
-    )  # fmt: skip
-
-
-def grpo(setting: Setting) -> Any:
-    return _policy("GRPO", setting, entropy_coef=0.01)
-
-
-def rloo(setting: Setting) -> Any:
-    return _policy("RLOO", setting)
+    short = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+    return _trl(name, setting, short | config, train_dataset=prompts(), reward_funcs=diversity)
 
 
 def reward(setting: Setting) -> Any:
@@ -198,40 +175,34 @@ def reward(setting: Setting) -> Any:
     return _trl("Reward", setting, {"max_length": 32}, task="SEQ_CLS", model=model, train_dataset=rows)
 
 
-def orpo(setting: Setting) -> Any:
-    return _trl("ORPO", setting, {"max_length": 32}, where="trl.experimental.orpo", train_dataset=preferences())
+def labelled() -> Any:
+    return dataset(prompt=lambda i: words(i, 4), completion=lambda i: words(i + 1, 5 + i % 3), label=lambda i: bool(i % 2))
 
 
-def cpo(setting: Setting) -> Any:
-    return _trl("CPO", setting, {"max_length": 32}, where="trl.experimental.cpo", train_dataset=preferences())
+def chats() -> Any:
+    return dataset(messages=lambda i: [{"role": "user", "content": words(i, 4)}, {"role": "assistant", "content": words(i + 1, 5)}])
 
 
-def gkd(setting: Setting) -> Any:
-    rows = dataset(
-        messages=lambda i: [{"role": "user", "content": words(i, 4)}, {"role": "assistant", "content": words(i + 1, 5)}],
-    )
-    return _trl(
-        "GKD", setting, {"max_length": 32, "lmbda": 0.0, "max_new_tokens": 4}, where="trl.experimental.gkd",
-        train_dataset=rows, teacher_model=setting.teacher(),
-    )  # fmt: skip
-
-
-def online_dpo(setting: Setting) -> Any:
-    return _trl(
-        "OnlineDPO", setting, {"max_length": 32, "max_new_tokens": 6}, where="trl.experimental.online_dpo",
-        train_dataset=prompts(), reward_funcs=diversity,
-    )  # fmt: skip
-
-
-def distillation(setting: Setting) -> Any:
-    return _trl(
-        "Distillation", setting, {"max_completion_length": 6}, train_dataset=prompts(), teacher_model=setting.teacher()
-    )  # fmt: skip
-
-
+SHORT = {"max_length": 32}
 TRAINERS = {
-    "Trainer": plain, "Seq2SeqTrainer": seq2seq, "SFT": sft, "DPO": dpo, "KTO": kto, "GRPO": grpo, "RLOO": rloo, "Reward": reward,
-    "Distillation": distillation, "OnlineDPO": online_dpo, "GKD": gkd, "ORPO": orpo, "CPO": cpo,
+    "Trainer": plain,
+    "Seq2SeqTrainer": seq2seq,
+    "SFT": lambda s: _trl("SFT", s, SHORT, train_dataset=texts(), eval_dataset=texts(6)),
+    "DPO": lambda s: _trl("DPO", s, SHORT, train_dataset=preferences()),
+    "KTO": lambda s: _trl("KTO", s, SHORT, train_dataset=labelled()),
+    "GRPO": lambda s: _policy("GRPO", s, entropy_coef=0.01),
+    "RLOO": lambda s: _policy("RLOO", s),
+    "Reward": reward,
+    "Distillation": lambda s: _trl("Distillation", s, {"max_completion_length": 6}, train_dataset=prompts(), teacher_model=s.teacher()),
+    "OnlineDPO": lambda s: _trl(
+        "OnlineDPO", s, SHORT | {"max_new_tokens": 6}, where="trl.experimental.online_dpo", train_dataset=prompts(), reward_funcs=diversity
+    ),
+    "GKD": lambda s: _trl(
+        "GKD", s, {"max_length": 32, "lmbda": 0.0, "max_new_tokens": 4}, where="trl.experimental.gkd", train_dataset=chats(),
+        teacher_model=s.teacher(),
+    ),
+    "ORPO": lambda s: _trl("ORPO", s, SHORT, where="trl.experimental.orpo", train_dataset=preferences()),
+    "CPO": lambda s: _trl("CPO", s, SHORT, where="trl.experimental.cpo", train_dataset=preferences()),
 }  # fmt: skip
 
 

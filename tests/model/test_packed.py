@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isotype import load_packed, optimize
+from isotype import optimize
 from isotype.config.schema import AdapterSection
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
@@ -254,36 +254,6 @@ def test_held_bytes_are_the_files(published):
             held += p.nbytes + sum(t.nbytes for t in (state.tensors.values() if state is not None else ()))
         in_file = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
         assert held <= 1.15 * in_file, form
-
-
-def test_an_adapter_loads_with_peft_on_the_same_checkpoint(trained, published, tmp_path):
-    """Under the names of a plain model's adapter, whatever loads the base."""
-    import peft
-
-    trained("fp8-ct-channel")
-    base = dense(load(published("fp8-ct-channel"))[0], torch.float32)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
-    assert len([n for n, p in loaded.named_parameters() if "lora_B" in n and p.abs().max() > 0]) == 14
-
-
-def test_files_of_torchao_mean_what_torchao_widens(tmp_path):
-    """Against the library itself, whose package is needed to write such a file and not to read it."""
-    ao = pytest.importorskip("torchao.quantization")
-    tiny(hidden_size=64, intermediate_size=80, vocab_size=320).bfloat16().save_pretrained(tmp_path / "dense")
-    group = ao.PerGroup(16)
-    for how in (
-        ao.Int8WeightOnlyConfig(),
-        ao.Float8WeightOnlyConfig(),
-        ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group),
-    ):
-        made = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=TorchAoConfig(how), dtype=torch.bfloat16)
-        made.save_pretrained(tmp_path / "packed")
-        model = load_packed(str(tmp_path / "packed"))
-        for name, layer in model.named_modules():
-            if type(layer) is PackedLinear:
-                wide = widen(layer.weight, layer.weight.quant_state, torch.float32)
-                # in the bf16 in which torchao answers
-                torch.testing.assert_close(wide.bfloat16(), made.get_submodule(name).weight.dequantize().bfloat16(), rtol=2**-7, atol=0)
 
 
 MIXTURES = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .program import program
+from .run import program
 from .tiny import HIDDEN, MLP, Attention, Rotary, Tiny, tiny
 
 
@@ -233,6 +235,36 @@ class CustomOp(MLP):
         return super().forward(x - narrow_mean(x.detach()))
 
 
+# numbers that are rounded when they are made: a dropout's scale in a narrow dtype, which arithmetic widens without a cast
+DROPPED = 0.1
+MAKERS: dict[str, Callable[[Tensor, float, torch.dtype], Tensor]] = {
+    "full": lambda y, number, dtype: torch.full(y.shape, number, dtype=dtype),
+    "tensor": lambda y, number, dtype: torch.tensor(number, dtype=dtype),
+    "fill": lambda y, number, dtype: torch.empty(y.shape, dtype=dtype).fill_(number),
+    "assigned": lambda y, number, dtype: _assigned(torch.zeros(y.shape, dtype=dtype), number),
+    "masked_fill": lambda y, number, dtype: torch.zeros(y.shape, dtype=dtype).masked_fill(torch.rand(y.shape) > DROPPED, number),
+    "where": lambda y, number, dtype: torch.where(torch.rand(y.shape) > DROPPED, torch.ones(y.shape, dtype=dtype), number),
+    "linspace": lambda y, number, dtype: torch.linspace(0, number * y.shape[-1], y.shape[-1] + 1, dtype=dtype)[1:],
+    "arange": lambda y, number, dtype: torch.arange(number, number * (y.shape[-1] + 0.5), number, dtype=dtype),
+}
+
+
+def _assigned(tensor: Tensor, number: float) -> Tensor:
+    tensor[..., 1:] = number
+    return tensor
+
+
+def dropout(make: Callable[[Tensor, float, torch.dtype], Tensor], dtype: torch.dtype, number: float = 1 / (1 - DROPPED)) -> type[MLP]:
+    """Scales what it keeps by a number that is made in `dtype`."""
+
+    class Dropout(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return (y * make(y, number, dtype) * (torch.rand(y.shape) > DROPPED)).to(y.dtype)
+
+    return Dropout
+
+
 for made in (Fp16MLP, Fp32MLP, RunningMean, DoubleAccumulator, CompiledMLP, CustomOp):
     program(made.__name__, lambda made=made: tiny(mlp=made))
 for made in (Fp32Attention, DistanceBias):
@@ -248,3 +280,5 @@ program("optimizer_in_fp64", tiny, prepare=with_optimizer(torch.float64, torch.f
 program("bf16_table_buffer", with_buffer_in(torch.bfloat16))
 program("buffer_swapped_later", tiny, steps=4, before_step=at_step(3, swap_buffer))
 program("module_swapped_later", tiny, steps=4, before_step=at_step(3, swap_module))
+for name, make in MAKERS.items():
+    program(f"{name}_in_fp32", lambda make=make: tiny(mlp=dropout(make, torch.bfloat16)), preset="fp32")

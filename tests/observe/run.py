@@ -1,7 +1,8 @@
-"""Runs a program as the training loop does: which steps are watched, and what is looked at in them."""
+"""Programs (a model, and what is done to it), run as the training loop does: which steps are watched, and what is looked at in them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +21,30 @@ from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
 from tests.models import rows
 
-from .program import Program
-
 BATCH = collate(rows(2), pad_id=0)
 RATE = 1e-3
+PROGRAMS: dict[str, Program] = {}
+
+
+@dataclass
+class Program:
+    """`build` makes the model; `prepare` gets the run (model, stepper) before its first step, `before_step` before each step.
+
+    preset   the declaration
+    steps    how many steps the run has
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    preset: str = "bf16-mixed"
+    steps: int = 1
+    prepare: Callable[[Any], None] = lambda run: None
+    before_step: Callable[[Any, int], None] = lambda run, step: None
+
+
+def program(name: str, build: Callable[[], nn.Module], **settings: Any) -> None:
+    assert name not in PROGRAMS, name
+    PROGRAMS[name] = Program(name, build, **settings)
 
 
 @dataclass

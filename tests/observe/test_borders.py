@@ -14,6 +14,7 @@ LISTED = {
 }
 OFTEN = {
     "a_table_rounded_at_the_beginning_of_a_step", "an_update_of_the_trainers_own_in_bf16_pure", "states_that_a_file_held_in_bf16",
+    "an_optimizer_that_rounds_its_weights",
     "a_denominator_that_was_made_elsewhere_in_bf16", "averages_in_place_for_an_evaluation", "momentum_from_a_bf16_checkpoint_with_warmup",
 }  # fmt: skip
 

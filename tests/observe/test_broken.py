@@ -5,11 +5,9 @@ import pytest
 from isotype.finding import Finding
 from isotype.precision import PRESETS
 
-from . import broken, made_narrow
-from .program import PROGRAMS, Program
-from .run import observed
+from . import broken
+from .run import PROGRAMS, Program, observed
 
-assert broken
 HIDDEN = {"CompiledMLP", "CustomOp"}
 
 
@@ -41,5 +39,5 @@ def test_a_rounded_number_is_reported_once_with_module_and_line(name):
     (violation,) = [finding for look in observed(PROGRAMS[name]) for finding in look.violations]
     assert violation.code == "DT003"
     assert "layers.1.mlp" in violation.message
-    assert violation.place.file == made_narrow.__file__
+    assert violation.place.file == broken.__file__
     assert violation.place.line

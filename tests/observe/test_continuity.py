@@ -1,4 +1,6 @@
-"""What an update leaves is what the next step finds; what a resumed run loads is what its file holds; what was not watched is listed."""
+"""What an update leaves is what the next step finds; what a resumed run loads is what its file holds; what was not watched is listed.
+
+What changes between two looks is noticed."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from torch import nn
 from isotype import Callback
 from isotype.errors import DtypeError, RunError
 from isotype.observe.continuity import Continuity
+from isotype.observe.observer import Changes, is_observed
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import task_of
@@ -114,11 +117,6 @@ def test_a_record_lists_what_was_not_watched_and_the_report_shows_it(task, tmp_p
     assert all(what.partition("(")[0].partition("'")[0] in page for what in said)
 
 
-def updated(model, optimizer):
-    model(torch.ones(4, 16)).square().mean().backward()
-    optimizer.step()
-
-
 def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(40)))
@@ -140,18 +138,22 @@ def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once(
     assert [one.tensor for one in kept.differences()] == ["39.weight"]
 
 
-@pytest.mark.parametrize("few", [True, False])
-def test_few_bits_are_those_of_what_an_update_moved(few):
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    model.to(torch.bfloat16).float()  # as from a bf16 checkpoint
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    kept = Continuity(model, optimizer)
-    for step in (1, 2):
-        kept.take(f"update {step}")
-        updated(model, optimizer)
-        if few:
-            for p in model.parameters():
-                p.data.copy_(p.bfloat16())
-                optimizer.state[p]["exp_avg"].copy_(optimizer.state[p]["exp_avg"].bfloat16())
-    assert [one.tensor for one in kept.moved_with_few_bits()] == (["weight", "bias", "exp_avg of weight", "exp_avg of bias"] if few else [])
+def test_a_large_model_is_compared_in_parts():
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(300))
+    changes = Changes(model)
+    model[-1].weight.data = model[-1].weight.data.half()
+    assert sum(changes.found() for _ in range(3)) == 1
+
+
+def test_observed_steps_depend_on_the_seed_only():
+    def drawn(seed):
+        return [s for s in range(1, 401) if is_observed(s, every=100, seed=seed, total=400)]
+
+    assert {1, 100, 200, 300, 400} <= set(drawn(0))
+    assert 6 <= len(drawn(0)) <= 9
+    assert drawn(0) == drawn(0)
+    assert len({tuple(drawn(seed)) for seed in range(8)}) > 4
+
+
+def test_a_short_run_has_several_observed_steps():
+    assert sum(is_observed(s, every=100, seed=0, total=6) for s in range(1, 7)) > 1

@@ -14,7 +14,7 @@ from isotype.precision.apply import generating
 from tests.models import SIZES, lora, quantised
 from tests.models import tiny as tiny_llama
 
-from .made_narrow import MAKERS, dropout
+from .broken import MAKERS, dropout
 from .run import BATCH, set_up, watched_step
 from .tiny import MLP, Tiny, tiny
 

@@ -8,11 +8,13 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama as llama
 
 from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.attention import op as attention
+from isotype.ops.backend import why_no_kernels
 from isotype.ops.gated import op as gated
 from isotype.ops.rms_norm import op as norm
 from isotype.ops.rope import op as rope
@@ -212,3 +214,17 @@ def test_a_triton_that_cannot_run_is_a_line_of_the_manifest(monkeypatch):
     notes = optimize(model, device_type="cuda").notes
     said = "cuda:13: Triton cannot run a kernel: RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
     assert any(note.startswith(f"{said}: norms, rotary") for note in notes), notes
+
+
+def test_triton_is_asked_outside_a_fake_mode_and_a_failure_of_the_moment_is_not_kept(monkeypatch):
+    device, real = torch.device("cuda:12"), []
+
+    def probe(device):
+        real.append(type(torch.ones(1)) is torch.Tensor)
+        if len(real) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("isotype.ops.launch.probe", probe)
+    with FakeTensorMode():
+        assert [bool(why_no_kernels(device)) for _ in range(3)] == [True, False, False]
+    assert real == [True, True]

@@ -74,7 +74,7 @@ class _Commands(TyperGroup):
             return super().invoke(context)
         except Exception as error:
             # compared by name: click's, or that of the copy of click in newer versions of typer
-            if isinstance(error, IsotypeError) or "UsageError" not in [kind.__name__ for kind in type(error).__mro__]:
+            if isinstance(error, IsotypeError) or type(error).__name__ not in ("NoSuchOption", "MissingParameter", "UsageError"):
                 raise
             from ..config.keys import setting_for_option
 

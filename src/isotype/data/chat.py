@@ -309,10 +309,8 @@ def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
     if own:
         return ChatTemplate(tokenizer, own, "tokenizer")
     if tokenizer.eos_token is None:
-        raise UsageError(
-            "data: the rows are chats, but the tokenizer has no chat template, and no end-of-text token for a plain one: "
-            "set data.chat_template to a Jinja file, or to chatml with model.add_tokens: ['<|im_start|>', '<|im_end|>']"
-        )
+        said = "data: the rows are chats, but the tokenizer has no chat template, and no end-of-text token for a plain one"
+        raise UsageError(said, fix=f"set data.chat_template to a Jinja file, or {_WITH_OWN_END}")
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return ChatTemplate(tokenizer, ("{{- bos_token }}" if adds_bos else "") + DEFAULT_TEMPLATE, "default")
 

@@ -19,8 +19,7 @@ from ..config.sources import SourceSpec
 from ..errors import UsageError
 from ..runs.folder import LOCK, RESOLVED
 from ..wording import counted
-from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, Record, ending, existing_file, text_lines
-from .records import read_records
+from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, ending, existing_file, text_lines
 
 TRAINED = {"train", "training"}
 _SPLITS = TRAINED | {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "held_out"}
@@ -65,9 +64,6 @@ class File:
     def is_blank(self) -> bool:
         """Whether it is without a byte, or a text without a character but white space."""
         return self.size == 0 or (self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name)))
-
-    def records(self, *, skip: int = 0) -> Iterator[Record]:
-        return read_records(self.path, self.name, skip=skip)
 
     def pieces(self) -> Iterator[str]:
         """A plain text in pieces, together every character of the file."""

@@ -14,8 +14,8 @@ import numpy as np
 from ..errors import UsageError
 from .encode import Tally
 from .formats import Example
-from .rows import IGNORED, MadeRows, Row
-from .tokens import TokenRows
+from .rows import IGNORED, Row
+from .tokens import MadeRows, TokenRows
 
 Encoded = tuple[Example, Row, bool]
 _FEW, _NEARLY_ALWAYS = 10, 0.9  # pairs below which nothing is said of their lengths; the share in which one side is longer

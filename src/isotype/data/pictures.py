@@ -112,8 +112,8 @@ def content_of(given: Any, folder: Path) -> Path | bytes:
     if text.startswith(("http://", "https://")):
         raise BadPicture(f"{text[:60]}: pictures are not fetched from the network: download them, and give their paths")
     path = folder / text.removeprefix("file://")
-    if not path.is_file():
-        raise BadPicture(f"{text}: no such picture")
+    if not os.path.isfile(path):  # unlike Path.is_file also False for a text that is longer than any name
+        raise BadPicture(f"{text:.100}: no such picture")
     return path
 
 

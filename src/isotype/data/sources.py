@@ -25,7 +25,7 @@ from .bad_rows import BadRow, RowError
 from .files import TRAINED, File, files_of, is_saved, some
 from .formats import Example, FormatName, detect, example, ignored_keys, refuse_other_than
 from .read import NoRows, Record, ending, sha256
-from .records import without_nulls_inside
+from .records import read_records, without_nulls_inside
 from .stdlib import stdlib_pairs
 
 _LOOKED_AT = 64  # rows from whose first sound one the format is taken
@@ -132,7 +132,7 @@ class FileSource(Source):
             if file.is_text:
                 self._takes_text(file)
             else:
-                self.looked_at(file.records(), file.name)
+                self.looked_at(read_records(file.path, file.name), file.name)
         except NoRows:
             if alone:
                 raise
@@ -179,7 +179,7 @@ class FileSource(Source):
             one
             for file, (form, _) in zip(self.files, self.forms)
             if not file.is_text
-            for one in self.checked(file.records(skip=at_once), form)
+            for one in self.checked(read_records(file.path, file.name, skip=at_once), form)
         )
         end = None if self.spec.limit is None else max(0, self.spec.limit - at_once)
         yield from islice(found, skip - at_once, end)

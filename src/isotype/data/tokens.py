@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import hashlib
 import io
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import IO, Any
+from typing import IO, Any, TypeVar, overload
 
 import numpy as np
 
-from .rows import IGNORED, MadeRows, Row, Share, digest_of_picture, is_there, path_of
+from .rows import IGNORED, Row, Share, digest_of_picture, is_there, path_of, row_lengths
 
+T = TypeVar("T")
 _CHUNK = 1 << 22  # tokens looked at at once
 COLUMNS: Mapping[str, str] = {
     "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "wanted": "bool",
@@ -102,6 +104,38 @@ class TokenWriter:
     def block(self, facts: dict[str, Any]) -> TokenBlock:
         """The rows collected in memory."""
         return TokenBlock({name: np.frombuffer(self.files[name].getvalue(), dtype) for name, dtype in COLUMNS.items()}, facts)
+
+
+class MadeRows(Sequence[T]):
+    """Rows that are made one at a time, by `one`, when they are asked for; a slice is a `Selection` of them."""
+
+    @abstractmethod
+    def one(self, i: int) -> T: ...
+
+    @overload
+    def __getitem__(self, i: int) -> T: ...
+    @overload
+    def __getitem__(self, i: slice) -> Selection[T]: ...
+    def __getitem__(self, i: int | slice) -> T | Selection[T]:
+        return Selection(self, range(len(self))[i]) if isinstance(i, slice) else self.one(i)
+
+
+class Selection(MadeRows[T]):
+    """Some of the rows, by number."""
+
+    def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
+        self.rows, self.numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def one(self, i: int) -> T:
+        return self.rows[self.numbers[i]]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        lengths = row_lengths(self.rows)
+        return [lengths[i] for i in self.numbers]
 
 
 class TokenRows(MadeRows[Row]):

@@ -49,7 +49,8 @@ def visit(path: Path) -> list[Visit]:
         raise UsageError(f"{path}: no such file or folder")
     files = list(_files(path))
     sources = {f: text for f in files if f.suffix == ".py" and (text := _source(f)) is not None}
-    logs = [f for f in files if (_is_log(f) if path.is_file() else f.suffix in _LOGS) and not _binary(f)]
+    alone = path.is_file() and not may_be_configuration(path.name)
+    logs = [f for f in files if (alone or f.suffix in _LOGS) and not _binary(f)]
     visits = []
     if path.is_dir() or not logs:
         visits.append(_check(path))
@@ -73,10 +74,6 @@ def _files(path: Path) -> Iterator[Path]:
     for here, folders, names in os.walk(path):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS)
         yield from (file for name in sorted(names) if (file := Path(here, name)).is_file())
-
-
-def _is_log(file: Path) -> bool:
-    return file.suffix in _LOGS or not may_be_configuration(file.name)
 
 
 def _binary(file: Path) -> bool:
@@ -127,13 +124,15 @@ def _commands(sources: dict[Path, str]) -> Iterator[Visit]:
     functions = [(file, name) for file, text in sources.items() for name in _AUTOGRAD_FUNCTION.findall(text)]
     scripts = [file for file, text in sources.items() if _TRAINS.search(text) and _RUNS.search(text)]
     if kernels:
-        more = f" ({counted(len(kernels) - 1, 'more file')} with Triton kernels)" if len(kernels) > 1 else ""
-        yield Visit("kernels", f"isotype doctor kernels {kernels[0]}{more}", looked_at=False)
+        yield _named("kernels", str(kernels[0]), len(kernels), "more file", " with Triton kernels")
     if functions:
-        more = f" ({counted(len(functions) - 1, 'more autograd function')})" if len(functions) > 1 else ""
         file, name = functions[0]
         target = f"{file}:build" if _BUILD.search(sources[file]) else f"{file}:build, where build() returns ({name}, inputs)"
-        yield Visit("conform", f"isotype doctor conform {target}{more}", looked_at=False)
+        yield _named("conform", target, len(functions), "more autograd function")
     if scripts:
-        more = f" ({counted(len(scripts) - 1, 'more training script')})" if len(scripts) > 1 else ""
-        yield Visit("trace", f"isotype doctor trace {scripts[0]}{more}", looked_at=False)
+        yield _named("trace", str(scripts[0]), len(scripts), "more training script")
+
+
+def _named(part: str, target: str, number: int, what: str, kind: str = "") -> Visit:
+    more = f" ({counted(number - 1, what)}{kind})" if number > 1 else ""
+    return Visit(part, f"isotype doctor {part} {target}{more}", looked_at=False)

@@ -106,7 +106,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         pure = PureWeights(trainer, precision)
         attached.accumulator = pure.accumulator
         attached.put(pure)
-    guards = attached.put(Guards(attached))
+    guards: Guards = attached.put(Guards(attached))
     args = trainer.args
     if args.world_size > 1 and args.ddp_find_unused_parameters is None:
         # DDP's search for unused parameters, Trainer's default for PEFT models, walks the outputs and makes deferred logits real

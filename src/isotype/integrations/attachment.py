@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from types import FrameType, MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import Trainer
@@ -20,14 +20,6 @@ from ..precision.resolve import Resolved
 
 # models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
 READ_ONLY = ("ref_model", "teacher_model")
-
-
-class _Part(Protocol):
-    def install(self) -> None: ...
-    def remove(self) -> None: ...
-
-
-Part = TypeVar("Part", bound=_Part)
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,8 @@ class Attachment:
     def precision(self) -> Precision:
         return self.resolved.precision
 
-    def put(self, part: Part) -> Part:
-        """Installs a part, which is removed where the trainer is detached, or a later part fails."""
+    def put(self, part: Any) -> Any:
+        """Installs a part, and removes it where the trainer is detached, or a later part fails."""
         self.undo.append(part.remove)
         part.install()
         return part
@@ -88,13 +80,13 @@ class Attachment:
         """Of the trained model."""
         return self.manifests["model"]
 
-    def lines(self) -> list[str]:
+    def __str__(self) -> str:
         trainer = type(self.trainer).__name__
         shown = [f"isotype attached to {trainer}: precision {self.resolved.text} ({self.resolved.why_preset})"]
         shown += [f"  claimed by  {claim}" for claim in self.claims]
         for name, manifest in self.manifests.items():
             shown += [f"  {name}: {line}" if i == 0 else f"    {line}" for i, line in enumerate(str(manifest).splitlines())]
-        return [*shown, *(f"  note        {note}" for note in self.notes)]
+        return "\n".join([*shown, *(f"  note        {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """For the record and --json."""
@@ -106,9 +98,6 @@ class Attachment:
             "models": {name: manifest.to_dict() for name, manifest in self.manifests.items()},
             "notes": list(self.notes),
         }
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
 
 
 def trainers_that_run() -> list[Any]:

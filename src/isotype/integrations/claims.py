@@ -70,14 +70,14 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
     adapter = "lora" if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()) else "none"
     quantised = of_model(inner_model(model))
     why = ""
-    if isinstance(precision, Precision):
-        preset, overrides = _parts(str(precision))
-    elif not isinstance(precision, str):
+    if not isinstance(precision, str | Precision):
         raise UsageError(f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or auto")
-    elif precision == "auto":
+    if precision == "auto":
         preset, overrides, why = _auto(trainer, adapter, quantised=quantised)
     else:
-        preset, overrides = _parts(precision)
+        asked = Precision.parse(str(precision))  # the short text form: a preset and what differs from it
+        preset = str(precision).split()[0]
+        overrides = {role: value for role, value in asked.items() if value != getattr(PRESETS[preset], role)}
     resolved = resolve(
         {"preset": preset, **overrides},
         device=hardware,
@@ -102,13 +102,6 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
         )
     check_base(quantised, resolved.precision, "of the trainer")
     return resolved
-
-
-def _parts(text: str) -> tuple[str, dict[str, str]]:
-    """A precision's short text form as a preset and what differs from it. Raises UsageError PR000."""
-    precision = Precision.parse(text)
-    preset = text.split()[0]
-    return preset, {role: value for role, value in precision.items() if value != getattr(PRESETS[preset], role)}
 
 
 def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -71,36 +71,6 @@ def in_trainers_words(text: str) -> str:
 
 MOST, MOST_WITH_PICTURES = 4096, 32  # rows looked at: the first ones. Each of a dataset's pictures is decoded when its row is read
 _LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
-
-
-@dataclass(frozen=True)
-class TrainerRows:
-    """train, eval: as tokens, empty where they are none; largest: the rows of the largest batch, as the dataset has them."""
-
-    train: Sequence[Row]
-    eval: Sequence[Row]
-    largest: Sequence[Any]
-    largest_eval: Sequence[Any]
-    why_no_tokens: str = ""
-
-    @property
-    def tokens(self) -> bool:
-        return bool(self.train)
-
-    @classmethod
-    def of(cls, trainer: Any) -> TrainerRows:
-        args = trainer.args
-        train, why = _first(trainer.train_dataset)
-        evaluated = trainer.eval_dataset
-        evaluated, _ = _first(next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated)
-        rows = _token_rows(train)
-        return cls(
-            rows,
-            _token_rows(evaluated) if rows else [],
-            _largest(train, args.per_device_train_batch_size),
-            _largest(evaluated, args.per_device_eval_batch_size),
-            why or "the rows are no plain tokens with labels",
-        )
 
 
 def _first(dataset: Any) -> tuple[list[Any], str]:
@@ -218,20 +188,32 @@ class TrainerStepper:
 
 
 class TrainerTask:
-    """The task of an attached trainer: answers what the checks ask of a task."""
+    """The task of an attached trainer: answers what the checks ask of a task.
 
-    def __init__(self, attached: Attachment, rows: TrainerRows) -> None:
-        self.trainer, self.rows_of, self.model = attached.trainer, rows, attached.trainer.model
+    data           the rows as tokens, empty where they are none
+    largest_rows   of the largest batch, as the dataset has them; largest_eval_rows: of an evaluation's
+    why_no_tokens  "" where rows are tokens
+    """
+
+    def __init__(self, attached: Attachment) -> None:
+        self.trainer, self.model, args = attached.trainer, attached.trainer.model, attached.trainer.args
         self.tokenizer = tokenizer_of(self.trainer)
-        train, evaluated = rows.train, rows.eval
+        rows, why = _first(self.trainer.train_dataset)
+        sets = self.trainer.eval_dataset
+        eval_rows, _ = _first(next(iter(sets.values()), None) if isinstance(sets, dict) else sets)
+        train = _token_rows(rows)
+        evaluated = _token_rows(eval_rows) if train else []
+        self.why_no_tokens = "" if train else why or "the rows are no plain tokens with labels"
+        self.largest_rows = _largest(rows, args.per_device_train_batch_size)
+        self.largest_eval_rows = _largest(eval_rows, args.per_device_eval_batch_size)
         answered = any(IGNORED in row.labels for row in train)  # else every token is learnt: no answers that should end
+        longest, longest_eval = (max((len(row.input_ids) for row in side), default=0) for side in (train, evaluated))
         facts = {
             "train": {
-                "dropped": [], "truncated": 0, "lengths": {"longest": _longest(train)},
-                "files": [{"format": "messages" if answered else "text"}],
+                "dropped": [], "truncated": 0, "lengths": {"longest": longest}, "files": [{"format": "messages" if answered else "text"}],
             },
-            "eval": {"dropped": [], "lengths": {"longest": _longest(evaluated)}},
-            "tokens": {"end_of_turn": {}}, "template": None, "max_length": _longest(train),
+            "eval": {"dropped": [], "lengths": {"longest": longest_eval}},
+            "tokens": {"end_of_turn": {}}, "template": None, "max_length": longest,
         }  # fmt: skip
         self.data = LoadedData(train, evaluated, [], None, facts)
         self.prompts: list[SamplePrompt] = []
@@ -240,25 +222,25 @@ class TrainerTask:
         return {}
 
     def largest(self, count: int) -> Sequence[Any]:
-        return self.rows_of.largest
+        return self.largest_rows
 
     def collate(self, rows: Sequence[Any]) -> TrainerBatch:
         return TrainerBatch(self.trainer.data_collator(list(rows)))
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
-        if not self.rows_of.largest_eval:
+        if not self.largest_eval_rows:
             return None
-        batch = self.collate(self.rows_of.largest_eval)
+        batch = self.collate(self.largest_eval_rows)
         with eval_mode(model):
             loss, *_ = self.trainer.prediction_step(model, dict(batch.inputs), True)
         return None if loss is None else Evaluation(float(loss.mean()), batch.weight)
 
     @property
     def samples(self) -> int:
-        return int(bool(self.rows_of.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
+        return int(bool(self.data.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
 
     def sample(self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Any]:
-        row = self.rows_of.train[0]
+        row = self.data.train[0]
         ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
         with eval_mode(model), random_state_restored():
             model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -272,12 +254,12 @@ def tokenizer_of(trainer: Any) -> Any | None:
     return found if hasattr(found, "added_tokens_decoder") else None
 
 
-def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject:
+def subject_of(attached: Attachment, folder: Path, *, resuming: bool) -> Subject:
     """The trainer's own arguments under the names of a run file. Only those that the checks read are translated."""
-    trainer, args = attached.trainer, attached.trainer.args
+    trainer, args, task = attached.trainer, attached.trainer.args, TrainerTask(attached)
     config = RunConfig(
         model=ModelSection(name="the trainer's model"),
-        data=DataSection(train="the trainer's train_dataset", max_length=max(1, _longest(rows.train))),
+        data=DataSection(train="the trainer's train_dataset", max_length=max(1, task.data.facts["max_length"])),
         train=TrainSection(
             learning_rate=args.learning_rate, optimizer="adamw", batch_size=args.per_device_train_batch_size,
             eval_batch_size=args.per_device_eval_batch_size,
@@ -288,13 +270,9 @@ def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resumin
         model=trainer.model, resolved=attached.resolved, device=args.device, stepper=TrainerStepper(attached), manifest=attached.manifest
     )
     return Subject(
-        config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming, prepared=cast(Prepared, prepared),
+        config=config, task=task, folder=folder, resuming=resuming, prepared=cast(Prepared, prepared),
         plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )  # fmt: skip
-
-
-def _longest(rows: Sequence[Any]) -> int:
-    return max((len(row.input_ids) for row in rows), default=0)
 
 
 def run_preflight(
@@ -304,23 +282,22 @@ def run_preflight(
     leaves a check out."""
     trainer = attached.trainer
     with _trainer_restored(trainer):
-        rows = TrainerRows.of(trainer)
-        subject = replace(subject_of(attached, rows, folder, resuming=resuming), observer=observer, violation=Severity.WARNING)
-        _run(attached, rows, subject, skip)
+        subject = replace(subject_of(attached, folder, resuming=resuming), observer=observer, violation=Severity.WARNING)
+        _run(attached, subject, skip)
     return subject.seen
 
 
-def _run(attached: Attachment, rows: TrainerRows, subject: Subject, skip: Mapping[str, str]) -> Outcome:
-    trainer = attached.trainer
+def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
+    trainer, task = attached.trainer, cast(TrainerTask, subject.task)
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
-    why_not = _why_not_rehearsed(trainer, rows)
+    why_not = _why_not_rehearsed(task)
     unmeasured = f", which does not run: {why_not}" if why_not else ""
     skipped = {"PF011": f"a trainer's memory is not planned; the rehearsed step of its longest batch is the check{unmeasured}", **skip}
-    without = rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"
+    no_rows = task.why_no_tokens
+    without = no_rows or ("" if task.tokenizer else "the trainer has no processing_class")
     unknown = "" if hasattr(inner_model(trainer.model), "config") else "the model is none of transformers: its tables are not known"
     unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
     blind = "" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures"
-    no_rows = "" if rows.tokens else rows.why_no_tokens
     for phase, codes, run, why in (
         ("data", ("PF005",), nothing_to_learn, no_rows),
         ("data", ("PF020",), beyond_the_positions, unknown or no_rows),
@@ -348,7 +325,8 @@ def _run(attached: Attachment, rows: TrainerRows, subject: Subject, skip: Mappin
         raise PreflightError(in_trainers_words(error.message), fix=fix) from None
 
 
-def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
+def _why_not_rehearsed(task: TrainerTask) -> str:
+    trainer = task.trainer
     if trainer.args.world_size > 1:
         return "several processes: a rehearsed backward would meet DDP's hooks"
     if getattr(trainer.accelerator, "scaler", None) is not None:
@@ -357,7 +335,7 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
         return "the trainer makes its rows by generation in its first step"
     if (hook := hook_of_gradients(trainer.model.parameters())) is not None:
         return f"{hook} runs in backward: what it does there, as an update of the weights, could not be put back"
-    return "" if rows.largest else rows.why_no_tokens
+    return "" if task.largest_rows else task.why_no_tokens
 
 
 @contextmanager

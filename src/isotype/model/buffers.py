@@ -27,20 +27,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def unfilled_memory_shows() -> Iterator[None]:
-    """Within it, new memory that nobody fills holds NaN, the largest integer, or True."""
-    settings: Any = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        settings.fill_uninitialized_memory,
-    )
+    """Within it, new memory that nobody fills holds NaN, the largest integer, or True: `torch.utils.deterministic` fills it by default."""
+    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = before[2]
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ..config.kind import DIFFUSION, kind_of
-from ..config.schema import RunConfig
+from ..config.schema import ModelSection, RunConfig
+from ..config.sources import gguf_file
 from ..environment.hardware import Hardware
 from ..errors import UsageError
 from ..optimize import Manifest, optimize
@@ -17,13 +21,14 @@ from ..optimize.manifest import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
 from ..precision.parts import Part
 from ..precision.precision import Precision
-from ..precision.quantised_base import check_share
+from ..precision.quantised_base import check_share, of_settings
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, refuse_without_ops, trained_in_full
-from .load import Source, check_vocabulary, load_base, published_word
+from .gguf import read_architecture
+from .load import Source, load_base
 from .targets import notes_of_targets
-from .tokens import align_special_tokens, ids_of
+from .tokens import align_special_tokens, check_vocabulary, ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,3 +131,24 @@ def resolve_precision(
         task_roles=task_roles,
         checkpoint=published_word(config.model, ("transformer", "unet") if kind_of(config) == DIFFUSION else ("",)),
     )
+
+
+def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
+    """(word, description) of a base that was published quantised; None for others, and where no configuration can be read, which loading
+    the model explains.
+
+    parts  folders below the model's of which the first that has a configuration is asked; "" for the model's own
+    """
+    if section.name is None or section.init == "random":
+        return None
+    found: dict[str, Any] = {}
+    if gguf_file(section.name) is not None:
+        found = read_architecture(section.name).to_dict()
+    elif Path(section.name).expanduser().is_file():  # a checkpoint in one file
+        return None
+    for part in parts:
+        with suppress(OSError, ValueError):
+            found = found or PretrainedConfig.get_config_dict(section.name, revision=section.revision, subfolder=part)[0]
+    given = found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config")
+    how = of_settings(given) if isinstance(given, dict) else None
+    return None if how is None or how.unread or how.kind == "fp4" else (how.kind, str(how))

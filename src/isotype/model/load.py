@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from ..ops.packed.recognise import PARTS
 from ..precision.packing import ON_LOAD
 from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
-from ..precision.quantised_base import check_base, of_config, of_settings
+from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..wording import counted, first_line
 from .adapter import kept_whole, layers_to_quantise
@@ -49,7 +49,7 @@ from .architecture import (
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .gguf import parts as gguf_parts
 from .gguf import read_architecture, tokenizer_in
-from .packed import from_pretrained, pack, parts_of_files, quantise, reading_packed, wait_for_packed
+from .packed import dtype_of_files, files_of, from_pretrained, pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config
 
@@ -203,6 +203,9 @@ def load_base(
     return model
 
 
+_ALWAYS_FP32 = ("inv_freq", "original_inv_freq")  # buffers of rotary embeddings
+
+
 def _as_in_files(
     source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str]
 ) -> PreTrainedModel | None:
@@ -263,27 +266,6 @@ def _architecture(source: Source) -> PretrainedConfig:
         return read_architecture(source.name, source.revision, trust_remote_code=source.trust_remote_code)
 
 
-def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
-    """(word, description) of a base that was published quantised; None for others, and where no configuration can be read, which loading
-    the model explains.
-
-    parts  folders below the model's of which the first that has a configuration is asked; "" for the model's own
-    """
-    if section.name is None or section.init == "random":
-        return None
-    found: dict[str, Any] = {}
-    if gguf_file(section.name) is not None:
-        found = read_architecture(section.name).to_dict()
-    elif Path(section.name).expanduser().is_file():  # a checkpoint in one file
-        return None
-    for part in parts:
-        with suppress(OSError, ValueError):
-            found = found or PretrainedConfig.get_config_dict(section.name, revision=section.revision, subfolder=part)[0]
-    given = found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config")
-    how = of_settings(given) if isinstance(given, dict) else None
-    return None if how is None or how.unread or how.kind == "fp4" else (how.kind, str(how))
-
-
 def outline_packed(
     model: PreTrainedModel, architecture: PretrainedConfig, section: ModelSection, precision: Precision, in_full: Sequence[str]
 ) -> None:
@@ -297,21 +279,9 @@ def outline_packed(
     assert found.packing is not None
     with explained(section.name, "model", section.revision):
         file = gguf_file(section.name)
-        parts = parts_of_files(_files(section.name, section.revision)) if file is None else gguf_parts(file)
+        parts = parts_of_files(files_of(section.name, section.revision)) if file is None else gguf_parts(file)
         wait_for_packed(model, parts, found.packing, section.name)
         pack(model, found.packing)
-
-
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises  UsageError when the tokenizer knows more tokens than the model has embeddings for."""
-    embedding: Any = model.get_input_embeddings()
-    rows = embedding.weight.shape[0]
-    if len(tokenizer) > rows:
-        raise UsageError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together",
-            code="PF008",
-            fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
-        )
 
 
 def require_bitsandbytes() -> None:
@@ -478,26 +448,3 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
 
 def _names_in(name: str) -> str:
     return ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
-
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_ALWAYS_FP32 = ("inv_freq", "original_inv_freq")  # buffers of rotary embeddings
-
-
-def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
-    """fp32, bf16 or fp16 where all floating-point tensors in the model's safetensors files have it; None where they do not.
-
-    name  a folder or hub id; files of the hub are fetched as `from_pretrained` would
-    """
-    found = {part.dtype for part in parts_of_files(_files(name, revision)).values() if part.dtype.is_floating_point}
-    return next((dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if found == {dtype}), None)
-
-
-def _files(name: str, revision: str | None) -> list[str]:
-    from transformers.utils import cached_file
-
-    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(name, INDEX, **options)
-    names = {SINGLE} if index is None else set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    files = [cached_file(name, each, **options) for each in sorted(names)]
-    return [] if None in files else [file for file in files if file is not None]

@@ -8,6 +8,7 @@ goes from the file to the device as it is, and no layer is ever there dequantise
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..config.sources import gguf_file
@@ -131,6 +133,26 @@ def parts_of_files(files: Iterable[str | Path]) -> dict[str, Part]:
                 header = tensors.get_slice(name)
                 found[name] = Part(_DTYPES.get(header.get_dtype(), torch.uint8), tuple(header.get_shape()))
     return found
+
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
+    """fp32, bf16 or fp16 where all floating-point tensors in the model's safetensors files have it; None where they do not.
+
+    name  a folder or hub id; files of the hub are fetched as `from_pretrained` would
+    """
+    found = {part.dtype for part in parts_of_files(files_of(name, revision)).values() if part.dtype.is_floating_point}
+    return next((dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if found == {dtype}), None)
+
+
+def files_of(name: str, revision: str | None) -> list[str]:
+    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    index = cached_file(name, INDEX, **options)
+    names = {SINGLE} if index is None else set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    files = [cached_file(name, each, **options) for each in sorted(names)]
+    return [] if None in files else [file for file in files if file is not None]
 
 
 def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Special tokens: the end, start and padding tokens of a model's configuration, and `model.add_tokens`, which a tokenizer did not have.
+"""Tokens of a model: the end, start and padding tokens of a model's configuration, and `model.add_tokens`, which a tokenizer did not have.
 
 A base whose embeddings have grown is saved in the run folder once, as an ordinary model. Whatever loads the base later, the check at the
 end of a run, `chat`, `merge` or PEFT alone, then finds the rows that the adapter was trained on. Embedding and head are trained in full.
@@ -60,6 +60,18 @@ def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -
     text: Any = config.get_text_config()
     text.vocab_size = max(text.vocab_size, len(tokenizer))
     return config
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises  UsageError when the tokenizer knows more tokens than the model has embeddings for."""
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together",
+            code="PF008",
+            fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
+        )
 
 
 @torch.no_grad()

@@ -60,18 +60,6 @@ class Observation:
     unobserved: dict[str, str] = field(default_factory=dict)
     _said: set[tuple[str, ...]] = field(default_factory=set)
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "dtypes": {role: dict(count) for role, count in self.dtypes.items() if count},
-            "unseen": {role: dict(count) for role, count in self.unseen.items() if count},
-            "total": dict(self.total),
-            "promotions": [{"module": module, "dtype": dtype, "times": n} for (module, dtype), n in self.promotions.most_common()],
-            "arithmetic": [{"operator": where, "dtype": dtype, "times": n} for (where, dtype), n in self.arithmetic.most_common()],
-            "violations": [f.as_json() for f in self.violations],
-            "unobserved": dict(self.unobserved),
-        }
-
     def raise_if_violated(self) -> None:
         """Raises  DtypeError DT003 naming tensor, module and both dtypes."""
         if self.violations:
@@ -143,22 +131,24 @@ def not_watched(record: Mapping[str, Any]) -> list[str]:
 
 def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
     """The record after one more observation. For each role that it counted, its counts replace those before."""
-    new = seen.as_json()
-    stepped = bool(new["total"].get("compute"))
+    stepped = bool(seen.total.get("compute"))
 
-    def newest(key: str, roles: Mapping[str, Any]) -> dict[str, Any]:
-        unchanged = {role: value for role, value in before.get(key, {}).items() if role not in new["total"] and role not in roles}
-        return {**unchanged, **roles}
+    def newest(key: str, counts: Mapping[str, Counter[str]]) -> dict[str, Any]:
+        counted = {role: dict(count) for role, count in counts.items() if count}
+        unchanged = {role: value for role, value in before.get(key, {}).items() if role not in seen.total and role not in counted}
+        return {**unchanged, **counted}
 
+    promotions = [{"module": module, "dtype": dtype, "times": n} for (module, dtype), n in seen.promotions.most_common()]
+    arithmetic = [{"operator": where, "dtype": dtype, "times": n} for (where, dtype), n in seen.arithmetic.most_common()]
     return {
-        "observed": newest("observed", new["dtypes"]),
-        "unseen": newest("unseen", new["unseen"]),
-        "total": {**before.get("total", {}), **new["total"]},
-        "violations": new["violations"],
-        "promotions": new["promotions"] if stepped else before.get("promotions", []),
-        "arithmetic": new["arithmetic"] if stepped else before.get("arithmetic", []),
+        "observed": newest("observed", seen.dtypes),
+        "unseen": newest("unseen", seen.unseen),
+        "total": {**before.get("total", {}), **seen.total},
+        "violations": [finding.as_json() for finding in seen.violations],
+        "promotions": promotions if stepped else before.get("promotions", []),
+        "arithmetic": arithmetic if stepped else before.get("arithmetic", []),
         "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
-        "places": {**before.get("places", {}), **new["unobserved"]},
+        "places": {**before.get("places", {}), **seen.unobserved},
         "watched": before.get("watched", []),
     }
 

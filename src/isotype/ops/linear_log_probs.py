@@ -116,15 +116,14 @@ class TokenLogProbs(NamedTuple):
 
 
 def _fake_forward(hidden_TH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *wanted, gradient_of = rest[-5:]
+    wanted, gradient_of = rest[-2:]
     made = like(hidden_TH, Wanted(*wanted), gradient_of, rounds(hidden_TH))
     return (*made.values, made.dhidden_TH, *made.again)
 
 
 @library_op(
-    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE}, int chunk, bool want_entropy, "
-    "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, str gradient_of) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE}, int chunk, bool[] wanted, "
+    "str gradient_of) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
@@ -135,18 +134,15 @@ def _forward(
     ignore_index: int,
     factors: Sequence[float],
     chunk: int,
-    want_entropy: bool,
-    want_log_sum_sq_probs: bool,
-    want_mean_logits: bool,
-    want_top1: bool,
+    wanted: Sequence[bool],
     gradient_of: str,
 ) -> tuple[Tensor, ...]:
     """The values of every row that is not ignored; ignored rows are not computed.
 
+    wanted       as `Wanted` has them
     gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
     """
-    rule = LossRule.from_arguments(ignore_index, factors)
-    wanted = Wanted(want_entropy, want_log_sum_sq_probs, want_mean_logits, want_top1)
+    rule, wanted = LossRule.from_arguments(ignore_index, factors), Wanted(*wanted)
     out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
     into, back = gradient_factors(chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
@@ -239,7 +235,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         now = first if want[0] and not (want[1] or want[2]) else ""
         with autocast_off(hidden_TH):
-            made = _forward(*cast(dtype, hidden_TH, weight_VH, bias_V), targets_T, *rule, chunk, *wanted, now)
+            made = _forward(*cast(dtype, hidden_TH, weight_VH, bias_V), targets_T, *rule, chunk, wanted, now)
         *values, dhidden_TH, at_T9, exact_T9 = made
         ctx.rule, ctx.dtype, ctx.want, ctx.now = rule, dtype, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype

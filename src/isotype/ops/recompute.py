@@ -1,8 +1,8 @@
 """What a recomputed layer leaves out: results that backward does not need, or that were kept.
 
-A layer under checkpointing runs twice: for its output, and again inside backward for what its gradients need. Ops
-ask here which run it is. Nothing is left out where a hook reads
-what a layer gives: it would read values that were never computed. Nor in a compiled graph, which is the same for both runs.
+A layer under checkpointing runs twice: for its output, and again inside backward for what its gradients need. Ops ask here which run it is.
+Nothing is left out where a hook reads what a layer gives: it would read values that were never computed. Nor in a compiled graph, which is
+the same for both runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
 Its cross-entropy is computed by `linear_cross_entropy`; a logit, a logsumexp or a log-probability of each row is computed without the
-others (`deferred_values`). Scale, softcap, casts
-that lose nothing, reshapes and row selections give deferred logits again. Any other operation computes the real tensor, once, as part of
-forward's graph. A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer
-changes the head's weight. To keep the values, use `logits.detach().clone()`.
+others (`deferred_values`). Scale, softcap, casts that lose nothing, reshapes and row selections give deferred logits again. Any other
+operation computes the real tensor, once, as part of forward's graph. A wrapper tensor, it has the shape, dtype and device of the logits,
+and no memory. It can be read until an optimizer changes the head's weight. To keep the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations

@@ -82,15 +82,15 @@ _STATE = "_isotype_precision"
 
 
 class _State:
-    """The settings of a wrapped forward; stored on the model, so that deepcopy copies them too.
+    """The settings of a model's wrapped forwards. Each module that has one keeps them, so that deepcopy copies them too, with the forward
+    that the instance had, or None for its class's.
 
-    forward   the instance's own forward before, or None for its class's
     methods   the forwards that were put in the place of others
     settings  (module, attribute, value before) of each attribute that was changed
     """
 
-    def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
-        self.precision, self.device_type, self.forward = precision, device_type, forward
+    def __init__(self, precision: Precision, device_type: str) -> None:
+        self.precision, self.device_type = precision, device_type
         self.use(precision.compute)
         self.methods: list[InstanceMethod] = []
         self.settings: list[tuple[nn.Module, str, Any]] = []
@@ -110,16 +110,6 @@ class _State:
 
     def autocast(self) -> AbstractContextManager[Any]:
         return planned.autocast(self.device_type, self.cast)
-
-
-class _PartState:
-    """The same for a part that is called past the whole model's forward: its autocast is the whole model's."""
-
-    def __init__(self, whole: _State, forward: Any) -> None:
-        self.whole, self.forward = whole, forward
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return self.whole.autocast()
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -183,13 +173,10 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     inner = inner_model(model)
     if hasattr(inner, _STATE):
         raise ValueError("this model has a precision already")
-    state = _State(precision, device_type, inner.__dict__.get("forward"))
-    setattr(inner, _STATE, state)
-
-    state.put(InstanceMethod(_in_its_precision, inner, arguments=()))
-    for part_called in _called_alone(inner):
-        setattr(part_called, _STATE, _PartState(state, part_called.__dict__.get("forward")))
-        state.put(InstanceMethod(_in_its_precision, part_called, arguments=()))
+    state = _State(precision, device_type)
+    for called in (inner, *_called_alone(inner)):
+        setattr(called, _STATE, (state, called.__dict__.get("forward")))
+        state.put(InstanceMethod(_in_its_precision, called, arguments=()))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
     # some decoder layers of transformers (Mamba, XGLM, JetMoE) widen the residual stream by themselves
     for block in (block for stack in inner.modules() if isinstance(stack, nn.ModuleList) for block in stack if is_block(block)):
@@ -218,13 +205,13 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
 def remove_precision(model: nn.Module) -> None:
     """Undoes `apply_precision`, but for the dtypes of the parameters. A model without a precision stays as it is."""
     inner = inner_model(model)
-    state: _State | None = inner.__dict__.pop(_STATE, None)
-    if state is None:
+    if _STATE not in inner.__dict__:
         return
+    state: _State = inner.__dict__[_STATE][0]
     for method in reversed(state.methods):
         method.take_back()
-    for part in _called_alone(inner):
-        part.__dict__.pop(_STATE, None)
+    for called in (inner, *_called_alone(inner)):
+        called.__dict__.pop(_STATE, None)
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
@@ -260,8 +247,8 @@ def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State | _PartState = getattr(self, _STATE)
-        run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
+        state, before = getattr(self, _STATE)
+        run = before if before is not None else functools.partial(type(self).forward, self)
         with state.autocast():
             return run(*args, **kwargs)
 
@@ -330,14 +317,14 @@ def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[.
 
 def precision_of(model: nn.Module) -> Precision | None:
     """The precision that was applied to a model, or None."""
-    state = getattr(inner_model(model), _STATE, None)
-    return state.precision if state is not None else None
+    state: _State | None = getattr(inner_model(model), _STATE, (None,))[0]
+    return None if state is None else state.precision
 
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
     """Computes products in `precision.generate` within this block."""
-    state: _State = getattr(inner_model(model), _STATE)
+    state: _State = getattr(inner_model(model), _STATE)[0]
     before = state.dtype
     state.use(state.precision.generate)
     try:

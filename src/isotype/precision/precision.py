@@ -28,26 +28,6 @@ EIGHT_BIT = ("adamw8bit", "adamw8bit-paged", "lion8bit")
 """Optimizers (`train.optimizer`) whose states are int8."""
 
 
-# every role of every preset is written out, so that a preset can be read as a row of a table
-_FP32_INSIDE = {"grads": "fp32", "reduce": "fp32", "optimizer": "fp32", "loss": "fp32", "norms": "fp32"}
-
-NAMED_ROLES: dict[str, dict[str, str]] = {
-    "fp32": dict(base="fp32", trainable="fp32", compute="fp32", generate="fp32", save="fp32", **_FP32_INSIDE),
-    "bf16-mixed": dict(
-        base="bf16", trainable="fp32", compute="bf16", generate="bf16", save="model bf16, adapter fp32", **_FP32_INSIDE
-    ),
-    "bf16-lora": dict(base="bf16", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
-    "nf4-lora": dict(base="nf4", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
-    "bf16-pure": dict(
-        base="bf16", trainable="bf16", compute="bf16", generate="bf16", save="bf16", rounding="stochastic", **_FP32_INSIDE
-    ),
-    "fp16-mixed": dict(
-        base="fp16", trainable="fp32", compute="fp16", generate="fp16",
-        save="model fp16, adapter fp32", loss_scaling="dynamic", **_FP32_INSIDE,
-    ),
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """Dtypes are words (`fp32 bf16 fp16 nf4`); every role has one, so nothing is left to a default elsewhere.
@@ -134,9 +114,9 @@ class Precision:
     @classmethod
     def preset(cls, name: str, **overrides: str) -> Precision:
         """A named precision, roles replaced by `overrides`."""
-        if name not in NAMED_ROLES:
-            raise UsageError(f"unknown preset {name!r}: expected one of {' '.join(NAMED_ROLES)}", code="PR000")
-        return cls(**NAMED_ROLES[name]).but(**overrides)
+        if name not in PRESETS:
+            raise UsageError(f"unknown preset {name!r}: expected one of {' '.join(PRESETS)}", code="PR000")
+        return PRESETS[name].but(**overrides)
 
     def but(self, **overrides: str) -> Precision:
         """The same with some roles replaced."""
@@ -153,7 +133,7 @@ class Precision:
 
     def __str__(self) -> str:
         """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse` reads it back."""
-        return self.text(min(NAMED_ROLES, key=lambda name: len(self._differences(name))))
+        return self.text(min(PRESETS, key=lambda name: len(self._differences(name))))
 
     def text(self, preset: str) -> str:
         """The short text form as that preset and what differs from it."""
@@ -161,8 +141,7 @@ class Precision:
         return " ".join([preset, *pairs])
 
     def _differences(self, preset: str) -> dict[str, str]:
-        plain = Precision(**NAMED_ROLES[preset])
-        return {role: value for role, value in self.items() if value != getattr(plain, role)}
+        return {role: value for role, value in self.items() if value != getattr(PRESETS[preset], role)}
 
     @classmethod
     def parse(cls, text: str) -> Precision:
@@ -203,7 +182,24 @@ def _parse_save(text: str) -> tuple[str, str]:
     return _word("save_model", model.strip()), _word("save_adapter", adapter.strip())
 
 
-PRESETS: dict[str, Precision] = {name: Precision(**roles) for name, roles in NAMED_ROLES.items()}
+# every role of every preset is written out, so that a preset can be read as a row of a table
+_FP32_INSIDE = {"grads": "fp32", "reduce": "fp32", "optimizer": "fp32", "loss": "fp32", "norms": "fp32"}
+
+PRESETS: dict[str, Precision] = {
+    "fp32": Precision(base="fp32", trainable="fp32", compute="fp32", generate="fp32", save="fp32", **_FP32_INSIDE),
+    "bf16-mixed": Precision(
+        base="bf16", trainable="fp32", compute="bf16", generate="bf16", save="model bf16, adapter fp32", **_FP32_INSIDE
+    ),
+    "bf16-lora": Precision(base="bf16", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
+    "nf4-lora": Precision(base="nf4", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
+    "bf16-pure": Precision(
+        base="bf16", trainable="bf16", compute="bf16", generate="bf16", save="bf16", rounding="stochastic", **_FP32_INSIDE
+    ),
+    "fp16-mixed": Precision(
+        base="fp16", trainable="fp32", compute="fp16", generate="fp16",
+        save="model fp16, adapter fp32", loss_scaling="dynamic", **_FP32_INSIDE,
+    ),
+}  # fmt: skip
 
 ABOUT = {
     "fp32": "everything in fp32, the reference",

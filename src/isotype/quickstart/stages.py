@@ -13,6 +13,7 @@ from typing import Any
 
 from ..entry.train import train
 from ..errors import UsageError
+from ..runs.folder import RunFolder
 from ..training.callbacks import Callback, Moment
 
 
@@ -64,7 +65,7 @@ def run_quickstart(
             return 130
         summary = summarise()
     if json_output:
-        results = {stage.name: json.loads((folder / stage.name / "result.json").read_text(encoding="utf-8")) for stage in stages}
+        results = {stage.name: RunFolder(folder / stage.name).read_json("result.json") for stage in stages}
         print(json.dumps({"folder": str(folder), **results, **summary}))
     else:
         show(summary)
@@ -98,22 +99,15 @@ def run_stages(folder: Path, stages: Sequence[Stage], *, share: float, between: 
     for number, stage in enumerate(stages, start=1):
         print(f"\n{number}/{len(stages)}  {stage.what}  ({folder / stage.name}.yaml)")
         run, clock = folder / stage.name, [EndsInTime(stage)]
-        if _status(run) == "done":
+        if RunFolder(run).read_json("result.json").get("status") == "done":
             print(f"done before: {run}")
         elif (run / "resolved.yaml").is_file():
             train(resume=run, callbacks=clock)
         else:
             fewer = {} if share == 1.0 else {"steps": max(1, round(share * stage.steps))}
             train(folder / f"{stage.name}.yaml", train=fewer, callbacks=clock)
-        if _status(run) != "done":
+        if RunFolder(run).read_json("result.json").get("status") != "done":
             return False
         if number == 1:
             between()
     return True
-
-
-def _status(run: Path) -> str:
-    try:
-        return str(json.loads((run / "result.json").read_text(encoding="utf-8")).get("status"))
-    except (OSError, ValueError, AttributeError):
-        return ""

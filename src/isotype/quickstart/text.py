@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
 from ..wording import printable
 from .stages import Stage, run_quickstart
 
@@ -71,8 +70,6 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
     from ..data.chat import NAMED
 
     special = [END_OF_TEXT, TURN, END_OF_TURN]
-    if vocabulary < 256 + len(special):
-        raise UsageError(f"a byte-level vocabulary has at least {256 + len(special)} tokens, got {vocabulary}")
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -87,6 +87,8 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Raises UsageError when the folder is missing or holds nothing of a run."""
+    from ruamel.yaml import YAML, YAMLError
+
     if not folder.is_dir():
         raise UsageError(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder") + ": give a run's folder")
     if not any((folder / name).is_file() for name in FILES):
@@ -99,8 +101,14 @@ def read_run(folder: Path) -> RunRecord:
     record.before_edits = dict_of(shown.get("before"))
     record.examples = [row for row in list_of(shown.get("examples")) if isinstance(row, dict)]
     record.running = is_held(folder)
-    record.metrics = _metrics(folder / "metrics.jsonl", record)
-    _settings(folder / "resolved.yaml", record)
+    record.metrics, broken = rows_in(_text(folder / "metrics.jsonl", record) or "")
+    if broken:
+        record.damaged.append(f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})")
+    record.settings_text = _text(folder / "resolved.yaml", record) or ""
+    try:
+        record.settings = dict_of(YAML(typ="safe", pure=True).load(record.settings_text))
+    except (YAMLError, ValueError) as error:
+        record.damaged.append(f"resolved.yaml: {first_line(error)}")
     for path in folder.glob("samples/step_*.json"):
         value = _json(path, record)
         if isinstance(value, dict) and isinstance(value.get("samples"), list) and _number(value.get("step")) is not None:
@@ -152,26 +160,6 @@ def _json(path: Path, record: RunRecord) -> Any:
     except (ValueError, RecursionError) as error:
         record.damaged.append(f"{path.name}: {error}")
         return None
-
-
-def _metrics(path: Path, record: RunRecord) -> list[dict[str, Any]]:
-    rows, broken = rows_in(_text(path, record) or "")
-    if broken:
-        record.damaged.append(f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})")
-    return rows
-
-
-def _settings(path: Path, record: RunRecord) -> None:
-    text = _text(path, record)
-    if text is None:
-        return
-    from ruamel.yaml import YAML, YAMLError
-
-    record.settings_text = text
-    try:
-        record.settings = dict_of(YAML(typ="safe", pure=True).load(text))
-    except (YAMLError, ValueError) as error:
-        record.damaged.append(f"resolved.yaml: {first_line(error)}")
 
 
 _NAME = re.compile(r"samples/step_\d+_\d+\.png")  # what a run writes; a folder from elsewhere may name anything

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from . import transforms as t
-from .hugging_face import TRAINER
+from .hugging_face import TRAINER, finish_text, frozen, preference
 from .source import Source
 from .transforms import Draft, Given
 
@@ -33,7 +33,7 @@ def _objective(draft: Draft) -> str | None:
 
 
 # a setting of `preference`, wherever in the file `rl` stands
-_of = partial(t.preference, of=_objective)
+_of = partial(preference, of=_objective)
 
 
 def _rl(draft: Draft, given: Given) -> None:
@@ -237,7 +237,7 @@ KEYS: dict[str, t.Handler] = {
         "the tokenizer's own template; another one: data.chat_template",
         "data.chat_template: a Jinja file; without it the tokenizer's own template is used, not {}",
     ),
-    "freeze_mm_modules": t.frozen("adapter.vision"),
+    "freeze_mm_modules": frozen("adapter.vision"),
     "eot_tokens": t.changed("the end of a turn is what the chat template writes; it is always learnt"),
     # preferences
     **t.each(_rl, "rl reward_model"),
@@ -283,4 +283,4 @@ def finish(draft: Draft, source: Source) -> None:
     draft.default_all({"train.batch_size": 1, "train.accumulate": 1, "data.max_length": 512, "train.schedule": "cosine"})
     if draft.settings.get("train.objective") == "simpo":
         draft.default("preference.nll", 1.0)  # TRL's cpo_alpha
-    t.finish_text(draft)
+    finish_text(draft)

@@ -10,8 +10,6 @@ from . import transforms as t
 from .source import Source
 from .transforms import Draft
 
-OWN_PRECISION = True
-
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""

@@ -1,8 +1,12 @@
-"""Hugging Face `TrainingArguments`, TRL's SFT (Python, YAML or command line), and Unsloth's notebooks, which are made of both."""
+"""Hugging Face `TrainingArguments`, TRL's SFT (Python, YAML or command line), and Unsloth's notebooks, which are made of both.
+
+The other tools for text share with them: rows of the Trainer's arguments, settings of preference methods, what these leave out.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 from . import transforms as t
@@ -40,8 +44,58 @@ def _objective(draft: Draft) -> str | None:
     return losses.get(_loss(draft.keys.get("loss_type")) or next(iter(losses), ""))
 
 
+def frozen(target: str) -> t.Handler:
+    """A tower or projector that the file freezes, or trains as it trains the rest: with adapters, or whole."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        kind = draft.settings.get("adapter.kind") or draft.keys.get("finetuning_type") or draft.keys.get("adapter")
+        if t.is_on(given.value):
+            draft.no_effect(given, f"{target} is none unless asked")
+        else:
+            draft.set(given, target, "lora" if kind in ("lora", "qlora") else "full")
+
+    return handler
+
+
+def preference(name: str, *objectives: str, of: Callable[[Draft], str | None]) -> t.Handler:
+    """A setting of `preference`, for a method that has it. `of` reads the method off the whole file: it may stand after the setting."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        if given.value is None:
+            draft.no_effect(given, "the default")
+        elif of(draft) in objectives:
+            draft.set(given, f"preference.{name}", t.as_number(given.value))
+        else:
+            draft.no_effect(given, f"of {', '.join(objectives)}")
+
+    return handler
+
+
+def finish_text(draft: Draft) -> None:
+    """Without evaluation data the other tools train on every row; settings that they ignore for preference methods are left out."""
+    if "data.eval" in draft.settings:
+        draft.settings.pop("data.eval_split", None)
+    else:
+        draft.default("data.eval_split", 0)
+    leave_out(draft)
+
+
+def leave_out(draft: Draft) -> None:
+    """Settings that are refused beside the objective."""
+    objective = draft.settings.get("train.objective")
+    left_out = {
+        "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
+        "data.packing": (objective is not None, "each answer is judged as a whole"),
+        "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
+        "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
+    }
+    for key, (refused, why) in left_out.items():
+        if refused and draft.settings.pop(key, None) not in (None, False, 0, "assistant"):
+            draft.notes.append(f"{key} is left out: {why}")
+
+
 # a setting of `preference`, wherever in the file the method stands
-_of = partial(t.preference, of=_objective)
+_of = partial(preference, of=_objective)
 
 
 def _method(draft: Draft, given: Given) -> None:
@@ -348,7 +402,7 @@ def finish(draft: Draft, source: Source) -> None:
             draft.default("data.max_length", 1024)
         if draft.settings.get("train.objective") == "simpo":
             draft.default("preference.nll", 1.0)  # cpo_alpha
-        t.leave_out(draft)
+        leave_out(draft)
     if sft and "data.loss_on" not in draft.settings:
         draft.notes.append(
             "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here the answers only (data.loss_on: all)"

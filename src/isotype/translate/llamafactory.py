@@ -9,7 +9,7 @@ from typing import Any
 
 from . import transforms as t
 from .hugging_face import KEYS as TRAINER
-from .hugging_face import LIGER
+from .hugging_face import LIGER, finish_text, frozen, preference
 from .source import Source
 from .transforms import Draft, Given
 
@@ -28,7 +28,7 @@ def _objective(draft: Draft) -> str | None:
 
 
 # a setting of `preference`, wherever in the file `stage` stands
-_of = partial(t.preference, of=_objective)
+_of = partial(preference, of=_objective)
 
 
 def _ftx(draft: Draft, given: Given) -> None:
@@ -189,8 +189,8 @@ KEYS: dict[str, t.Handler] = {
     "eval_dataset": _datasets("data.eval"),
     "template": t.changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
     "enable_thinking": t.to("data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}),
-    "freeze_vision_tower": t.frozen("adapter.vision"),
-    "freeze_multi_modal_projector": t.frozen("adapter.projector"),
+    "freeze_vision_tower": frozen("adapter.vision"),
+    "freeze_multi_modal_projector": frozen("adapter.projector"),
     "val_size": t.held_out,
     "train_on_prompt": t.either("data.loss_on", "all", "assistant"),
     # precision
@@ -213,4 +213,4 @@ def finish(draft: Draft, source: Source) -> None:
             "data.max_length": 2048,
         }
     )  # fmt: skip
-    t.finish_text(draft)
+    finish_text(draft)

@@ -10,7 +10,6 @@ from . import transforms as t
 from .source import Source
 from .transforms import Draft, Given
 
-OWN_PRECISION = True
 _METHODS = {"LORA": "lora", "FINE_TUNE": "none"}
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import transforms as t
+from .hugging_face import leave_out
 from .source import Source
 from .transforms import Draft, Given
 
@@ -204,4 +205,4 @@ def finish(draft: Draft, source: Source) -> None:
     if "train.schedule" not in draft.settings:
         draft.default_all({"train.schedule": "constant", "train.warmup": 0})
     draft.default_all({"train.clip": 0.0, "data.eval_split": 0, "train.weight_decay": 0.01})
-    t.leave_out(draft)
+    leave_out(draft)

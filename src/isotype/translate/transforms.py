@@ -244,19 +244,6 @@ def when_on(target: str, value: Any, off: str = "switched off", note: str = "") 
     return lambda draft, given: draft.set(given, target, value, note) if is_on(given.value) else draft.no_effect(given, off)
 
 
-def frozen(target: str) -> Handler:
-    """A tower or projector that the file freezes, or trains as it trains the rest: with adapters, or whole."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        kind = draft.settings.get("adapter.kind") or draft.keys.get("finetuning_type") or draft.keys.get("adapter")
-        if is_on(given.value):
-            draft.no_effect(given, f"{target} is none unless asked")
-        else:
-            draft.set(given, target, "lora" if kind in ("lora", "qlora") else "full")
-
-    return handler
-
-
 def where(key: str, words: str, then: Handler, otherwise: str) -> Handler:
     """`then` where another key of the file has one of these words (`on`: is switched on; none: is not set); else no effect."""
 
@@ -303,43 +290,6 @@ def only(words: str, why: str, use: str) -> Handler:
             draft.not_offered(given, use.replace("{}", str(given.value)))
 
     return handler
-
-
-def preference(name: str, *objectives: str, of: Callable[[Draft], str | None]) -> Handler:
-    """A setting of `preference`, for a method that has it. `of` reads the method off the whole file: it may stand after the setting."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        if given.value is None:
-            draft.no_effect(given, "the default")
-        elif of(draft) in objectives:
-            draft.set(given, f"preference.{name}", as_number(given.value))
-        else:
-            draft.no_effect(given, f"of {', '.join(objectives)}")
-
-    return handler
-
-
-def finish_text(draft: Draft) -> None:
-    """Without evaluation data the other tools train on every row; settings that they ignore for preference methods are left out."""
-    if "data.eval" in draft.settings:
-        draft.settings.pop("data.eval_split", None)
-    else:
-        draft.default("data.eval_split", 0)
-    leave_out(draft)
-
-
-def leave_out(draft: Draft) -> None:
-    """Settings that are refused beside the objective."""
-    objective = draft.settings.get("train.objective")
-    left_out = {
-        "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
-        "data.packing": (objective is not None, "each answer is judged as a whole"),
-        "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
-        "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
-    }
-    for key, (refused, why) in left_out.items():
-        if refused and draft.settings.pop(key, None) not in (None, False, 0, "assistant"):
-            draft.notes.append(f"{key} is left out: {why}")
 
 
 _NOT_PAGED = "not paged: states stay on the GPU"

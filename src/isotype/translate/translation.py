@@ -35,7 +35,8 @@ TOOLS: dict[str, Any] = {
     "onetrainer": onetrainer,
     "diffusers": diffusers_scripts,
 }
-_OF_PICTURES = (simpletuner, kohya, ai_toolkit, onetrainer, diffusers_scripts)
+_OWN_PRECISION = (kohya, ai_toolkit, onetrainer, diffusers_scripts)  # their tables decide the preset, not the record of check
+_OF_PICTURES = (simpletuner, *_OWN_PRECISION)
 _NAMES = {
     "trl": "TRL",
     "hf": "Hugging Face TrainingArguments",
@@ -86,7 +87,7 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
         _account(draft, replace(given, value=draft.keys[given.name]), module.KEYS, name)
     module.finish(draft, source)
     findings: list[Finding] = []
-    if not getattr(module, "OWN_PRECISION", False):
+    if module not in _OWN_PRECISION:
         findings, record = _checked(path, module is torchtune, source)
         if module is simpletuner:
             _stop_at_contradictions(path, findings)
@@ -213,41 +214,45 @@ def _precision_note(name: str, note: str) -> str:
 
 
 def _chosen(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
-    chosen, note = _preset(draft, record)
-    storage = "" if record is None else record.value("storage") or ""
-    if "int8" in storage and draft.settings.get("adapter.kind", "lora") == "lora":
-        return {**chosen, "precision.base": "int8"}, f"{note}; the base is int8 with a scale a channel, which does not round activations"
-    return chosen, note
-
-
-def _preset(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
-    adapter = draft.settings.get("adapter.kind", "lora") == "lora"
+    """The settings of precision, and why."""
     if record is None:
-        return {}, "from the device"
+        return {}, _WHY[""]
+    adapter = draft.settings.get("adapter.kind", "lora") == "lora"
     storage, compute = record.value("storage") or "", record.value("compute")
-    trained, parameters = record.value("trained"), record.value("parameters")
-    if "4" in storage and "int8" not in storage:
-        if not adapter:
-            return {"precision.preset": "bf16-mixed"}, "a 4-bit base is trained through an adapter only"
-        if compute == "fp16":
-            return {
-                "precision.preset": "nf4-lora",
-                "precision.compute": "fp16",
-                "precision.loss_scaling": "dynamic",
-                "precision.generate": "fp16",
-            }, "4-bit base, fp16 products"
-        return {"precision.preset": "nf4-lora"}, "nf4 base, fp32 adapters, bf16 products"
+    four_bits = "4" in storage and "int8" not in storage
+    if four_bits and not adapter:
+        return {"precision.preset": "bf16-mixed"}, "a 4-bit base is trained through an adapter only"
+    if four_bits and compute == "fp16":
+        roles = {"precision.compute": "fp16", "precision.loss_scaling": "dynamic", "precision.generate": "fp16"}
+        return {"precision.preset": "nf4-lora", **roles}, "4-bit base, fp16 products"
+    preset = "nf4-lora" if four_bits else _preset(compute, record.value("trained"), record.value("parameters"), adapter=adapter)
+    chosen = {"precision.preset": preset} if preset else {}
+    if "int8" in storage and adapter:
+        chosen["precision.base"] = "int8"
+        return chosen, f"{_WHY[preset]}; the base is int8 with a scale a channel, which does not round activations"
+    return chosen, _WHY[preset]
+
+
+_WHY = {
+    "": "from the device",
+    "nf4-lora": "nf4 base, fp32 adapters, bf16 products",
+    "fp16-mixed": "fp32 trained weights, fp16 products, loss scaling",
+    "bf16-lora": "bf16 base and products, fp32 adapters",
+    "bf16-pure": "weights in bf16; their updates are rounded stochastically, there to the nearest",
+    "bf16-mixed": "fp32 weights, bf16 products",
+    "fp32": "everything fp32",
+}
+
+
+def _preset(compute: str | None, trained: str | None, parameters: str | None, *, adapter: bool) -> str:
+    """By the dtypes of products, trained weights and loaded ones; "" where the device decides."""
     if compute == "fp16":
-        return {"precision.preset": "fp16-mixed"}, "fp32 trained weights, fp16 products, loss scaling"
-    if adapter:
-        if compute == "bf16" or parameters == "bf16" or trained == "bf16":
-            return {"precision.preset": "bf16-lora"}, "bf16 base and products, fp32 adapters"
-        return ({"precision.preset": "fp32"}, "everything fp32") if compute == "fp32" or parameters == "fp32" else ({}, "from the device")
-    if trained == "bf16":
-        return {"precision.preset": "bf16-pure"}, "weights in bf16; their updates are rounded stochastically, there to the nearest"
-    if compute == "bf16":
-        return {"precision.preset": "bf16-mixed"}, "fp32 weights, bf16 products"
-    return ({"precision.preset": "fp32"}, "everything fp32") if "fp32" in (compute, trained, parameters) else ({}, "from the device")
+        return "fp16-mixed"
+    if adapter and "bf16" in (compute, parameters, trained):
+        return "bf16-lora"
+    if not adapter and "bf16" in (trained, compute):
+        return "bf16-pure" if trained == "bf16" else "bf16-mixed"
+    return "fp32" if "fp32" in (compute, parameters, *([] if adapter else [trained])) else ""
 
 
 def _complete(draft: Draft, data: str) -> None:

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  real texts
 """Logs of any shape: ranks interleaved, chained exceptions, notebooks, megabytes of progress, several errors."""
 
 from __future__ import annotations
@@ -60,13 +59,6 @@ def test_a_notebook_traceback():
     assert "generate outside autocast" in (finding.cause or "")
 
 
-def test_a_triton_message_of_several_lines_is_one_incident():
-    lines = [*ONE, "triton.compiler.errors.CompilationError: at 59:8:", "    if flag:", "        x = s * x", "        ^", "AssertionError('initial value for `x` is of type fp16, but the then block redefines it as fp32')"]  # fmt: skip
-    (incident,) = incidents(lines)
-    assert "then block" in incident.text
-    assert explain(lines)[0].code == "EX020"
-
-
 def test_memory_does_not_grow_with_the_log():
     def lines(count: int) -> Iterator[str]:
         for i in range(count):
@@ -90,16 +82,3 @@ def test_a_traceback_inside_a_json_string():
     (incident,) = incidents([line])
     assert incident.text.endswith("c10::BFloat16")
     assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [("/srv/app.py", 9, "go", "y = f(x)")]
-
-
-def test_a_line_prefix_of_a_traceback_is_removed_from_every_line():
-    lines = [f"ERROR 07-18 03:16:{i:02d} [core.py:588] {text}" for i, text in enumerate([*ONE, MAT])]
-    (finding,) = explain(lines)
-    assert (finding.place.line, finding.message) == (3, "matrix product of fp32 and bf16")
-
-
-def test_a_bar_before_a_traceback_hides_no_frame():
-    lines = [f"steps:   0%|    | 0/40 [00:00<?, ?it/s]{ONE[0]}", *ONE[1:], MAT, "steps:   0%|    | 0/40 [00:04<?, ?it/s]"]
-    (finding,) = explain(lines)
-    assert finding.place.line == 3
-    assert MAT in dict(finding.details)["error"]

@@ -96,10 +96,12 @@ def test_parquet_may_hold_the_pictures(tmp_path):
 def test_broken_rows_are_all_named(tmp_path):
     picture(tmp_path / "a.png")
     rows = [{"image": "a.png", "text": "a red circle"}, {"image": "b.png", "text": "gone"}, {"image": "a.png", "text": 3}]
+    rows += [{"image": given, "text": "a"} for given in ("words " * 60, "data:;base64,AAAA", "https://a.b/c.png")]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
     said = refusal(train=str(file))
-    assert all(f"{file}:{line}: " in said for line in (2, 3, 4))
+    assert all(f"{file}:{line}: " in said for line in range(2, 8))
+    assert all(reason in said for reason in ("no such picture", "a data: URL", "not fetched from the network"))
     assert f"{file}:1: " not in said
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.data.rows import Row, Share
+from isotype.data.rows import Row, Share, mixed_order
 from isotype.data.tokens import joined
 from isotype.optimize import optimize
 from isotype.optimize.attention import FEW, why_mask_is_read
@@ -16,7 +16,6 @@ from isotype.tasks.choose import train
 from isotype.tasks.language.batches import Batch, collate, model_inputs, next_tokens, takes_one_row
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.task import flops_of_a_token
-from isotype.training.feed import mixed_order
 from tests.models import FAMILIES, lora, rows, tiny
 from tests.results import same_tensors
 

@@ -45,45 +45,30 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
     records, findings = [], [*found.trouble]
     for facts in runs(found, device):
         if facts.has("isotype"):
-            findings.append(_own(facts.documents[0]))
+            file = facts.documents[0].file
+            findings.append(_told(file, "a run of Isotype, whose settings are checked by its own plan", f"isotype plan {file}"))
             continue
         record = effective_precision(facts)
         if record.roles or any(d.tool in MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents):
             records.append(record)
         for function in RULES.values():
             findings += function(record)
-    return Checked(_distinct(findings), records, found.files)
-
-
-def _own(document: Document) -> Finding:
-    return Finding(
-        code="CF099",
-        severity=Severity.NOTE,
-        message="a run of Isotype, whose settings are checked by its own plan",
-        place=Place(file=document.file),
-        fix=f"isotype plan {document.file}",
-    )
-
-
-def _distinct(findings: list[Finding]) -> list[Finding]:
-    """Files shared by several runs say the same thing once."""
-    kept: dict[tuple[str, str, str], Finding] = {}
+    distinct: dict[tuple[str, str, str], Finding] = {}  # files shared by several runs say the same thing once
     for finding in findings:
-        kept.setdefault((finding.code, str(finding.place), finding.message), finding)
-    return list(kept.values())
+        distinct.setdefault((finding.code, str(finding.place), finding.message), finding)
+    return Checked(list(distinct.values()), records, found.files)
+
+
+def _told(file: str, message: str, fix: str | None, severity: Severity = Severity.NOTE, line: int | None = None) -> Finding:
+    return Finding(code="CF099", severity=severity, message=message, place=Place(file=file, line=line), fix=fix)
 
 
 def trouble_without_files(checked: Checked, paths: Iterable[str]) -> Finding | None:
     """A note when nothing was recognised: silence would look like a clean bill."""
     if checked.records or checked.findings:
         return None
-    return Finding(
-        code="CF099",
-        severity=Severity.NOTE,
-        message=f"no configuration found in {counted(checked.files, 'file')}",
-        place=Place(file=", ".join(paths)),
-        fix="give the folder or file with the training configuration",
-    )
+    what = f"no configuration found in {counted(checked.files, 'file')}"
+    return _told(", ".join(paths), what, "give the folder or file with the training configuration")
 
 
 def table(record: Record) -> str:
@@ -249,7 +234,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             raise UsageError(f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python and safetensors")
         documents = _documents(path, text, shown)
         if explicit and documents == [None]:
-            found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
+            found.trouble.append(_told(shown, "holds no setting of a tool that isotype doctor check knows", None))
         found.documents += [(path.parent, document) for document in documents if document is not None and document.settings]
     except Unreadable as error:
         # a text that says nothing of training (a template of something else) is nobody's fault
@@ -287,14 +272,8 @@ def _documents(path: Path, text: str, shown: str) -> Sequence[Document | None]:
     return from_environment(text, shown)
 
 
-def _trouble(file: str, line: int | None, what: str, severity: Severity = Severity.ERROR) -> Finding:
-    return Finding(
-        code="CF099",
-        severity=severity,
-        message=f"cannot be read: {what}" if severity else what,
-        place=Place(file=file, line=line),
-        fix="correct the file; nothing in it was checked" if severity else None,
-    )
+def _trouble(file: str, line: int | None, what: str) -> Finding:
+    return _told(file, f"cannot be read: {what}", "correct the file; nothing in it was checked", Severity.ERROR, line)
 
 
 def _tree_document(tree: Tree, name: str, shown: str) -> Document | None:

@@ -28,23 +28,6 @@ def is_config_env(names: set[str]) -> bool:
     return bool(names & _ONLY_HERE) or {"MODEL_TYPE", "MIXED_PRECISION"} <= names or {"OPTIMIZER", "MIXED_PRECISION"} <= names
 
 
-def read_config_env(text: str, file: str) -> Document | None:
-    """The document, or None when the variables are not SimpleTuner's."""
-    variables = shell.read(text).variables
-    if not is_config_env(set(variables)):
-        return None
-    document = Document("simpletuner", file, attributes={"reader": "config.env"})
-    for name, assignment in variables.items():
-        document.add(f"variable.{name}", assignment.value, assignment.line, written=name)
-        if name in MAPPED and assignment.value != "":
-            document.add(MAPPED[name], assignment.value, assignment.line, written=name)
-    extra = variables.get("TRAINER_EXTRA_ARGS")
-    if extra:
-        for key, value in shell.arguments(extra.value.split()).items():
-            document.add(key, value, extra.line, written=f"TRAINER_EXTRA_ARGS:--{key}")
-    return document
-
-
 def _plain(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The known values of an argument, nested ones under dotted keys."""
     if isinstance(value, dict):
@@ -257,9 +240,18 @@ def _tool_of(first: str, name: str, given: dict[str, str | bool]) -> str | None:
 
 def from_environment(text: str, shown: str) -> list[Document]:
     """An env file: SimpleTuner's config.env when it has its variables, else a plain environment."""
-    if document := read_config_env(text, shown):
-        return [document]
-    environment = Document("env", shown)
-    for assignment in shell.read(text).variables.values():
-        environment.add(assignment.name, assignment.value, assignment.line)
-    return [environment]
+    variables = shell.read(text).variables
+    if not is_config_env(set(variables)):
+        environment = Document("env", shown)
+        for assignment in variables.values():
+            environment.add(assignment.name, assignment.value, assignment.line)
+        return [environment]
+    document = Document("simpletuner", shown, attributes={"reader": "config.env"})
+    for name, assignment in variables.items():
+        document.add(f"variable.{name}", assignment.value, assignment.line, written=name)
+        if name in MAPPED and assignment.value != "":
+            document.add(MAPPED[name], assignment.value, assignment.line, written=name)
+    if extra := variables.get("TRAINER_EXTRA_ARGS"):
+        for key, value in shell.arguments(extra.value.split()).items():
+            document.add(key, value, extra.line, written=f"TRAINER_EXTRA_ARGS:--{key}")
+    return [document]

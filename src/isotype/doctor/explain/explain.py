@@ -184,14 +184,9 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         if loose in plain:
             continue
         seen = recognise(_said(incident), read(incident.frames, said, short or incident.text))
-        if (
-            seen is not None
-            and seen.operator == "unknown wording"
-            and incident.exception is None
-            and "Error" not in incident.text
-            and (len(incident.text) > 600 or not _COMPLAINS.search(incident.text))
-        ):
-            seen = None  # loose prose about dtypes is no error
+        prose = incident.exception is None and "Error" not in incident.text
+        if prose and seen is not None and seen.operator == "unknown wording":
+            seen = seen if len(incident.text) <= 600 and _COMPLAINS.search(incident.text) else None  # about dtypes, and no error
         if seen is None:
             if loose and len(plain) < MOST_PLAIN:
                 plain.add(loose)

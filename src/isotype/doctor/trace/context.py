@@ -100,6 +100,8 @@ def now_and_then(count: int, first: int) -> bool:
 class Context:
     """The state of a trace: what runs now, the names and origins of tensors, and the other parts of the trace, by their names."""
 
+    suspend: Any
+    resume: Any
     provenance: Any
     pace: Any
     failures: Any
@@ -121,13 +123,6 @@ class Context:
         self.forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}  # by number of an autograd node
         self.last_root: weakref.ref[torch.nn.Module] | None = None  # with parameters, called last from outside any other
         self._census: Counter[torch.dtype] | None = None
-
-    def suspend(self, *, hooks: bool) -> bool:
-        """Takes the modes off until `resume`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        raise NotImplementedError
 
     @property
     def stack(self) -> list[Running]:

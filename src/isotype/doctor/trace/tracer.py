@@ -49,7 +49,6 @@ _WATCHERS: tuple[type[Watcher], ...] = (
 
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
 
-
 FIRST = 8  # forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a power of two,
 EVERY = 64  # and every so-manieth, for what comes up late
 _NEW_SIZES = 2  # forwards that are watched when only the sizes of the inputs are new
@@ -214,6 +213,7 @@ class Tracer(Context):
         ]
 
     def suspend(self, *, hooks: bool) -> bool:
+        """Takes the modes off until `resume`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
         self._tape.__exit__(None, None, None)

@@ -87,7 +87,7 @@ def packed_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tenso
 
     weight_packed      int32[O ceil(K bits / 32)]
     weight_scale       any float [O G] or [O 1]
-    weight_zero_point  int32[ceil(O bits / 32) G], packed along the rows; int16[O G], less the offset (`repack`); or absent
+    weight_zero_point  int32[ceil(O bits / 32) G], packed along the rows; int16[O G], less the offset (`in_rows`); or absent
     weight_g_idx       int32[K], the group of each column where they are not in order, or absent
     """
     half = 2 ** (of.bits - 1)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...training.feed import RowStream, epoch_order
+from ...data.rows import RowStream, epoch_order
 from ...wording import counted
 from .pixels import Size
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.files import without_runs
-from ...data.pictures import BadPicture
+from ...data.pictures import BadPicture, content_of
 from ...data.read import JSON_ENDINGS, Record, ending, sha256
 from ...data.records import read_records
 from ...errors import UsageError
@@ -283,6 +283,7 @@ def _content(given: Any, column: str, file: Path, cells: tuple[int, int]) -> Con
         raise BadPicture(f"{column}: {len(given)} pictures in a row: an edit with several pictures before it is not offered; keep one")
     if not isinstance(given, str) or not given.strip():
         raise BadPicture(f"{column}: expected a picture's file, got {given!r:.60}")
-    if not (file.parent / given).is_file():
-        raise BadPicture(f"{given}: no such picture")
-    return InFile(file.parent / given)
+    found = content_of(given, file.parent)
+    if isinstance(found, bytes):
+        raise BadPicture(f"{column}: a data: URL, which is not read here: write it to a file, or the rows to Parquet")
+    return InFile(found)

@@ -72,7 +72,7 @@ class Gathered:
 def gather(images: ImagesSection, *, seed: int, pairs: bool = False) -> Gathered:
     """Training and evaluation pictures. `pairs`: each with the picture before the edit. Raises UsageError naming every one that cannot be
     paired."""
-    from ...training.feed import epoch_order
+    from ...data.rows import epoch_order
 
     made = Gathered([], [], BadPictures(skip=images.on_bad_row == "skip"), pairs=pairs)
     train = with_trained_captions(_masked(_found(images, "train", made)[: images.limit], images, made), images, seed=seed)

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...data.pictures import Pictures
-from ...data.rows import IGNORED, LoadedData, Row, row_lengths
+from ...data.rows import IGNORED, LoadedData, Row, RowStream, row_lengths
 from ...environment.planned import stands_for
 from ...ops.attention import Documents
 from ...optimize.attention import DocumentMask, mask_needs
 from ...optimize.head import Targets
-from ...training.feed import RowStream
 from ...training.task import Feed
 from ...wording import counted
 

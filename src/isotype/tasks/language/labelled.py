@@ -22,8 +22,8 @@ from ...distributed.world import World
 from ...errors import UsageError
 from ...training.task import Idle, Words, eval_mode
 from ...wording import counted
-from .batches import Batch, collate, sent
-from .preference import OfAnswers, Preference, answer_log_probs
+from .batches import Batch, collate
+from .preference import OfAnswers, Preference, answer_log_probs, references
 
 PARTS = ("wanted", "chosen", "rejected", "chosen logps", "rejected logps", "rewards/accuracies", "kl")
 
@@ -60,9 +60,6 @@ class AnswerBatch(OfAnswers):
     def __str__(self) -> str:
         return f"{counted(self.rows, 'answer')} of {counted(self.input_ids.shape[1], 'token')}"
 
-    def to(self, device: torch.device) -> AnswerBatch:
-        return replace(self, **sent(vars(self), device))
-
 
 class FromLabels(Preference):
     """Learns from labels. A step's loss is the mean over its answers."""
@@ -93,9 +90,7 @@ class FromLabels(Preference):
 
     def collate(self, rows: Sequence[Answer], *, pad_id: int, device_type: str) -> AnswerBatch:
         own, partners = (collate(side, pad_id=pad_id, device_type=device_type) for side in zip(*((a.row, a.partner) for a in rows)))
-        known = [answer.reference for answer in rows if answer.reference is not None]
-        reference = torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None
-        return AnswerBatch(own, partners, torch.tensor([answer.wanted for answer in rows]), reference)
+        return AnswerBatch(own, partners, torch.tensor([answer.wanted for answer in rows]), references(rows))
 
     def outlined(self, batch: Batch) -> AnswerBatch:
         wanted = torch.empty(batch.rows, dtype=torch.bool, device=batch.input_ids.device)

@@ -23,14 +23,13 @@ from ...config.schema import PreferenceSection, RunConfig
 from ...data.formats import FormatName
 from ...data.pairs import Labelled, Pairs
 from ...data.progress import watched
-from ...data.rows import LoadedData, Share
+from ...data.rows import LoadedData, RowStream, Share
 from ...data.tokens import TokenRows
 from ...distributed.agree import fingerprint_of_weights
 from ...distributed.world import World
 from ...errors import UsageError
 from ...optimize.head import loss_of
 from ...precision.parts import local_part
-from ...training.feed import RowStream
 from ...training.task import Check, Feed, Words, eval_mode, micro_batch
 from ...wording import counted
 from .batches import Batch, collate, longest_of, model_inputs, next_tokens, sent
@@ -50,6 +49,9 @@ class OfAnswers:
     @property
     def rows(self) -> int:
         raise NotImplementedError
+
+    def to(self, device: torch.device) -> Any:
+        return replace(cast(Any, self), **sent(vars(self), device))
 
     @property
     def weight(self) -> int:
@@ -90,8 +92,11 @@ class PairBatch(OfAnswers):
     def __str__(self) -> str:
         return f"{counted(self.rows, 'pair')} of {counted(self.input_ids.shape[1], 'token')}"
 
-    def to(self, device: torch.device) -> PairBatch:
-        return replace(self, **sent(vars(self), device))
+
+def references(rows: Sequence[Any]) -> Tensor | None:
+    """fp32[2 B]: of pairs, or of answers; None where they are not known yet."""
+    known = [row.reference for row in rows if row.reference is not None]
+    return torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -184,12 +189,8 @@ class Preference(Objective):
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
         answers = [answer for pair in rows for answer in (pair.chosen, pair.rejected)]
-        known = [pair.reference for pair in rows if pair.reference is not None]
-        return PairBatch(
-            collate(answers, pad_id=pad_id, device_type=device_type),
-            torch.tensor([answer.supervised for answer in answers], dtype=torch.float32),
-            torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None,
-        )
+        lengths = torch.tensor([answer.supervised for answer in answers], dtype=torch.float32)
+        return PairBatch(collate(answers, pad_id=pad_id, device_type=device_type), lengths, references(rows))
 
     def outlined(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...config.schema import RunConfig
 from ...data.bad_rows import FILE as BAD_ROWS
@@ -23,9 +23,10 @@ from ...errors import UsageError
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import SCORE
 from ...model.build import build_model
-from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
+from ...model.load import Source, base_source, load_architecture, load_tokenizer
 from ...model.processor import copy_files, has_vision, pictures_of
 from ...model.targets import has_stack, is_stack
+from ...model.tokens import check_vocabulary
 from ...optimize import Manifest
 from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
@@ -36,7 +37,7 @@ from ...runs.folder import RunFolder
 from ...training.memory.blocks import as_set
 from ...training.memory.plan import most_bytes
 from ...training.memory.recomputation import checkpointable
-from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
+from ...training.task import Batch, Evaluation, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
 from .batches import longest_of, padded_length, with_and_without_pictures
 from .distil import Distil
@@ -77,6 +78,8 @@ class LanguageTask:
             in_full = [*config.adapter.modules_to_save, SCORE]
             self.config = config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"modules_to_save": in_full})})
         self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
+        self.feed, self.largest, self.checks = self.objective.feed, self.objective.largest, self.objective.checks
+        self.before_step, self.loss_sum = self.objective.before_step, self.objective.loss_sum
 
     @property
     def words(self) -> Words:
@@ -140,12 +143,6 @@ class LanguageTask:
     def eval_rows(self) -> int:
         return len(self.objective.eval)
 
-    def feed(self) -> Feed[Any]:
-        return self.objective.feed()
-
-    def largest(self, count: int) -> list[Any]:
-        return self.objective.largest(count)
-
     def architecture(self) -> PretrainedConfig:
         return load_architecture(self.config.model, self.tokenizer, scored=self.config.train.objective == "reward")
 
@@ -169,9 +166,6 @@ class LanguageTask:
         train = self.config.train.model_copy(update=rows)
         return most_bytes(model, train, precision, length=padded_length(length, self.device_type))
 
-    def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        return self.objective.checks()
-
     # training
 
     def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str) -> list[tuple[str, str]]:
@@ -182,12 +176,6 @@ class LanguageTask:
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         return self.objective.collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
-
-    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
-        return self.objective.before_step(model, batches, world, dtype=dtype)
-
-    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        return self.objective.loss_sum(model, batch, divisor, dtype=dtype)
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         rows, sets = self.objective.eval, self.data.eval_sets
