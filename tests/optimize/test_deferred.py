@@ -27,6 +27,7 @@ CHAINS = {
     "scaled": lambda x: 2 * (x * 0.5 / 3),
     "gemma's softcap": lambda x: torch.tanh(x / 5.0) * 5.0,
     "softcap, then a temperature": lambda x: (x / 5.0).tanh().mul(5.0).div(0.7),
+    "divided by a named argument": lambda x: torch.div(x, other=3.0),
     "cast": lambda x: x.float(),
     "clone": lambda x: x.clone().contiguous(),
     "shifted": lambda x: x[..., :-1, :],

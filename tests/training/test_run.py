@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,13 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(confi
     assert said in capsys.readouterr().out
     assert kept() == before
     assert result_of(run) == result
+
+
+def test_a_run_that_goes_on_without_evaluations_ends_as_others_do(configured, tmp_path, capsys):
+    assert train(configured()) == 0
+    assert train(replace(configured(data={"eval_split": 0}, train={"steps": 8}), consent=True), resume=tmp_path / "run") == 0
+    assert result_of(tmp_path / "run")["status"] == "done"
+    assert any(line.startswith("done      8 steps in") and "evaluation" not in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_an_impossible_folder_is_a_usage_error(configured):

@@ -330,7 +330,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
     **dict.fromkeys(
         (Tensor.div, Tensor.__truediv__, torch.div),
-        lambda x, by, **rest: _times(x, 1.0 / by, **rest) if isinstance(by, int | float) and by else None,
+        lambda x, other, **rest: _times(x, 1.0 / other, **rest) if isinstance(other, int | float) and other else None,
     ),
     # the sign of a softcap is the op's to refuse; a second tanh is not of this form
     **dict.fromkeys((Tensor.tanh, torch.tanh), lambda x: _with(x, post=1.0) if x.recipe.post is None else None),

@@ -172,8 +172,10 @@ def say_result(result: dict[str, Any], console: RunConsole) -> None:
     where = result.get("adapter") or result.get("model")
     console.say()
     best, step = result["best_eval_loss"], result["best_step"]
-    lowest = f"best evaluation loss {best:.4f} at step {step}" if step else f"no evaluation lower than {best or 0:.4f}, that before step 1"
-    said = "" if best is None else f", {lowest}"
+    if best is None:  # of the rows that there are now; an earlier part of the run may have had others
+        said = ""
+    else:
+        said = f", best evaluation loss {best:.4f} at step {step}" if step else f", no evaluation lower than {best:.4f}, that before step 1"
     console.say(f"done      {counted(result['steps'], 'step')} in {duration(result['trained_seconds'])}{said}")
     console.say(f"saved     {where}")
     check = result["check"]
