@@ -1,6 +1,7 @@
 """`isotype init`, `doctor env`, `report`, `plan`, and Ctrl-C, as a user types them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,15 +39,26 @@ def test_init_prints_the_file_that_it_writes_as_json(tmp_path):
     assert ask("init", "-") == answer["text"]
 
 
-def test_a_mistake_in_options_and_arguments_is_answered_with_what_works():
+def test_a_mistake_in_options_and_arguments_is_answered_with_what_works(tmp_path):
+    (tmp_path / "empty.py").touch()
     small = ("model.init=random", "model.config={model_type: llama}", "data.train=stdlib")
     for arguments, fix in (
         (("eval", "r", "--data", "f"), "isotype eval RUN FILE"),
         (("chat", "r", "hello"), "isotype sample RUN"),
         (("export", "r"), "--to comfyui|gguf"),
         (("train", "--gpus", 2, "model.device=cpu", *small), "--processes 2"),
+        (("doctor", "conform", tmp_path / "empty.py"), "define it: the file has no function"),
     ):
         assert fix in str(invoke(*arguments).exception), arguments
+
+
+def test_a_model_whose_folder_lacks_config_json_is_refused_in_a_line(workshop, tmp_path):
+    shutil.copytree(workshop.base, tmp_path / "base")
+    (tmp_path / "base" / "config.json").unlink()
+    for command in (("plan",), ("train", "--out", tmp_path / "run")):
+        with pytest.raises(UsageError, match=r"no config\.json there") as refused:
+            ask(*command, "--model", tmp_path / "base", "--data", workshop.chats)
+        assert len(str(refused.value).splitlines()) <= 2
 
 
 def test_env_as_json_is_the_env_json_of_a_run():

@@ -78,7 +78,7 @@ def member(module: ModuleType, name: str, place: str) -> Any:
         found = getattr(found, part, None)
     if found is None:
         own = [n for n, v in vars(module).items() if callable(v) and n[0] != "_" and getattr(v, "__module__", "") == module.__name__]
-        raise UsageError(f"{place} has no {name!r}", fix=f"one of: {', '.join(own) or 'nothing callable is defined there'}")
+        raise UsageError(f"{place} has no {name!r}", fix=f"one of: {', '.join(own)}" if own else "define it: the file has no function")
     return found
 
 

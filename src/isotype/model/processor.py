@@ -43,8 +43,8 @@ def copy_files(name: str, revision: str | None, folder: Path) -> None:
 
 def pictures_of(section: ModelSection, data: DataSection, tokenizer: Any) -> Pictures | None:
     """Reads the pictures of a run's rows for this model; None for a model without a vision tower."""
-    architecture = _architecture(section)
-    if architecture is None or not is_vision_language(architecture):
+    architecture = _architecture(section) if has_vision(section) else None
+    if architecture is None:
         return None
     name = str(section.name)
     token = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(architecture, key, None)) is not None), None)
