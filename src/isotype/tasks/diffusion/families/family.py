@@ -186,7 +186,7 @@ class Family:
     denoiser         the denoiser's folder and the pipeline's attribute
     objectives       what such models are trained to predict
     time_scale       where the denoiser rounds its noise level to the dtype of its hidden states: what it multiplies the level by before
-                     the sinusoidal embedding (`exact_time`); None where it takes the level as given
+                     the sinusoidal embedding (`keep_time_exact`); None where it takes the level as given
     downscale        of latents: their sides are multiples of it; where the denoiser has tokens, the side of one
     max_text_length  longest caption by default, in tokens of the text encoder; None where every caption has the length of CLIP's
     own_lengths      a caption keeps its own length; those of a batch are padded to the longest, with a `mask`
