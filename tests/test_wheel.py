@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.platforms.test_elsewhere import BAD
+from tests.platforms.test_platforms import BAD
 
 ROOT = Path(__file__).resolve().parents[1]
 USER = """

@@ -251,6 +251,10 @@ def test_another_tools_word_for_a_value_is_known(write):
         ("--4bit", "precision.preset=nf4-lora"),
         ("--dry-run", "isotype plan"),
         ("--output_dir", "run.folder=VALUE"),
+        ("--train", "data.train=VALUE"),
+        ("--limit", "data.limit=VALUE"),
+        ("--objective", "train.objective=VALUE"),
+        ("--optimizer", "train.optimizer=VALUE"),
         ("--deepspeed", "parallel.kind: shard"),
     ],
 )

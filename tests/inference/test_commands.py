@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
+from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 
 
@@ -50,6 +51,21 @@ def test_eval_of_the_training_file(run, workshop):
     assert own["loss"] == pytest.approx(metrics(run, "eval_loss")[-1], rel=1e-6)
     with pytest.raises(UsageError, match="which file"):
         ask("eval", run / "adapter")
+
+
+def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_passed_over(run, monkeypatch):
+    shutil.rmtree(run / "adapter")
+    newest = CheckpointStore.newest_whole
+
+    def removed_then(store):
+        monkeypatch.undo()
+        step, passed = newest(store)
+        shutil.rmtree(run / "checkpoints" / f"step_{step}")
+        return step, passed
+
+    before = load_run(run).taken
+    monkeypatch.setattr(CheckpointStore, "newest_whole", removed_then)
+    assert load_run(run).taken != before
 
 
 def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_them_out(run, workshop, tmp_path):

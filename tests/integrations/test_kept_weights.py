@@ -15,6 +15,7 @@ def test_what_rounding_took_is_given_back_bit_for_bit():
     bits = wide.view(-1).view(torch.int32)
     bits[:9000] = (bits[:9000] & ~0xFFFF) | 0x8000  # half-way between two bf16 numbers
     wide[-1, :5] = torch.tensor([0.0, -0.0, torch.inf, 3.4e38, -1e-40])
+    assert Lost.of(wide[:0], wide[:0].bfloat16()).nbytes == 0
     for scaled in (wide, -wide, wide * 1e-38, wide * 1e30):
         narrow = scaled.bfloat16()
         lost = Lost.of(scaled, narrow)

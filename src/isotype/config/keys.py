@@ -145,7 +145,9 @@ def setting_for_option(option: str) -> str | None:
         return NOT_OFFERED[name]
     if name in _AS_OPTIONS:
         return _AS_OPTIONS[name]
-    known = {spelling: key for key in keys() for spelling in (key.partition(".")[2], key.replace(".", "_", 1), key)} | ELSEWHERE
+    # of keys with one name the first section's is meant, but seldom a role of precision
+    meant = sorted(keys(), key=lambda key: key.startswith(("diffusion.", "precision.")))
+    known = {spelling: key for key in reversed(meant) for spelling in (key.partition(".")[2], key.replace(".", "_", 1), key)} | ELSEWHERE
     near = get_close_matches(name, known, n=1, cutoff=0.8)
     return f"{known[near[0]]}=VALUE" if near else None
 

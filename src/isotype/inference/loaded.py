@@ -23,7 +23,7 @@ from ..data.pictures import BadPicture
 from ..data.rows import SamplePrompt
 from ..dtypes import name as name_of
 from ..environment.hardware import detect
-from ..errors import UsageError
+from ..errors import RunError, UsageError
 from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..model.processor import pictures_of
@@ -115,11 +115,16 @@ def name_in(run: Path, result: Path) -> str:
 def load_newest(folder: Path) -> Checkpoint:
     """The newest whole checkpoint of a run. Raises UsageError where there is none."""
     store = CheckpointStore(RunFolder(folder).checkpoints)
-    step, passed = store.newest_whole()
-    if step is None:
-        why = "; ".join(["neither a result nor a whole checkpoint yet", *passed])
-        raise UsageError(f"{folder}: {why}", fix=f"isotype train --resume {folder}")
-    return store.load(step)
+    for last in (False, True):
+        step, passed = store.newest_whole()
+        try:
+            if step is not None:
+                return store.load(step)
+        except RunError:  # a run that goes on has removed it meanwhile, and has a newer one
+            if last:
+                raise
+    why = "; ".join(["neither a result nor a whole checkpoint yet", *passed])
+    raise UsageError(f"{folder}: {why}", fix=f"isotype train --resume {folder}")
 
 
 def refuse_scores(folder: Path) -> NoReturn:

@@ -108,7 +108,7 @@ class Lost:
         if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not wide.is_contiguous():
             return None
         difference = _widened(narrow).neg_().add_(wide.view(torch.int32))
-        if not -_HALF <= int(difference.min()) <= int(difference.max()) <= _HALF:
+        if bool(((difference < -_HALF) | (difference > _HALF)).any()):
             return None
         return cls(difference.to(torch.int16).cpu(), (difference.view(-1) == _HALF).nonzero().view(-1).cpu(), _sum_of(narrow))
 
