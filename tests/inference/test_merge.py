@@ -105,6 +105,13 @@ def merged_logits(tmp_path, workshop):
     return make
 
 
+def test_adapters_on_stacked_experts_are_merged(merged_logits):
+    wanted = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    got, expected, model = merged_logits(tiny("mixtral", num_local_experts=4), **wanted)
+    assert sum(isinstance(m, peft.tuners.lora.ParamWrapper) for m in model.modules()) == 4
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_buffers_of_the_models_file_are_merged(merged_logits):
     """As the bias of GLM 4's router is."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}

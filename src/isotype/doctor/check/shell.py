@@ -41,7 +41,7 @@ def read(text: str) -> Script:
     script = Script()
     words: list[tuple[str, bool]] = []  # a word without quotes, whether single quotes kept it from expansion
     word, single, left_out, line, start = None, False, False, 1, 1
-    for token in _TOKEN.finditer(text + "\n"):
+    for token in _TOKEN.finditer(text + "\n\n"):  # the last line may end in a backslash
         kind = str(token.lastgroup)
         if kind in ("single", "double", "plain"):
             start = start if words or word is not None else line
