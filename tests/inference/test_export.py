@@ -68,6 +68,12 @@ def test_a_model_of_each_family_is_read_back_bit_for_bit(tmp_path: Path, tokeniz
             torch.testing.assert_close(logits(read), logits(want), rtol=tolerance, atol=tolerance)
 
 
+def test_a_whole_model_is_not_named_as_an_adapter(tmp_path: Path, tokenizer) -> None:
+    pytest.importorskip("gguf")
+    folder = saved(tmp_path / "mine", "llama", tokenizer)
+    assert str(folder / "mine-model.gguf") in ask("export", folder, "--to", "gguf")
+
+
 def test_q8_0_is_off_by_its_rounding_only(tmp_path: Path, tokenizer) -> None:
     gguf = pytest.importorskip("gguf")
     folder = saved(tmp_path / "model", "llama", tokenizer, hidden_size=64)

@@ -124,7 +124,8 @@ def export(
         what = "a run on pictures: --to comfyui" if pictures else f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
         raise UsageError(f"{run}: {what}")
     name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
-    suffix = {"comfyui": ".safetensors", "gguf": f"-{(kind or 'lora').lower()}.gguf"}.get(to, f"-{to}")
+    alone = on_the_way or (folder / "adapter").is_dir() or (folder / "adapter_config.json").is_file()
+    suffix = {"comfyui": ".safetensors", "gguf": f"-{(kind or ('lora' if alone else 'model')).lower()}.gguf"}.get(to, f"-{to}")
     out = out or folder / f"{name}{suffix}"
     if out.is_file() or (out.exists() and (to not in ("vllm", "ollama") or any(out.iterdir()))):
         raise UsageError(f"{out}: is there already", fix="--out another place")
