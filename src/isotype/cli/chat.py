@@ -237,7 +237,7 @@ def evaluate(
 
     _require(run)
     if data is None and (kind_of_run(run) == DIFFUSION or without_run(run) is not None):
-        raise UsageError(f"eval: which file? {run} has no evaluation rows of its own", fix=f"isotype eval {run} FILE")
+        raise UsageError(f"eval: which file? {run} keeps no evaluation rows that eval can read", fix=f"isotype eval {run} FILE")
     if kind_of_run(run) == DIFFUSION:
         if on_bad_row is not None:
             raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")
