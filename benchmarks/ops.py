@@ -22,9 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isotype import ops
-from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import op as head
-from isotype.ops.linear_cross_entropy.chunked import extent
 
 Step = Callable[[], list[Tensor]]
 
@@ -42,7 +39,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--designs", action="store_true", help="also time the design of linear_cross_entropy that was not chosen")
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile of the plain ops (slow to compile)")
     parser.add_argument("--memory", action="store_true", help="also measure each peer's peak memory, each in a process of its own")
     parser.add_argument("--no-errors", action="store_true", help="leave out the gradient errors: fp64 takes minutes at a large vocabulary")
@@ -117,36 +113,11 @@ def linear_cross_entropy(o: argparse.Namespace) -> tuple[list[Tensor], dict[str,
         "isotype": lambda x, w: ops.linear_cross_entropy(x, w, targets, softcap=o.softcap),
         "plain": lambda x, w: plain_loss(capped(F.linear(x, w), o.softcap), targets),
     } | under_accelerate(o, targets)
-    if o.designs:
-        peers["logsumexp in forward, blocked backward"] = lambda x, w: Blocked.apply(
-            x, w, targets, LossRule.of(-100, 0.0, None, o.softcap, 0.0)
-        )
     if hasattr(F, "linear_cross_entropy") and not o.softcap:
         peers["torch F.linear_cross_entropy"] = lambda x, w: F.linear_cross_entropy(x, w, targets)
     if o.device != "cpu":
         peers |= liger_head(o, targets)
     return [x, w], peers, lambda x, w: F.cross_entropy(capped(F.linear(x, w), o.softcap), targets)
-
-
-class Blocked(torch.autograd.Function):
-    """The other design of `linear_cross_entropy`, for any head: no gradient until backward, which computes the logits again."""
-
-    @staticmethod
-    def forward(ctx, x, w, targets, rule):
-        one = torch.ones((), device=x.device)
-        chunk = extent(x.shape[0], w.shape[0], x.element_size(), x.device, head=False)
-        loss, lse, *_ = head._forward(x, w, None, targets, one, *rule.arguments, chunk, False, False, False, True)
-        ctx.save_for_backward(x, w, targets, lse)
-        ctx.rule, ctx.items = rule, (targets != -100).sum()
-        return loss.sum() / ctx.items
-
-    @staticmethod
-    def backward(ctx, dloss):
-        x, w, targets, lse = ctx.saved_tensors
-        dloss_T = (dloss / ctx.items).expand_as(lse).contiguous()
-        want = ctx.needs_input_grad
-        dx, dw, _ = head._backward(x, w, None, targets, lse, dloss_T, *ctx.rule.arguments, want[0], want[1])
-        return dx.to(x.dtype), dw if want[1] else None, None, None
 
 
 def liger_head(o: argparse.Namespace, targets: Tensor) -> dict[str, Callable]:
@@ -305,7 +276,6 @@ def peak_memory(name: str, peer: str, o: argparse.Namespace) -> str:
     for key in ("tokens", "hidden", "vocabulary", "head", "softcap", "dtype", "device", "threads"):
         if getattr(o, key) is not None:
             command += [f"--{key}", str(getattr(o, key))]
-    command += ["--designs"] * o.designs
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"failed: {done.stderr.strip().splitlines()[-1]}"
 
