@@ -14,8 +14,9 @@ from isotype.data.formats import Example
 from isotype.data.rows import IGNORED, Row
 
 FAMILIES = ("chatml", "thinking", "llama3", "gemma", "mistral")
-# Any text but the marks of templates, which a tokenizer reads as special tokens, and ▁, which stands for a space in two of the tokenizers.
-words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>[]▁\0"), min_size=1, max_size=40).filter(
+# Any text but the marks of templates, which a tokenizer reads as special tokens, ▁, which stands for a space in two of the tokenizers, and
+# the two private-use characters by which a turn's words are found.
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>[]▁\0\U000f0f0e\U000f0f0f"), min_size=1, max_size=40).filter(
     lambda t: t.strip() == t
 )
 
