@@ -21,6 +21,7 @@ from typing import Any
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
+from ..wording import first_line
 from .bad_rows import BadRow, RowError
 from .files import TRAINED, File, files_of, is_saved, some
 from .formats import Example, FormatName, detect, example, ignored_keys, refuse_other_than
@@ -249,7 +250,7 @@ class HubSource(Source):
         except UsageError:
             raise
         except (OSError, ValueError, OverflowError, datasets.exceptions.DatasetsError) as error:
-            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}") from error
+            raise UsageError(f"{self.name}, row {number + 1}: {first_line(error)}") from error
 
 
 def _load(source: HubSource) -> Any:
@@ -280,7 +281,7 @@ def _load(source: HubSource) -> Any:
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if away and isinstance(error, ConnectionError):
             raise not_in_cache(spec.name, "local files") from error
-        raise UsageError(f"{spec.name}: {_first_line(error)}", fix=_fix(error, name)) from error
+        raise UsageError(f"{spec.name}: {first_line(error)}", fix=_fix(error, name)) from error
 
 
 def _fix(error: BaseException, name: str) -> str | None:
@@ -292,10 +293,6 @@ def _fix(error: BaseException, name: str) -> str | None:
     if "config" in text and "missing" in text:
         return "name one: {name: hf:..., subset: ...}"
     return "check the name; for a private one: hf auth login" if "notfound" in text or "doesn't exist" in text else None
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def refuse_absent(spec: SourceSpec) -> None:
