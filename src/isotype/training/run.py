@@ -125,8 +125,9 @@ class _Run:
         loaded, config, task, folder, console, world = self.loaded, self.config, self.task, self.folder, self.console, self.world
         quiet_libraries()
         prepared = prepare(task, loaded.sources, folder.base, world)
-        data, weights = str(task.fingerprints()), prepared.fingerprint
-        refuse_differences(world, versions=versions(), configuration=lines_of(config), data=data, weights=weights)
+        if world.size > 1:
+            data, weights = str(task.fingerprints()), prepared.fingerprint
+            refuse_differences(world, versions=versions(), configuration=lines_of(config), data=data, weights=weights)
         if self.callbacks and prepared.sharding is not None:
             what = "callbacks are called by the first process, which has only a part of a shared model"
             raise UsageError(what, fix="parallel.kind: replicate")
