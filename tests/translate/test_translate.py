@@ -140,6 +140,7 @@ def test_dataset_info_names_the_file(tmp_path):
         ("a.py", "print(1)\n", None, "no key of a tool"),
         ("a.py", "def (\n", None, "a.py:1"),
         ("a.txt", "x", None, "reads YAML, JSON, TOML, Python"),
+        ("a.yml", AXOLOTL + "hub_model_id: false\n", None, "run.push_to_hub: expected text"),
         ("a.yml", AXOLOTL, "axolot", "did you mean axolotl?"),
         ("a.yml", AXOLOTL, "llamafactory", "the keys are those of axolotl"),
     ],

@@ -194,7 +194,8 @@ def _typed(target: str) -> Handler:
         elif takes(target, "boolean"):
             draft.set(given, target, is_on(given.value))
         else:
-            draft.set(given, target, given.value if takes(target, "array") or takes(target, "object") else str(given.value))
+            as_it_is = isinstance(given.value, bool) or takes(target, "array") or takes(target, "object")
+            draft.set(given, target, given.value if as_it_is else str(given.value))  # a truth is no text: the schema refuses it
 
     return handler
 
