@@ -1,13 +1,16 @@
-"""A LoRA step of a Flux denoiser here and in a plain loop of diffusers and PEFT, in turn in one process, on the same draws.
+"""A LoRA step of a Flux denoiser here and in a plain loop of diffusers and PEFT, in turn in one
+process, on the same draws.
 
     python benchmarks/diffusion.py [--preset bf16-lora] [--steps 6]
 
-The plain loop is what diffusers' example script does: the denoiser in bf16, the adapter in fp32, autocast, torch's AdamW. Reported: the
-ratio of the steps' CPU time (medians), the bytes that a forward pass keeps for backward, what a step takes at its peak, and both losses.
+The plain loop is what diffusers' example script does: the denoiser in bf16, the adapter in fp32,
+autocast, torch's AdamW. Reported: the ratio of the steps' CPU time (medians), the bytes that a
+forward pass keeps for backward, what a step takes at its peak, and both losses.
 
-The peak is the highest resident size of a process during its third step, less what it held before that step (weights, adapter, states of
-the optimizer): gradients, what is kept for backward, all working memory. Each loop has a process of its own, and both give freed memory
-back at once, so that what an earlier step freed does not hide what this one takes. On Linux only.
+The peak is the highest resident size of a process during its third step, less what it held before
+that step (weights, adapter, states of the optimizer): gradients, what is kept for backward, all
+working memory. Each loop has a process of its own, and both give freed memory back at once, so that
+what an earlier step freed does not hide what this one takes. On Linux only.
 """
 
 from __future__ import annotations
@@ -56,7 +59,11 @@ def denoiser(width: int) -> FluxTransformer2DModel:
 
 
 def linears(model: torch.nn.Module, blocks: tuple[str, ...]) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name.startswith(blocks)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.startswith(blocks)
+    ]
 
 
 def draws(count: int, *, side: int, text: int) -> list[Batch]:
@@ -73,19 +80,36 @@ def draws(count: int, *, side: int, text: int) -> list[Batch]:
 
 
 def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[Batch], Tensor]]:
-    settings = [f"precision.preset={preset}", f"adapter.r={RANK}", f"adapter.alpha={RANK}", "train.batch_size=1", "model.device=cpu"]
+    settings = [
+        f"precision.preset={preset}",
+        f"adapter.r={RANK}",
+        f"adapter.alpha={RANK}",
+        "train.batch_size=1",
+        "model.device=cpu",
+    ]
     loaded = load(None, [*settings, f"train.learning_rate={RATE}"])
-    precision = resolve_precision(loaded.config, loaded.sources, detect("cpu"), {"timesteps": "fp32", "latents": "fp32"}).precision
+    precision = resolve_precision(
+        loaded.config, loaded.sources, detect("cpu"), {"timesteps": "fp32", "latents": "fp32"}
+    ).precision
     trained, manifest = built(model, Flux(), loaded.config, precision, device_type="cpu")
     print(manifest, file=sys.stderr)  # stdout has the JSON alone
-    accumulator = GradientAccumulator(trained.parameters(), dtype=precision.grads, reduce=precision.reduce)
+    accumulator = GradientAccumulator(
+        trained.parameters(), dtype=precision.grads, reduce=precision.reduce
+    )
     optimizer = build_optimizer(trained, loaded.config.train, precision, accumulator.gradient)
     objective = FlowMatching(NoiseLevels("uniform", 1.0))
 
     def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> Tensor:
-        return picture_losses(model, Flux(), objective, batch, Asked(guidance=3.5), dtype=precision.loss).sum() / divisor
+        return (
+            picture_losses(
+                model, Flux(), objective, batch, Asked(guidance=3.5), dtype=precision.loss
+            ).sum()
+            / divisor
+        )
 
-    stepper = Stepper(trained.train(), optimizer, accumulator, precision, loaded.config.train, loss_sum)
+    stepper = Stepper(
+        trained.train(), optimizer, accumulator, precision, loaded.config.train, loss_sum
+    )
 
     def step(batch: Batch) -> float:
         return stepper([batch], step=1, learning_rate=RATE, watch_changes=False).loss
@@ -93,11 +117,15 @@ def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[B
     return step, lambda batch: loss_sum(trained, batch)
 
 
-def plain(model: Any, targets: list[str]) -> tuple[Callable[[Batch], float], Callable[[Batch], Tensor]]:
+def plain(
+    model: Any, targets: list[str]
+) -> tuple[Callable[[Batch], float], Callable[[Batch], Tensor]]:
     """diffusers and PEFT, as the example script has them."""
     model.requires_grad_(False).to(torch.bfloat16)
     torch.manual_seed(0)
-    trained: Any = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets)).train()
+    trained: Any = get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets)
+    ).train()
     parameters = [p for p in trained.parameters() if p.requires_grad]
     for p in parameters:
         p.data = p.data.float()
@@ -115,7 +143,12 @@ def plain(model: Any, targets: list[str]) -> tuple[Callable[[Batch], float], Cal
                 return_dict=False,
             )[0]  # fmt: skip
         target = batch.noise - batch.latents
-        return ((unpacked(made, height, width).float() - target.float()) ** 2).reshape(len(target), -1).mean(1).mean()
+        return (
+            ((unpacked(made, height, width).float() - target.float()) ** 2)
+            .reshape(len(target), -1)
+            .mean(1)
+            .mean()
+        )
 
     def step(batch: Batch) -> float:
         loss = forward(batch)
@@ -129,7 +162,9 @@ def plain(model: Any, targets: list[str]) -> tuple[Callable[[Batch], float], Cal
 
 
 def kept_bytes(forward: Callable[[Batch], Tensor], batch: Batch, model: Any) -> int:
-    """Bytes that a forward pass saves for backward, each storage once, without the model's own weights."""
+    """Bytes that a forward pass saves for backward, each storage once, without the model's own
+    weights.
+    """
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     seen: dict[int, int] = {}
 
@@ -150,10 +185,15 @@ def peak_of(step: Callable[[Batch], float], batches: list[Batch]) -> int:
     for batch in first:
         step(batch)
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # sets the highest resident size back to the present one
+    # sets the highest resident size back to the present one
+    Path("/proc/self/clear_refs").write_text("5")
 
     def resident(key: str) -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(key)
+        )
         return int(line.split()[1]) * 1024
 
     before = resident("VmRSS")
@@ -163,31 +203,62 @@ def peak_of(step: Callable[[Batch], float], batches: list[Batch]) -> int:
 
 def peaks() -> list[int]:
     """The peak of a step here and in the plain loop, by a process each."""
-    giving_back = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}
-    commands = [[sys.executable, __file__, *sys.argv[1:], "--peak-of", name] for name in ("ours", "plain")]
-    answers = [subprocess.run(c, env={**os.environ, **giving_back}, stdout=subprocess.PIPE, text=True, check=True).stdout for c in commands]
+    giving_back = {
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+        "MALLOC_TOP_PAD_": "0",
+    }
+    commands = [
+        [sys.executable, __file__, *sys.argv[1:], "--peak-of", name] for name in ("ours", "plain")
+    ]
+    answers = [
+        subprocess.run(
+            c, env={**os.environ, **giving_back}, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        for c in commands
+    ]
     return [int(answer.splitlines()[-1]) for answer in answers]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A LoRA step of Flux here and in a plain diffusers + PEFT loop.")
+    parser = argparse.ArgumentParser(
+        description="A LoRA step of Flux here and in a plain diffusers + PEFT loop."
+    )
     parser.add_argument("--preset", default="bf16-lora")
-    parser.add_argument("--steps", type=int, default=6, help="measured steps of each, after one that is not")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="measured steps of each, after one that is not"
+    )
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--side", type=int, default=32, help="of the latents: tokens are a quarter of its square")
-    parser.add_argument("--peak-of", choices=("ours", "plain"), help="print the bytes that a step of one of them takes, and nothing else")
+    parser.add_argument(
+        "--side", type=int, default=32, help="of the latents: tokens are a quarter of its square"
+    )
+    parser.add_argument(
+        "--peak-of",
+        choices=("ours", "plain"),
+        help="print the bytes that a step of one of them takes, and nothing else",
+    )
     asked = parser.parse_args()
     blocks = ("transformer_blocks.", "single_transformer_blocks.")
     if asked.peak_of:
         model = denoiser(asked.width)
-        step, _ = ours(model, asked.preset) if asked.peak_of == "ours" else plain(model, linears(model, blocks))
+        step, _ = (
+            ours(model, asked.preset)
+            if asked.peak_of == "ours"
+            else plain(model, linears(model, blocks))
+        )
         print(peak_of(step, draws(3, side=asked.side, text=64)))
         return 0
     mine, its = denoiser(asked.width), denoiser(asked.width)
     targets = linears(its, blocks)
     batches = draws(asked.steps + 1, side=asked.side, text=64)
-    (our_step, our_forward), (plain_step, plain_forward) = ours(mine, asked.preset), plain(its, targets)
-    memory = kept_bytes(our_forward, copy.deepcopy(batches[0]), mine), kept_bytes(plain_forward, batches[0], its)
+    (our_step, our_forward), (plain_step, plain_forward) = (
+        ours(mine, asked.preset),
+        plain(its, targets),
+    )
+    memory = (
+        kept_bytes(our_forward, copy.deepcopy(batches[0]), mine),
+        kept_bytes(plain_forward, batches[0], its),
+    )
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     losses: dict[str, list[float]] = {"ours": [], "plain": []}
     for number, batch in enumerate(batches):

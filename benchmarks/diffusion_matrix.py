@@ -1,6 +1,8 @@
-"""Which denoiser trains under which preset: two optimizer steps on random numbers, observed as in a run.
+"""Which denoiser trains under which preset: two optimizer steps on random numbers, observed as in a
+run.
 
-python benchmarks/diffusion_matrix.py           # seven classes x every preset x LoRA and full training, on tiny configurations
+python benchmarks/diffusion_matrix.py           # seven classes x every preset x LoRA and full
+                                                training, on tiny configurations
 python benchmarks/diffusion_matrix.py --write   # also into benchmarks/results/diffusion_matrix.md
 """
 
@@ -106,7 +108,9 @@ CLASSES: dict[str, tuple[Callable[[], Any], Family]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of a step: `trains`; `refused` before anything was loaded, with the code; or the error that ended it."""
+    """What became of a step: `trains`; `refused` before anything was loaded, with the code; or the
+    error that ended it.
+    """
 
     status: str
     detail: str = ""
@@ -120,12 +124,24 @@ def try_step(make: Callable[[], Any], family: Family, preset: str, *, full: bool
 
     full  trains every weight, else a LoRA of rank 4 on the blocks
     """
-    settings = [f"precision.preset={preset}", f"adapter.kind={'none' if full else 'lora'}", "adapter.r=4", "train.batch_size=2"]
-    loaded = load(None, [*settings, "train.learning_rate=0.01", "model.device=cpu", "diffusion.timesteps=uniform"])
+    settings = [
+        f"precision.preset={preset}",
+        f"adapter.kind={'none' if full else 'lora'}",
+        "adapter.r=4",
+        "train.batch_size=2",
+    ]
+    loaded = load(
+        None,
+        [*settings, "train.learning_rate=0.01", "model.device=cpu", "diffusion.timesteps=uniform"],
+    )
     try:
-        precision = resolve_precision(loaded.config, loaded.sources, detect("cpu"), {"timesteps": "fp32", "latents": "fp32"}).precision
+        precision = resolve_precision(
+            loaded.config, loaded.sources, detect("cpu"), {"timesteps": "fp32", "latents": "fp32"}
+        ).precision
     except UsageError as error:
-        return Cell(REFUSED, " ".join(dict.fromkeys(re.findall(r"\b[A-Z]{2}\d{3}\b", error.message))))
+        return Cell(
+            REFUSED, " ".join(dict.fromkeys(re.findall(r"\b[A-Z]{2}\d{3}\b", error.message)))
+        )
     try:
         _step(make, family, precision, loaded.config)
     except IsotypeError as error:
@@ -136,22 +152,31 @@ def try_step(make: Callable[[], Any], family: Family, preset: str, *, full: bool
 
 
 def _step(make: Callable[[], Any], family: Family, precision: Precision, config: Any) -> None:
-    """Raises DtypeError DT003 where a tensor is not as declared, AssertionError where no weight changed."""
+    """Raises DtypeError DT003 where a tensor is not as declared, AssertionError where no weight
+    changed.
+    """
     torch.manual_seed(0)
     full, device = config.adapter.kind == "none", torch.device("cpu")
     denoiser = make()
     for parameter in denoiser.parameters():  # buffers stay in fp32, as in a run
-        parameter.data = parameter.data.to(to_torch(precision.trainable if full else precision.unquantised))
+        parameter.data = parameter.data.to(
+            to_torch(precision.trainable if full else precision.unquantised)
+        )
     if precision.base == "nf4":
         quantise(denoiser.requires_grad_(False), family, precision, device)
     model, _ = built(denoiser, family, config, precision, device_type="cpu")
     model.train()
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
+    accumulator = GradientAccumulator(
+        model.parameters(), dtype=precision.grads, reduce=precision.reduce
+    )
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     objective = plain_objective(family)
 
     def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> torch.Tensor:
-        return picture_losses(model, family, objective, batch, Asked(), dtype=precision.loss).sum() / divisor
+        return (
+            picture_losses(model, family, objective, batch, Asked(), dtype=precision.loss).sum()
+            / divisor
+        )
 
     stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum)
     batches = [random_batch(family, denoiser.config, precision) for _ in range(2)]
@@ -162,7 +187,11 @@ def _step(make: Callable[[], Any], family: Family, precision: Precision, config:
             stepper(batches, step=step, learning_rate=0.01, watch_changes=False)
         seen.raise_if_violated()
     accumulator.close()
-    still = [name for name, p in model.named_parameters() if p.requires_grad and torch.equal(p.detach(), before[name])]
+    still = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and torch.equal(p.detach(), before[name])
+    ]
     assert len(still) < len(before), f"no weight changed, of {len(before)}"
 
 
@@ -175,17 +204,32 @@ def plain_objective(family: Family) -> Objective:
     return Ddpm(family.objectives[0], levels, alphas.sqrt().float(), (1 - alphas).sqrt().float())
 
 
-def random_batch(family: Family, config: Any, precision: Precision, *, rows: int = 2, side: int = 8, length: int = 4) -> Batch:
+def random_batch(
+    family: Family,
+    config: Any,
+    precision: Precision,
+    *,
+    rows: int = 2,
+    side: int = 8,
+    length: int = 4,
+) -> Batch:
     """Latents and noise of 8 x 8, text in `precision.compute` as an encoder would leave it."""
-    latents, noise = (torch.randn(rows, latent_channels(family, config), side, side) for _ in range(2))
+    latents, noise = (
+        torch.randn(rows, latent_channels(family, config), side, side) for _ in range(2)
+    )
     dtype = to_torch(precision.compute)
     shapes = family.text_shapes(config, length)
-    text = {name: torch.ones(rows, *shape) if name == "mask" else torch.randn(rows, *shape).to(dtype) for name, shape in shapes.items()}
+    text = {
+        name: torch.ones(rows, *shape) if name == "mask" else torch.randn(rows, *shape).to(dtype)
+        for name, shape in shapes.items()
+    }
     return Batch(latents, noise, torch.linspace(0.2, 0.8, rows), text)
 
 
 def latent_channels(family: Family, config: Any) -> int:
-    """C of the latents; a family that puts 2 x 2 of them in a token has four times as many input channels."""
+    """C of the latents; a family that puts 2 x 2 of them in a token has four times as many input
+    channels.
+    """
     packs = family.pipeline in ("FluxPipeline", "QwenImagePipeline")
     return int(config["in_channels"]) // (4 if packs else 1)
 
@@ -206,13 +250,16 @@ def main() -> int:
     asked = parser.parse_args()
     cells = {
         (name, preset, full): try_step(make, family, preset, full=full)
-        for (name, (make, family)), preset, full in itertools.product(CLASSES.items(), PRESETS, (False, True))
+        for (name, (make, family)), preset, full in itertools.product(
+            CLASSES.items(), PRESETS, (False, True)
+        )
     }
     made = table(cells)
     print(made)
     if asked.write:
         head = (
-            f"# Denoisers and presets\n\ntorch {torch.__version__}, on a CPU. Made by `python benchmarks/diffusion_matrix.py --write`.\n\n"
+            f"# Denoisers and presets\n\n"
+            f"torch {torch.__version__}, on a CPU. Made by `python benchmarks/diffusion_matrix.py --write`.\n\n"
         )
         RESULT.write_text(head + made)
     return 0 if all(cell.status in (TRAINS, REFUSED) for cell in cells.values()) else 1

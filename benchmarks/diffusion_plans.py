@@ -1,10 +1,14 @@
-"""The memory plan of real diffusion architectures, from their configurations alone: no weights, no download.
+"""The memory plan of real diffusion architectures, from their configurations alone: no weights, no
+download.
 
-    python benchmarks/diffusion_plans.py FOLDER     # writes pipelines' folders without weights; isotype plan takes them
-    python benchmarks/diffusion_plans.py --least    # writes the table of least memory into docs/memory.md; ten minutes
+    python benchmarks/diffusion_plans.py FOLDER     # writes pipelines' folders without weights;
+                                                    isotype plan takes them
+    python benchmarks/diffusion_plans.py --least    # writes the table of least memory into
+                                                    docs/memory.md; ten minutes
 
-Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-large and Qwen/Qwen-Image,
-        `unet/config.json` of stabilityai/stable-diffusion-xl-base-1.0
+Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev,
+        stabilityai/stable-diffusion-3.5-large and Qwen/Qwen-Image, `unet/config.json` of
+        stabilityai/stable-diffusion-xl-base-1.0
 """
 
 from __future__ import annotations
@@ -19,7 +23,12 @@ from typing import Any
 
 import torch
 from benchmarks.diffusion_matrix import plain_objective
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import (
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 
 from isotype.config.load import load
 from isotype.config.schema import RunConfig
@@ -66,11 +75,17 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any], Family]] = {
     "stable-diffusion-xl-base-1.0": (UNet2DConditionModel, SDXL_BASE, SDXL()),
 }
 _FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
-_VAE = {"_class_name": "AutoencoderKL", "latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}
+_VAE = {
+    "_class_name": "AutoencoderKL",
+    "latent_channels": 16,
+    "block_out_channels": [128, 256, 512, 512],
+}
 
 
 def outlined(name: str, *settings: str) -> tuple[torch.nn.Module, int, RunConfig, Precision]:
-    """A denoiser on the meta device with a LoRA of rank 16 on every linear layer of its blocks, and how many weights it has without."""
+    """A denoiser on the meta device with a LoRA of rank 16 on every linear layer of its blocks, and
+    how many weights it has without.
+    """
     kind, architecture, family = ARCHITECTURES[name]
     loaded = load(None, [*settings, "adapter.r=16", "model.device=cpu"])
     precision = resolve_precision(loaded.config, loaded.sources, detect("cpu")).precision
@@ -83,7 +98,12 @@ def outlined(name: str, *settings: str) -> tuple[torch.nn.Module, int, RunConfig
         elif precision.packed:
             pack_layers(denoiser, layers, precision.base)
         model, _ = built(denoiser, family, loaded.config, precision, device_type="cuda")
-    return as_set(model, loaded.config.model.offload, torch.device("meta")), total, loaded.config, precision
+    return (
+        as_set(model, loaded.config.model.offload, torch.device("meta")),
+        total,
+        loaded.config,
+        precision,
+    )
 
 
 def held(name: str, preset: str) -> tuple[int, int, int]:
@@ -93,27 +113,48 @@ def held(name: str, preset: str) -> tuple[int, int, int]:
     return total, trained, held_memory(model, config.train, precision).held
 
 
-BASES = {"bf16": "precision.preset=bf16-lora", "fp8": "precision.base=fp8", "nf4": "precision.preset=nf4-lora"}
+BASES = {
+    "bf16": "precision.preset=bf16-lora",
+    "fp8": "precision.base=fp8",
+    "nf4": "precision.preset=nf4-lora",
+}
 CARD, SIDE = "rtx4090", 128  # latent pixels of a picture of 1024 x 1024
 BATCHES = (1, 2, 4)
 
 
 def least(name: str, base: str, offload: str) -> str:
-    """Cells of a row: the peak of a step on one picture, and with blocks in host memory what is there and moved, and the counted times."""
+    """Cells of a row: the peak of a step on one picture, and with blocks in host memory what is
+    there and moved, and the counted times.
+    """
     kind, architecture, family = ARCHITECTURES[name]
     model, total, config, precision = outlined(name, BASES[base], f"model.offload={offload}")
     settings = {"joint_attention_dim": 0, **architecture}
     length = family.text_tokens(77, family.max_text_length or 77)
 
     def batch(device: torch.device) -> Batch:
-        latents, noise = (torch.empty(1, 4 if isinstance(family, SDXL) else 16, SIDE, SIDE, device=device) for _ in range(2))
+        latents, noise = (
+            torch.empty(1, 4 if isinstance(family, SDXL) else 16, SIDE, SIDE, device=device)
+            for _ in range(2)
+        )
         shapes = family.text_shapes(settings, length)
-        text = {word: torch.empty(1, *shape, dtype=torch.bfloat16, device=device) for word, shape in shapes.items()}
-        return Batch(latents, noise, torch.empty(1, device=device), text, lengths=(length,) if family.own_lengths else ())
+        text = {
+            word: torch.empty(1, *shape, dtype=torch.bfloat16, device=device)
+            for word, shape in shapes.items()
+        }
+        return Batch(
+            latents,
+            noise,
+            torch.empty(1, device=device),
+            text,
+            lengths=(length,) if family.own_lengths else (),
+        )
 
     def loss_sum(model: torch.nn.Module, batch: Batch, divisor: int = 1) -> torch.Tensor:
         asked = Asked(1.0, 8, batch.lengths, batch.cut)
-        return picture_losses(model, family, plain_objective(family), batch, asked, dtype="fp32").sum() / divisor
+        return (
+            picture_losses(model, family, plain_objective(family), batch, asked, dtype="fp32").sum()
+            / divisor
+        )
 
     blocks, tokens = len(checkpointable(model)), (SIDE // family.downscale) ** 2
     plan = plan_memory(
@@ -129,11 +170,21 @@ def least(name: str, base: str, offload: str) -> str:
     cells = [f"{plan.peak / 2**30:.1f}"]
     for pictures in BATCHES:
         work = [pictures * one for one in cost.blocks]
-        found = plan_offload(model, by_name(CARD), micro_batches=1, compute=precision.compute, flops=lambda _, work=work: work)
+        found = plan_offload(
+            model,
+            by_name(CARD),
+            micro_batches=1,
+            compute=precision.compute,
+            flops=lambda _, work=work: work,
+        )
         if found is None:
             break
         if pictures == 1:
-            cells += [f"{found.share:.0%}", f"{found.host / 2**30:.1f}", f"{found.moved / 2**30:.1f}"]
+            cells += [
+                f"{found.share:.0%}",
+                f"{found.host / 2**30:.1f}",
+                f"{found.moved / 2**30:.1f}",
+            ]
         cells.append(f"{found.time:.2f}")
     return " | ".join(cells)
 
@@ -145,7 +196,9 @@ def table() -> str:
     ]
     for name in ARCHITECTURES:
         for base in BASES:
-            lines.append(f"| {name} | {base} | {least(name, base, 'none')} | {least(name, base, 'blocks')} |")
+            lines.append(
+                f"| {name} | {base} | {least(name, base, 'none')} | {least(name, base, 'blocks')} |"
+            )
             print(lines[-1], flush=True)
     return "\n".join(lines)
 
@@ -153,8 +206,15 @@ def table() -> str:
 def write_folder(folder: Path, name: str) -> Path:
     """A pipeline's folder with its configurations only."""
     kind, settings, family = ARCHITECTURES[name]
-    pooled = {"text_encoder": ["transformers", "CLIPTextModel"], "text_encoder_2": ["transformers", "T5EncoderModel"]}
-    index = {"_class_name": family.pipeline, "transformer": ["diffusers", kind.__name__], "vae": ["diffusers", "AutoencoderKL"]}
+    pooled = {
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "text_encoder_2": ["transformers", "T5EncoderModel"],
+    }
+    index = {
+        "_class_name": family.pipeline,
+        "transformer": ["diffusers", kind.__name__],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
     parts = {part: pooled.get(part, ["transformers", "CLIPTokenizer"]) for part in family.encoders}
     files = {
         "transformer/config.json": {"_class_name": kind.__name__, **settings}, "vae/config.json": _VAE,
@@ -172,7 +232,12 @@ def write_folder(folder: Path, name: str) -> Path:
 def write_table() -> None:
     page = Path(__file__).parents[1] / "docs" / "memory.md"
     text = page.read_text(encoding="utf-8")
-    made = re.sub(r"(<!-- least memory -->\n).*(\n<!-- end of least memory -->)", partial(_between, table()), text, flags=re.DOTALL)
+    made = re.sub(
+        r"(<!-- least memory -->\n).*(\n<!-- end of least memory -->)",
+        partial(_between, table()),
+        text,
+        flags=re.DOTALL,
+    )
     page.write_text(made, encoding="utf-8")
 
 
@@ -187,7 +252,9 @@ def main() -> int:
     for name in ARCHITECTURES:
         for preset in ("bf16-lora", "nf4-lora"):
             total, trained, taken = held(name, preset)
-            print(f"{name:28} {preset:10} {total / 1e9:7.3f} B weights, {trained / 1e6:6.1f} M trained, held {taken / 2**30:6.2f} GiB")
+            print(
+                f"{name:28} {preset:10} {total / 1e9:7.3f} B weights, {trained / 1e6:6.1f} M trained, held {taken / 2**30:6.2f} GiB"
+            )
     for name in ("FLUX.1-dev", "stable-diffusion-3.5-large") if len(sys.argv) > 1 else ():
         print(f"isotype plan: model.name: {write_folder(Path(sys.argv[1]) / name, name)}")
     return 0

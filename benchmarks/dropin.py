@@ -1,9 +1,14 @@
-"""Attached trainers beside unmodified ones: the same curves, speed, memory, and what watching costs.
+"""Attached trainers beside unmodified ones: the same curves, speed, memory, and what watching
+costs.
 
-python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing: benchmarks/results/dropin.json
-python -m benchmarks.dropin speed SFT DPO GRPO ORPO   tokens/s of one step, alternating, and its memory, at 160M
-python -m benchmarks.dropin line SFT DPO        a whole train() of ten steps, each way in a process of its own: preflight, record and peak
-python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating pairs
+python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing:
+                                                benchmarks/results/dropin.json
+python -m benchmarks.dropin speed SFT DPO GRPO ORPO   tokens/s of one step, alternating, and its
+                                                      memory, at 160M
+python -m benchmarks.dropin line SFT DPO        a whole train() of ten steps, each way in a process
+                                                of its own: preflight, record and peak
+python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating
+                                                pairs
 python -m benchmarks.dropin bf16                errors of SFT, DPO and GRPO in bf16 against fp64
 python -m benchmarks.dropin table               writes the table into docs/trainers.md
 """
@@ -45,15 +50,28 @@ WAYS = ("unmodified", "unwatched", "attached")
 
 
 def one_cell(name: str, form: str, checkpointing: bool, folder: Path) -> dict[str, Any]:
-    """The largest difference of three steps' losses and gradient norms between an unmodified and an attached trainer."""
+    """The largest difference of three steps' losses and gradient norms between an unmodified and an
+    attached trainer.
+    """
     from tests.integrations.trainers import TRAINERS, Setting, curve
 
     from isotype.integrations import attach
 
     if name == "Reward" and form == "qlora":
-        return {"trainer": name, "form": form, "checkpointing": checkpointing, "skipped": "the test's classifier is not quantised"}
+        return {
+            "trainer": name,
+            "form": form,
+            "checkpointing": checkpointing,
+            "skipped": "the test's classifier is not quantised",
+        }
     bf16 = form == "qlora"  # bitsandbytes on a CPU: bf16 products; the others in fp32
-    setting = Setting(folder, form, bf16, checkpointing=checkpointing, stored=torch.bfloat16 if bf16 else torch.float32)
+    setting = Setting(
+        folder,
+        form,
+        bf16,
+        checkpointing=checkpointing,
+        stored=torch.bfloat16 if bf16 else torch.float32,
+    )
     want = curve(TRAINERS[name](setting))
     trainer = TRAINERS[name](setting)
     attached = attach(trainer, "nf4-lora" if bf16 else "fp32", quiet=True)
@@ -80,7 +98,12 @@ def curves(names: list[str], forms: list[str]) -> list[dict[str, Any]]:
                         cell = one_cell(name, form, checkpointing, Path(temporary))
                     except Exception as error:
                         said = str(error).split("\n")[0][:200]
-                        cell = {"trainer": name, "form": form, "checkpointing": checkpointing, "failed": f"{type(error).__name__}: {said}"}
+                        cell = {
+                            "trainer": name,
+                            "form": form,
+                            "checkpointing": checkpointing,
+                            "failed": f"{type(error).__name__}: {said}",
+                        }
                     cells.append(cell)
                     print(json.dumps(cell), file=sys.stderr, flush=True)
                     gc.collect()
@@ -88,7 +111,8 @@ def curves(names: list[str], forms: list[str]) -> list[dict[str, Any]]:
 
 
 def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
-    """How far loss and gradients in bf16 are from an fp64 run's, unmodified and attached: root mean squares over some batches.
+    """How far loss and gradients in bf16 are from an fp64 run's, unmodified and attached: root mean
+    squares over some batches.
 
     A checkpoint in bf16, LoRA. One batch would say little about a loss, whose roundings may cancel.
     """
@@ -96,7 +120,10 @@ def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
 
     from isotype.integrations import attach
 
-    ways = {way: TRAINERS[name](Setting(folder, "lora", True, stored=torch.bfloat16)) for way in ("exact", "unmodified", "attached")}
+    ways = {
+        way: TRAINERS[name](Setting(folder, "lora", True, stored=torch.bfloat16))
+        for way in ("exact", "unmodified", "attached")
+    }
     for trainer in ways.values():
         for n, p in trainer.model.named_parameters():
             if ".lora_B." in n:  # zero at first: no gradient would reach A
@@ -108,54 +135,86 @@ def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
     for way, trainer in ways.items():
         trainer.model.train()
         model = trainer.model.double() if way == "exact" else trainer.model
-        of = [_loss_and_gradient(trainer, model, dict(inputs), autocast=way == "unmodified") for inputs in batches]
+        of = [
+            _loss_and_gradient(trainer, model, dict(inputs), autocast=way == "unmodified")
+            for inputs in batches
+        ]
         losses[way] = torch.tensor([loss for loss, _ in of], dtype=torch.float64)
         gradients[way] = torch.stack([gradient for _, gradient in of])
     exact_loss, exact = losses.pop("exact"), gradients.pop("exact")
     return {
         "trainer": name,
         "batches": len(batches),
-        "loss": {way: float((loss - exact_loss).square().mean().sqrt()) for way, loss in losses.items()},
+        "loss": {
+            way: float((loss - exact_loss).square().mean().sqrt()) for way, loss in losses.items()
+        },
         "gradient": {
-            way: float(((gradient - exact).norm(dim=1) / exact.norm(dim=1)).square().mean().sqrt()) for way, gradient in gradients.items()
+            way: float(((gradient - exact).norm(dim=1) / exact.norm(dim=1)).square().mean().sqrt())
+            for way, gradient in gradients.items()
         },
     }
 
 
-def _loss_and_gradient(trainer: Any, model: Any, inputs: dict[str, Any], *, autocast: bool) -> tuple[float, torch.Tensor]:
+def _loss_and_gradient(
+    trainer: Any, model: Any, inputs: dict[str, Any], *, autocast: bool
+) -> tuple[float, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = trainer.compute_loss(model, inputs)
         loss.backward()
-    named = sorted((n, p.grad.double().flatten()) for n, p in model.named_parameters() if p.grad is not None)
+    named = sorted(
+        (n, p.grad.double().flatten()) for n, p in model.named_parameters() if p.grad is not None
+    )
     return float(loss), torch.cat([g for _, g in named])
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: a row a trainer, in alphabetical order, a column a form; the page explains what a cell says."""
+    """Markdown: a row a trainer, in alphabetical order, a column a form; the page explains what a
+    cell says.
+    """
 
     def shown(cell: dict[str, Any] | None) -> str:
         if cell is None:
             return ""
         if "skipped" in cell:
             return "not tried"
-        return cell["failed"] if "failed" in cell else f"{cell['loss']:.0e} / {cell['gradient_norm']:.0e}"
+        return (
+            cell["failed"]
+            if "failed" in cell
+            else f"{cell['loss']:.0e} / {cell['gradient_norm']:.0e}"
+        )
 
     by = {(c["trainer"], c["form"], c["checkpointing"]): c for c in cells}
     names = sorted({c["trainer"] for c in cells}, key=str.lower)
     columns = [(form, checkpointing) for form in FORMS for checkpointing in (False, True)]
-    titles = [f"{form}{', checkpointing' if checkpointing else ''}" for form, checkpointing in columns]
-    lines = ["| trainer | head answered by | " + " | ".join(titles) + " |", "|---" * (len(columns) + 2) + "|"]
+    titles = [
+        f"{form}{', checkpointing' if checkpointing else ''}" for form, checkpointing in columns
+    ]
+    lines = [
+        "| trainer | head answered by | " + " | ".join(titles) + " |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
     for name in names:
-        heads = {op for c in cells if c["trainer"] == name for op in c.get("heads", []) if not op.startswith("logits computed")}
+        heads = {
+            op
+            for c in cells
+            if c["trainer"] == name
+            for op in c.get("heads", [])
+            if not op.startswith("logits computed")
+        }
         row = [shown(by.get((name, *column))) for column in columns]
-        lines.append(f"| {name} | {', '.join(sorted(heads)) or 'the model'} | " + " | ".join(row) + " |")
+        lines.append(
+            f"| {name} | {', '.join(sorted(heads)) or 'the model'} | " + " | ".join(row) + " |"
+        )
     return "\n".join(lines)
 
 
 def speed_table(measured: list[dict[str, Any]]) -> str:
     """Markdown: a row a trainer, the unmodified one beside the attached one."""
-    lines = ["| trainer | tokens/s, unmodified : attached | ratio | ratio of CPU time | step memory, MiB | ratio |", "|---" * 6 + "|"]
+    lines = [
+        "| trainer | tokens/s, unmodified : attached | ratio | ratio of CPU time | step memory, MiB | ratio |",
+        "|---" * 6 + "|",
+    ]
     for one in measured:
         tokens, memory = one["tokens_per_second"], one["step_mib"]
         lines.append(
@@ -166,7 +225,9 @@ def speed_table(measured: list[dict[str, Any]]) -> str:
 
 
 def line_table(measured: list[dict[str, Any]]) -> str:
-    """Markdown: a row a trainer and size, a whole `train()` each way, preflight and record included."""
+    """Markdown: a row a trainer and size, a whole `train()` each way, preflight and record
+    included.
+    """
     titles = [
         "trainer",
         "CPU seconds",
@@ -216,7 +277,9 @@ def large(layers: int = 16) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def large_trainer(name: str, folder: Path, *, length: int, rows: int, checkpointing: bool, layers: int) -> Any:
+def large_trainer(
+    name: str, folder: Path, *, length: int, rows: int, checkpointing: bool, layers: int
+) -> Any:
     import datasets
     import trl
     from peft import LoraConfig
@@ -238,19 +301,33 @@ def large_trainer(name: str, folder: Path, *, length: int, rows: int, checkpoint
     model = large(layers)
     if name == "SFT":
         data = datasets.Dataset.from_dict({"input_ids": [ids(length) for _ in range(rows)]})
-        return trl.SFTTrainer(model, args=trl.SFTConfig(**common, max_length=length), train_dataset=data, **given)
+        return trl.SFTTrainer(
+            model, args=trl.SFTConfig(**common, max_length=length), train_dataset=data, **given
+        )
     words = [" ".join(f"w{i}" for i in ids(length // 2 - 2)) for _ in range(3 * rows)]
     if name == "GRPO":
         policy = {"num_generations": rows, "max_completion_length": length // 2, "beta": 0.0}
         data = datasets.Dataset.from_dict({"prompt": words[:rows]})
-        return trl.GRPOTrainer(model, args=trl.GRPOConfig(**common, **policy), train_dataset=data, reward_funcs=by_length, **given)
-    data = datasets.Dataset.from_dict({"prompt": words[:rows], "chosen": words[rows : 2 * rows], "rejected": words[2 * rows :]})
+        return trl.GRPOTrainer(
+            model,
+            args=trl.GRPOConfig(**common, **policy),
+            train_dataset=data,
+            reward_funcs=by_length,
+            **given,
+        )
+    data = datasets.Dataset.from_dict(
+        {"prompt": words[:rows], "chosen": words[rows : 2 * rows], "rejected": words[2 * rows :]}
+    )
     if name == "DPO":
-        return trl.DPOTrainer(model, args=trl.DPOConfig(**common, max_length=length), train_dataset=data, **given)
+        return trl.DPOTrainer(
+            model, args=trl.DPOConfig(**common, max_length=length), train_dataset=data, **given
+        )
     if name == "ORPO":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-        return ORPOTrainer(model, args=ORPOConfig(**common, max_length=length), train_dataset=data, **given)
+        return ORPOTrainer(
+            model, args=ORPOConfig(**common, max_length=length), train_dataset=data, **given
+        )
     raise SystemExit(f"speed has no {name}: one of SFT, DPO, GRPO, ORPO")
 
 
@@ -272,7 +349,9 @@ def some_batches(trainer: Any, count: int) -> list[dict[str, Any]]:
 
 
 def _inputs(trainer: Any, rows: list[Any]) -> dict[str, Any]:
-    """The rows, collated; of a policy trainer the rollouts of the first, which are drawn once and are no part of the step."""
+    """The rows, collated; of a policy trainer the rollouts of the first, which are drawn once and
+    are no part of the step.
+    """
     if not hasattr(trainer, "_generate_and_score_completions"):
         return dict(trainer.data_collator(rows))
     torch.manual_seed(0)
@@ -287,7 +366,8 @@ class Step:
         trainer.model = trainer.accelerator.prepare_model(trainer.model)
         trainer.current_gradient_accumulation_steps = 1
         if hasattr(trainer, "_generate_and_score_completions"):
-            trainer._prepare_inputs = lambda inputs: inputs  # they are a batch with its rollout already
+            # they are a batch with its rollout already
+            trainer._prepare_inputs = lambda inputs: inputs
         ids = [v for name, v in inputs.items() if name == "input_ids" or name.endswith("_ids")]
         self.tokens = sum(v.numel() for v in ids if isinstance(v, torch.Tensor) and v.dim() == 2)
 
@@ -302,11 +382,16 @@ class Step:
 def peak_of(step: Step) -> int:
     """Bytes that the process grew by in one step, above what it held before."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier steps freed would hide what this one takes
+    # what earlier steps freed would hide what this one takes
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
     def status(key: str) -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(key)
+        )
         return int(line.split()[1]) * 1024
 
     before = status("VmRSS")
@@ -314,14 +399,23 @@ def peak_of(step: Step) -> int:
     return status("VmHWM") - before
 
 
-def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool, layers: int) -> dict[str, Any]:
+def speed(
+    name: str, *, length: int, rows: int, pairs: int, checkpointing: bool, layers: int
+) -> dict[str, Any]:
     from isotype.integrations import attach
 
     with tempfile.TemporaryDirectory() as folder:
         steps: dict[str, Step] = {}
         inputs: dict[str, Any] = {}
         for way in ("unmodified", "attached"):
-            trainer = large_trainer(name, Path(folder), length=length, rows=rows, checkpointing=checkpointing, layers=layers)
+            trainer = large_trainer(
+                name,
+                Path(folder),
+                length=length,
+                rows=rows,
+                checkpointing=checkpointing,
+                layers=layers,
+            )
             inputs = inputs or one_batch(trainer)
             if way == "attached":
                 attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
@@ -344,7 +438,9 @@ def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool,
 
 
 def line(name: str, *, length: int, rows: int, pairs: int, layers: int) -> dict[str, Any]:
-    """The promised line as a user runs it, preflight and record included: `train()` of ten steps, and the peak of its process."""
+    """The promised line as a user runs it, preflight and record included: `train()` of ten steps,
+    and the peak of its process.
+    """
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     asked = ["--length", str(length), "--rows", str(rows), "--layers", str(layers)]
     for _pair in range(pairs):
@@ -352,19 +448,37 @@ def line(name: str, *, length: int, rows: int, pairs: int, layers: int) -> dict[
             command = [sys.executable, "-m", "benchmarks.dropin", "one-line", name, way, *asked]
             made = subprocess.run(command, capture_output=True, text=True, check=True)
             of.append(json.loads(made.stdout.splitlines()[-1]))
-    middle = {way: {key: statistics.median(run[key] for run in of) for key in of[0]} for way, of in runs.items()}
-    ratios = {key: middle["attached"][key] / middle["unmodified"][key] for key in middle["attached"]}
-    return {"trainer": name, "rows": rows, "length": length, "layers": layers, "pairs": pairs, **middle, "attached/unmodified": ratios}
+    middle = {
+        way: {key: statistics.median(run[key] for run in of) for key in of[0]}
+        for way, of in runs.items()
+    }
+    ratios = {
+        key: middle["attached"][key] / middle["unmodified"][key] for key in middle["attached"]
+    }
+    return {
+        "trainer": name,
+        "rows": rows,
+        "length": length,
+        "layers": layers,
+        "pairs": pairs,
+        **middle,
+        "attached/unmodified": ratios,
+    }
 
 
 def one_line(name: str, way: str, *, length: int, rows: int, layers: int) -> dict[str, float]:
-    """Seconds, CPU seconds, and MiB of the process at its highest: with libraries and model, and grown since before the line.
+    """Seconds, CPU seconds, and MiB of the process at its highest: with libraries and model, and
+    grown since before the line.
 
-    The way `unwatched` attaches without preflight and record: what the two add to the peak is the difference from `attached`."""
+    The way `unwatched` attaches without preflight and record: what the two add to the peak is the
+    difference from `attached`.
+    """
     from isotype.integrations import attach
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = large_trainer(name, Path(folder), length=length, rows=rows, checkpointing=False, layers=layers)
+        trainer = large_trainer(
+            name, Path(folder), length=length, rows=rows, checkpointing=False, layers=layers
+        )
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         wall, cpu = time.perf_counter(), time.process_time()
         if way == "attached":
@@ -374,25 +488,37 @@ def one_line(name: str, way: str, *, length: int, rows: int, layers: int) -> dic
         trainer.train()
         took = time.perf_counter() - wall, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"seconds": took[0], "cpu_seconds": took[1], "peak_mib": peak, "grown_mib": max(1.0, peak - before)}
+    return {
+        "seconds": took[0],
+        "cpu_seconds": took[1],
+        "peak_mib": peak,
+        "grown_mib": max(1.0, peak - before),
+    }
 
 
 def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
-    """CPU time of a step with and without the guards, on one attached trainer: the median of the pairs' ratios.
+    """CPU time of a step with and without the guards, on one attached trainer: the median of the
+    pairs' ratios.
 
-    A pair scatters by more than the guards cost. So `own` says it a second way: the CPU time inside the guards' code over that of the
-    step around it, in the same steps. Clipping, which replaces the trainer's, counts whole: an upper bound.
+    A pair scatters by more than the guards cost. So `own` says it a second way: the CPU time inside
+    the guards' code over that of the step around it, in the same steps. Clipping, which replaces
+    the trainer's, counts whole: an upper bound.
     """
     from isotype.integrations import attach
     from isotype.integrations.steps import Guards
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = large_trainer("SFT", Path(folder), length=length, rows=2, checkpointing=False, layers=layers)
+        trainer = large_trainer(
+            "SFT", Path(folder), length=length, rows=2, checkpointing=False, layers=layers
+        )
         attached = attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
         guards = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Guards))
         step = Step(trainer, one_batch(trainer))
-        plain = partial(type(trainer).training_step, trainer)  # below the guards; logits are deferred and ops fused in both
-        optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-4)
+        # below the guards; logits are deferred and ops fused in both
+        plain = partial(type(trainer).training_step, trainer)
+        optimizer = torch.optim.AdamW(
+            [p for p in trainer.model.parameters() if p.requires_grad], lr=1e-4
+        )
 
         def cpu_of(call: Callable[..., Any], *args: Any) -> float:
             before = time.process_time()
@@ -411,7 +537,10 @@ def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
                 return loss
 
             if watched:
-                own = cpu_of(guards._training_step, original, trainer.model, dict(step.inputs)) - below
+                own = (
+                    cpu_of(guards._training_step, original, trainer.model, dict(step.inputs))
+                    - below
+                )
                 own += cpu_of(trainer._clip_grad_norm, trainer.model)
                 own += cpu_of(guards.on_pre_optimizer_step, None, None, None)
                 optimizer.step()
@@ -429,11 +558,18 @@ def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
         run(True), run(False)
         ratios, shares = [], []
         for i in range(pairs):
-            seconds = {watched: run(watched) for watched in ((True, False) if i % 2 else (False, True))}
+            seconds = {
+                watched: run(watched) for watched in ((True, False) if i % 2 else (False, True))
+            }
             ratios.append(seconds[True][0] / seconds[False][0] - 1)
             shares.append(seconds[True][1] / (seconds[True][0] - seconds[True][1]))
         assert attached.manifest.replaced
-    found = {"overhead": statistics.median(ratios), "own": statistics.median(shares), "each": ratios, "each_own": shares}
+    found = {
+        "overhead": statistics.median(ratios),
+        "own": statistics.median(shares),
+        "each": ratios,
+        "each_own": shares,
+    }
     return {"pairs": pairs, "layers": layers, "length": length, **found}
 
 
@@ -441,18 +577,30 @@ def keep(key: str, value: Any) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if key == "curves":
         fresh = {(c["trainer"], c["form"], c["checkpointing"]) for c in value}
-        value = [c for c in found.get(key, []) if (c["trainer"], c["form"], c["checkpointing"]) not in fresh] + value
+        value = [
+            c
+            for c in found.get(key, [])
+            if (c["trainer"], c["form"], c["checkpointing"]) not in fresh
+        ] + value
     elif key == "overhead":
         pass  # one measurement: the last
     elif key in found:
-        which = operator.itemgetter("trainer", "layers") if key == "line" else operator.itemgetter("trainer")
+        which = (
+            operator.itemgetter("trainer", "layers")
+            if key == "line"
+            else operator.itemgetter("trainer")
+        )
         value = [*[v for v in found[key] if which(v) != which(value[0])], *value]
     RESULTS.write_text(json.dumps(found | {key: value}, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["curves", "bf16", "speed", "line", "one-line", "overhead", "table"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what", choices=["curves", "bf16", "speed", "line", "one-line", "overhead", "table"]
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
     parser.add_argument("--length", type=int, default=512)
@@ -476,17 +624,32 @@ def main() -> None:
     elif given.what == "speed":
         for name in given.names or ["SFT"]:
             found = speed(
-                name, length=given.length, rows=given.rows, pairs=given.pairs or 5, checkpointing=given.checkpointing, layers=given.layers
+                name,
+                length=given.length,
+                rows=given.rows,
+                pairs=given.pairs or 5,
+                checkpointing=given.checkpointing,
+                layers=given.layers,
             )
             keep("speed", [found])
             print(json.dumps(found, indent=1))
     elif given.what == "line":
         for name in given.names or ["SFT"]:
-            found = line(name, length=given.length, rows=given.rows, pairs=given.pairs or 3, layers=given.layers)
+            found = line(
+                name,
+                length=given.length,
+                rows=given.rows,
+                pairs=given.pairs or 3,
+                layers=given.layers,
+            )
             keep("line", [found])
             print(json.dumps(found, indent=1))
     elif given.what == "one-line":
-        print(json.dumps(one_line(*given.names, length=given.length, rows=given.rows, layers=given.layers)))
+        print(
+            json.dumps(
+                one_line(*given.names, length=given.length, rows=given.rows, layers=given.layers)
+            )
+        )
     elif given.what == "overhead":
         found = overhead(pairs=given.pairs or 10, layers=given.layers, length=given.length)
         keep("overhead", [found])

@@ -1,12 +1,16 @@
-"""Stacked experts with LoRA on them beside PEFT's own code over transformers' grouped products: time, memory, errors.
+"""Stacked experts with LoRA on them beside PEFT's own code over transformers' grouped products:
+time, memory, errors.
 
-    python benchmarks/experts.py                          # one layer, 8 experts of which 2 a token, and 32 of which 4; routing fixed
-    python benchmarks/experts.py --part model             # a whole step of a small Qwen3-MoE: AdamW, two layers
+    python benchmarks/experts.py                          # one layer, 8 experts of which 2 a token,
+                                                          and 32 of which 4; routing fixed
+    python benchmarks/experts.py --part model             # a whole step of a small Qwen3-MoE:
+                                                          AdamW, two layers
     python benchmarks/experts.py --device cuda --json
 
-Contenders take turns in one process, in an order that alternates, on the same weights and inputs; ratios are between medians of one run.
-Memory is the process's highest resident size during a step (allocator's peak on a GPU) less what it held before it. Errors are relative,
-against the same layer in fp64 with the same routing: with free routing most of an error is rows that took another expert.
+Contenders take turns in one process, in an order that alternates, on the same weights and inputs;
+ratios are between medians of one run. Memory is the process's highest resident size during a step
+(allocator's peak on a GPU) less what it held before it. Errors are relative, against the same layer
+in fp64 with the same routing: with free routing most of an error is rows that took another expert.
 
     PEFT            transformers' experts_implementation="grouped_mm" under PEFT's ParamWrapper
     Isotype         isotype.optimize(model)
@@ -31,8 +35,12 @@ from lora import Step, compare, resident, show
 SHAPES = {"8 experts, top 2": (8, 2, 1024, 768, 1024), "32 experts, top 4": (32, 4, 512, 512, 384)}
 
 
-def model_of(a: argparse.Namespace, experts: int, top: int, hidden: int, inner: int, *, layers: int = 1) -> nn.Module:
-    """A Qwen3-MoE with fp32 adapters on experts (and attention, for a whole step) over bf16 weights."""
+def model_of(
+    a: argparse.Namespace, experts: int, top: int, hidden: int, inner: int, *, layers: int = 1
+) -> nn.Module:
+    """A Qwen3-MoE with fp32 adapters on experts (and attention, for a whole step) over bf16
+    weights.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -42,10 +50,15 @@ def model_of(a: argparse.Namespace, experts: int, top: int, hidden: int, inner: 
         num_hidden_layers=layers, num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, head_dim=64, num_experts=experts,
         num_experts_per_tok=top, decoder_sparse_step=1, mlp_only_layers=[], use_cache=False,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="grouped_mm")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation="grouped_mm"
+    )
     attention = [f"{name}_proj" for name in "qkvo"] if layers > 1 else []
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = get_peft_model(model, LoraConfig(r=a.rank, lora_alpha=32, target_modules=attention, target_parameters=stacks))
+    model = get_peft_model(
+        model,
+        LoraConfig(r=a.rank, lora_alpha=32, target_modules=attention, target_parameters=stacks),
+    )
     for name, p in sorted(model.named_parameters()):
         if ".lora_" in name:
             p.data = p.data.float()
@@ -77,7 +90,10 @@ def memory(a: argparse.Namespace, run: Step) -> float:
 
 def compared(a: argparse.Namespace, steps: dict[str, Step]) -> dict[str, Any]:
     taken = compare(a, steps, a.rounds)
-    found: dict[str, Any] = {name: {"ms": round(s * 1e3, 1), "MiB": round(memory(a, steps[name]))} for name, s in taken.items()}
+    found: dict[str, Any] = {
+        name: {"ms": round(s * 1e3, 1), "MiB": round(memory(a, steps[name]))}
+        for name, s in taken.items()
+    }
     ours, theirs = found["Isotype"], found["PEFT"]
     found["PEFT's time over ours"] = round(theirs["ms"] / ours["ms"], 2)
     found["our memory over PEFT's"] = round(ours["MiB"] / theirs["MiB"], 2)
@@ -90,7 +106,15 @@ def compared(a: argparse.Namespace, steps: dict[str, Step]) -> dict[str, Any]:
 class Layer:
     """One contender's forward and backward of one layer on given rows and routing."""
 
-    def __init__(self, a: argparse.Namespace, experts: nn.Module, tokens: int, hidden: int, count: int, top: int) -> None:
+    def __init__(
+        self,
+        a: argparse.Namespace,
+        experts: nn.Module,
+        tokens: int,
+        hidden: int,
+        count: int,
+        top: int,
+    ) -> None:
         self.experts = experts
         p = next(p for p in experts.parameters() if p.dim() == 3)
         g = torch.Generator().manual_seed(1)
@@ -116,7 +140,9 @@ class Layer:
         return made
 
 
-def floor(a: argparse.Namespace, experts: int, top: int, tokens: int, hidden: int, inner: int) -> Step:
+def floor(
+    a: argparse.Namespace, experts: int, top: int, tokens: int, hidden: int, inner: int
+) -> Step:
     """The products with the base's matrices alone, as many rows for each expert."""
     rows = tokens * top // experts
     shapes = ((2 * inner, hidden), (hidden, inner), (inner, hidden), (hidden, 2 * inner))
@@ -137,12 +163,20 @@ def layer_part(a: argparse.Namespace) -> dict[str, Any]:
         fused = copy.deepcopy(model)
         optimize(fused)
         given = (tokens, hidden, count, top)
-        layers = {who: Layer(a, experts_of(m), *given) for who, m in (("PEFT", model), ("Isotype", fused))}
-        steps: dict[str, Step] = {**layers, "base products": floor(a, count, top, tokens, hidden, inner)}
+        layers = {
+            who: Layer(a, experts_of(m), *given) for who, m in (("PEFT", model), ("Isotype", fused))
+        }
+        steps: dict[str, Step] = {
+            **layers,
+            "base products": floor(a, count, top, tokens, hidden, inner),
+        }
         found[name] = compared(a, steps)
         truth = Layer(a, experts_of(exact), *given).results()
         for who, layer in layers.items():
-            errors = {key: float((value.double() - truth[key]).norm() / truth[key].norm()) for key, value in layer.results().items()}
+            errors = {
+                key: float((value.double() - truth[key]).norm() / truth[key].norm())
+                for key, value in layer.results().items()
+            }
             found[name][who]["errors"] = {key: f"{value:.1e}" for key, value in errors.items()}
     return found
 
@@ -172,7 +206,9 @@ def model_part(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=("layer", "model"), default="layer")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rank", type=int, default=16)

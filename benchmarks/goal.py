@@ -1,17 +1,26 @@
-"""One training step of a whole model with random weights: tokens a second, peak memory, back ends, and where its time goes.
+"""One training step of a whole model with random weights: tokens a second, peak memory, back ends,
+and where its time goes.
 
-    python benchmarks/goal.py --who isotype --base nf4 --tokens 4096 16384 --recompute layers+offload --keep attention
-    python benchmarks/goal.py --who peft --base nf4 --tokens 4096 16384
-    python benchmarks/goal.py --who isotype --layers 4 --tokens 4096 --profile --ledger    # a profile, beside what the ledger counts
-    python benchmarks/goal.py --who isotype --model tiny --tokens 64 --device cpu          # the same code, to see that it runs
+    python benchmarks/goal.py --who isotype --base nf4 --tokens 4096 16384 --recompute
+    layers+offload --keep attention python benchmarks/goal.py --who peft --base nf4 --tokens 4096
+    16384
+    python benchmarks/goal.py --who isotype --layers 4 --tokens 4096 --profile --ledger    # a
+    profile, beside what the ledger counts
+    python benchmarks/goal.py --who isotype --model tiny --tokens 64 --device cpu          # the
+    same code, to see that it runs
 
-One process a contender. Weights are made on the device; LoRA of rank 16 on every projection, fp32 adapters, bf16 compute, AdamW, one row.
+One process a contender. Weights are made on the device; LoRA of rank 16 on every projection, fp32
+adapters, bf16 compute, AdamW, one row.
 
-    isotype  the step of `isotype train`: its ops, `--recompute` and `--keep` as `train.gradient_checkpointing` and `train.keep_attention`
-    peft     transformers and PEFT under bf16 autocast, with transformers' gradient checkpointing unless `--recompute none`
-    unsloth  Unsloth with its own checkpointing, where it is installed; else a line that says why not
+    isotype  the step of `isotype train`: its ops, `--recompute` and `--keep` as
+             `train.gradient_checkpointing` and `train.keep_attention`
+    peft     transformers and PEFT under bf16 autocast, with transformers' gradient checkpointing
+             unless `--recompute none`
+    unsloth  Unsloth with its own checkpointing, where it is installed; else a line that says why
+             not
 
-A row is printed for each length as soon as it is measured: the median of `--steps` steps, each waited for, after `--warmup` ones.
+A row is printed for each length as soon as it is measured: the median of `--steps` steps, each
+waited for, after `--warmup` ones.
 """
 
 from __future__ import annotations
@@ -79,17 +88,33 @@ def isotype_step(a: argparse.Namespace, length: int, model: nn.Module) -> tuple[
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper
 
-    precision, train, device = PRESETS["nf4-lora" if a.base == "nf4" else "bf16-lora"], TrainSection(), torch.device(a.device)
+    precision, train, device = (
+        PRESETS["nf4-lora" if a.base == "nf4" else "bf16-lora"],
+        TrainSection(),
+        torch.device(a.device),
+    )
     manifest = optimize(model, precision, device_type=device.type)
     apply_precision(model, precision, device_type=device.type)
     apply_checkpointing(model, checkpointing_of(a, model))
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
     optimizer = build_optimizer(model, train, precision, accumulator.gradient)
-    stepper = Stepper(model, optimizer, accumulator, precision, train, partial(batch_loss_sum, dtype=precision.loss))
+    stepper = Stepper(
+        model,
+        optimizer,
+        accumulator,
+        precision,
+        train,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
     ids = tuple(tokens(a, length).tolist())
     batch = collate([Row(ids, ids, 0)], pad_id=0, device_type=device.type).to(device)
-    said = sorted({f"{e.part}: {e.reason}" for e in manifest.entries if e.part == "attention"}) + [str(e) for e in manifest.left]
-    return lambda: stepper([batch], step=1, learning_rate=1e-4, watch_changes=True).loss, [*said, *manifest.notes]
+    said = sorted({f"{e.part}: {e.reason}" for e in manifest.entries if e.part == "attention"}) + [
+        str(e) for e in manifest.left
+    ]
+    return lambda: stepper([batch], step=1, learning_rate=1e-4, watch_changes=True).loss, [
+        *said,
+        *manifest.notes,
+    ]
 
 
 def checkpointing_of(a: argparse.Namespace, model: nn.Module) -> Any:
@@ -103,7 +128,9 @@ def checkpointing_of(a: argparse.Namespace, model: nn.Module) -> Any:
 
 def plain_step(a: argparse.Namespace, length: int, model: nn.Module) -> Step:
     ids = tokens(a, length)[None].to(a.device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True
+    )
 
     def step() -> float:
         with torch.autocast(torch.device(a.device).type, dtype=torch.bfloat16):
@@ -126,9 +153,13 @@ def contender(a: argparse.Namespace, length: int) -> tuple[Step, list[str]]:
 
     model = base_model(a)
     if a.who == "unsloth":
-        made = unsloth_row.adapted(model, rank=a.rank, length=length, nf4=a.base == "nf4", targets=lora_bench.TARGETS)
+        made = unsloth_row.adapted(
+            model, rank=a.rank, length=length, nf4=a.base == "nf4", targets=lora_bench.TARGETS
+        )
         return plain_step(a, length, made), []
-    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=a.rank, lora_alpha=2 * a.rank, target_modules=lora_bench.TARGETS))
+    adapted: Any = peft.get_peft_model(
+        model, peft.LoraConfig(r=a.rank, lora_alpha=2 * a.rank, target_modules=lora_bench.TARGETS)
+    )
     adapted.to(a.device).train()
     if a.who == "isotype":
         return isotype_step(a, length, adapted)
@@ -178,12 +209,20 @@ def profiled(a: argparse.Namespace, step: Step) -> str:
     from torch.profiler import ProfilerActivity, profile
 
     cuda = a.device != "cpu"
-    with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])) as seen:
+    with profile(
+        activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    ) as seen:
         step()
         synchronize(a)
-    timed = [(e.self_device_time_total if cuda else e.self_cpu_time_total, e.count, e.key) for e in seen.key_averages()]
+    timed = [
+        (e.self_device_time_total if cuda else e.self_cpu_time_total, e.count, e.key)
+        for e in seen.key_averages()
+    ]
     whole = sum(t for t, _, _ in timed) or 1.0
-    lines = [f"{t / 1e3:10.3f} ms {t / whole:6.1%} {count:6d} x {key[:110]}" for t, count, key in sorted(timed, reverse=True)[:40]]
+    lines = [
+        f"{t / 1e3:10.3f} ms {t / whole:6.1%} {count:6d} x {key[:110]}"
+        for t, count, key in sorted(timed, reverse=True)[:40]
+    ]
     return "\n".join([f"{whole / 1e3:10.3f} ms in all", *lines])
 
 
@@ -192,32 +231,65 @@ def counted(a: argparse.Namespace, length: int, row: dict[str, Any]) -> dict[str
     from ledger import ledger_of
 
     ledger = ledger_of(
-        length, kind=a.recompute, kept=a.keep, rank=a.rank, device=a.ledger, layers=a.layers or LLAMA["num_hidden_layers"], base=a.base
+        length,
+        kind=a.recompute,
+        kept=a.keep,
+        rank=a.rank,
+        device=a.ledger,
+        layers=a.layers or LLAMA["num_hidden_layers"],
+        base=a.base,
     )
     ms = 1e3 * ledger.seconds(ledger.rows)
-    found = {"ms": round(ms, 2), "peak bytes": ledger.peak, "measured ms / counted": round(row["ms"] / ms, 3)}
-    return found | ({"measured peak / counted": round(row["peak bytes"] / ledger.peak, 3)} if row["peak bytes"] else {})
+    found = {
+        "ms": round(ms, 2),
+        "peak bytes": ledger.peak,
+        "measured ms / counted": round(row["ms"] / ms, 3),
+    }
+    return found | (
+        {"measured peak / counted": round(row["peak bytes"] / ledger.peak, 3)}
+        if row["peak bytes"]
+        else {}
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--who", choices=("isotype", "peft", "unsloth"), required=True)
     parser.add_argument("--model", choices=list(MODELS), default="llama-8b")
     parser.add_argument("--base", choices=("bf16", "nf4"), default="bf16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--layers", type=int, default=0, help="default: the model's own")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--recompute", choices=("none", "layers", "layers+offload"), default="layers")
-    parser.add_argument("--keep", choices=list(KEPT), default="nothing", help="of the recomputed layers, isotype alone")
+    parser.add_argument(
+        "--recompute", choices=("none", "layers", "layers+offload"), default="layers"
+    )
+    parser.add_argument(
+        "--keep",
+        choices=list(KEPT),
+        default="nothing",
+        help="of the recomputed layers, isotype alone",
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="prints the operators of one more step")
-    parser.add_argument("--ledger", nargs="?", const="h200", help="also counts the step for this device; llama-8b, isotype")
+    parser.add_argument(
+        "--profile", action="store_true", help="prints the operators of one more step"
+    )
+    parser.add_argument(
+        "--ledger",
+        nargs="?",
+        const="h200",
+        help="also counts the step for this device; llama-8b, isotype",
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", help="write every row here, after each")
     a = parser.parse_args()
     if a.device != "cpu" and not torch.cuda.is_available():
-        print("no CUDA device: --device cpu --model tiny --tokens 64 runs the same code", file=sys.stderr)
+        print(
+            "no CUDA device: --device cpu --model tiny --tokens 64 runs the same code",
+            file=sys.stderr,
+        )
         return 2
     if a.keep != "nothing" and (a.who != "isotype" or a.recompute == "none"):
         parser.error("--keep is of isotype's recomputed layers")

@@ -1,28 +1,41 @@
-"""Everything there is to run on a GPU, part by part, and resumed where it stopped. One command does all in the order of its worth:
+"""Everything there is to run on a GPU, part by part, and resumed where it stopped. One command does
+all in the order of its worth:
 
-    python benchmarks/gpu.py visit --minutes 25 --out gpu    # then gpu/visit.md is one table of all that was found
-    python benchmarks/gpu.py visit --out /tmp/tiny --device cpu --tiny    # the same at sizes of a test, without a GPU
+    python benchmarks/gpu.py visit --minutes 25 --out gpu    # then gpu/visit.md is one table of all
+    that was found
+    python benchmarks/gpu.py visit --out /tmp/tiny --device cpu --tiny    # the same at sizes of a
+    test, without a GPU
 
 or, one kind at a time:
 
-    python benchmarks/gpu.py probe --out gpu         # versions, compiler, which attention wins, products, copies: a minute
-    python benchmarks/gpu.py tests --out gpu         # the tests marked gpu: kernels, then ops, models, LoRA, runs
-    python benchmarks/gpu.py profile --out gpu       # 4 layers of Llama-3.1-8B at 4k and 16k tokens, beside what the ledger counts
-    python benchmarks/gpu.py goal --out gpu          # whole steps of 8B LoRA and QLoRA and Gemma-2-2B beside PEFT and Unsloth
-    python benchmarks/gpu.py ops --out gpu           # ops and heads beside their peers, and the floors
+    python benchmarks/gpu.py probe --out gpu         # versions, compiler, which attention wins,
+                                                     products, copies: a minute
+    python benchmarks/gpu.py tests --out gpu         # the tests marked gpu: kernels, then ops,
+                                                     models, LoRA, runs
+    python benchmarks/gpu.py profile --out gpu       # 4 layers of Llama-3.1-8B at 4k and 16k
+                                                     tokens, beside what the ledger counts
+    python benchmarks/gpu.py goal --out gpu          # whole steps of 8B LoRA and QLoRA and
+                                                     Gemma-2-2B beside PEFT and Unsloth
+    python benchmarks/gpu.py ops --out gpu           # ops and heads beside their peers, and the
+                                                     floors
     python benchmarks/gpu.py benchmarks --out gpu    # LoRA's blocks and steps in more detail
     python benchmarks/gpu.py ops --out gpu --part elementwise --again
-    python benchmarks/gpu.py goal --out new --before gpu                     # what gpu/goal.jsonl has done is not run again
-    python benchmarks/gpu.py ops --out /tmp/tiny --device cpu --tiny         # the same commands at sizes of a test
+    python benchmarks/gpu.py goal --out new --before gpu                     # what gpu/goal.jsonl
+    has done is not run again
+    python benchmarks/gpu.py ops --out /tmp/tiny --device cpu --tiny         # the same commands at
+    sizes of a test
 
-Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone. Its command, exit code, seconds, output
-and rows are one line of OUT/COMMAND.jsonl, written as soon as it ends; a part that has a line with exit code 0 is not run again. A part
-that misses a package (bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time. `visit` goes on with
-the parts of the other commands, and their lines, and writes its table after each part. While a part
-runs, its output is in OUT/running.log, which stays where this command is killed. A part is begun only if it should fit in what is left of
---minutes. Exit code: 0 all done, 1 a part failed, 2 nothing could be run, with the reason in a line, 3 some parts are left, 4 all done
+Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone.
+Its command, exit code, seconds, output and rows are one line of OUT/COMMAND.jsonl, written as soon
+as it ends; a part that has a line with exit code 0 is not run again. A part that misses a package
+(bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time.
+`visit` goes on with the parts of the other commands, and their lines, and writes its table after
+each part. While a part runs, its output is in OUT/running.log, which stays where this command is
+killed. A part is begun only if it should fit in what is left of --minutes. Exit code: 0 all done, 1
+a part failed, 2 nothing could be run, with the reason in a line, 3 some parts are left, 4 all done
 but what misses a package.
-Nothing is fetched. Nothing need be installed but the libraries of pyproject.toml's train and quant extras: src/ is put on the path.
+Nothing is fetched. Nothing need be installed but the libraries of pyproject.toml's train and quant
+extras: src/ is put on the path.
 """
 
 from __future__ import annotations
@@ -48,7 +61,9 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @dataclass(frozen=True)
 class Part:
-    """limit: seconds after which it is ended. rows: whether it takes --json FILE for what it measured"""
+    """limit: seconds after which it is ended. rows: whether it takes --json FILE for what it
+    measured
+    """
 
     name: str
     command: tuple[str, ...]
@@ -56,7 +71,8 @@ class Part:
     rows: bool = False
 
 
-# What fails in a later group is often explained by an earlier one. A test belongs to the first group with a path that its file begins with.
+# What fails in a later group is often explained by an earlier one. A test belongs to the first
+# group with a path that its file begins with.
 GROUPS: dict[str, str | tuple[str, ...]] = {
     "kernels": "tests/ops/test_kernels.py",
     "ops": "tests/ops/",
@@ -66,7 +82,9 @@ GROUPS: dict[str, str | tuple[str, ...]] = {
     "others": "",
 }
 GPU_MARK = re.compile(r"@on_a_gpu\b|\bmark\.gpu\b")
-LEFT_OUT = 4  # the exit code of a part that misses a package: it is not done, and runs again once the package is there
+# the exit code of a part that misses a package: it is not done, and runs again once the package is
+# there
+LEFT_OUT = 4
 SHARD = 24  # tests of a part: a kernel that compiles for the first time takes about 2 s
 SHARDS = {"runs": 8}  # a run takes about 10 s, a part 4 minutes at most
 
@@ -83,20 +101,33 @@ NEEDED = (
     "rich",
     "packaging",
 )
-# triton, also on a CPU: without it modules of kernels collect nothing, and the rest fails one by one
+# triton, also on a CPU: without it modules of kernels collect nothing, and the rest fails one by
+# one
 NEEDED_BY_TESTS = ("pytest", "hypothesis", "datasets", "jinja2", "triton")
 
 
 def collected(root: Path) -> tuple[list[str], dict[str, str]]:
-    """(The ids of every test under `root`/tests that is marked gpu, as pytest itself collects them; file -> why it gives no tests: an
-    import that failed, or its own skip).
+    """(The ids of every test under `root`/tests that is marked gpu, as pytest itself collects them;
+    file -> why it gives no tests: an import that failed, or its own skip).
 
-    Only files whose text has such a mark are collected: the others take a minute to import, and one that an older library lacks something
-    for says nothing about a GPU.
+    Only files whose text has such a mark are collected: the others take a minute to import, and one
+    that an older library lacks something for says nothing about a GPU.
     Raises  RuntimeError with pytest's output where nothing is collected
     """
-    marked = [file for file in sorted((root / "tests").rglob("test_*.py")) if GPU_MARK.search(file.read_text(encoding="utf-8"))]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "--continue-on-collection-errors", "-m", "gpu"]
+    marked = [
+        file
+        for file in sorted((root / "tests").rglob("test_*.py"))
+        if GPU_MARK.search(file.read_text(encoding="utf-8"))
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "--continue-on-collection-errors",
+        "-m",
+        "gpu",
+    ]
     command += [str(file.relative_to(root)) for file in marked]
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "ids.json"
@@ -114,10 +145,19 @@ def collected(root: Path) -> tuple[list[str], dict[str, str]]:
         )
         command += ["-p", plugin.stem]
         environment = with_source(os.environ, root, folder)
-        done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command,
+            cwd=root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         ids, failed = json.loads(seen.read_text()) if seen.is_file() else ([], {})
         if not ids:
-            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-4000:]}")
+            raise RuntimeError(
+                f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-4000:]}"
+            )
         return ids, failed
 
 
@@ -125,12 +165,16 @@ def shards(ids: list[str]) -> dict[str, list[str]]:
     """Name -> at most SHARD ids, in the order of GROUPS; every id is in exactly one."""
     groups: dict[str, list[str]] = {name: [] for name in GROUPS}
     for identifier in ids:
-        groups[next(name for name, path in GROUPS.items() if identifier.startswith(path))].append(identifier)
+        groups[next(name for name, path in GROUPS.items() if identifier.startswith(path))].append(
+            identifier
+        )
     parts = {}
     for name, members in groups.items():
         count = -(-len(members) // SHARDS.get(name, SHARD))
         for i in range(count):
-            parts[f"{name}-{i + 1}" if count > 1 else name] = members[i * len(members) // count : (i + 1) * len(members) // count]
+            parts[f"{name}-{i + 1}" if count > 1 else name] = members[
+                i * len(members) // count : (i + 1) * len(members) // count
+            ]
     return parts
 
 
@@ -139,7 +183,19 @@ def tests(a: argparse.Namespace) -> list[Part]:
     folder = Path(tempfile.mkdtemp(prefix="isotype-gpu-shards-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # the names of tests as they end, and not dots: a part that is cut says how far it came
-    options = ("-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "-v", "--tb=short", "-m", "gpu", "-rs", "--durations=5")
+    options = (
+        "-o",
+        "addopts=",
+        "--strict-markers",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "--tb=short",
+        "-m",
+        "gpu",
+        "-rs",
+        "--durations=5",
+    )
     found, failed = collected(ROOT)
     for file_name, why in failed.items():
         print(f"not collected: {file_name}: {why}", file=sys.stderr)
@@ -152,17 +208,37 @@ def tests(a: argparse.Namespace) -> list[Part]:
 
 
 def probe(a: argparse.Namespace) -> list[Part]:
-    return [Part("probe", (str(BENCHMARKS / "gpu_probe.py"), "--device", a.device, *(["--tiny"] if a.tiny else [])), 180, True)]
+    return [
+        Part(
+            "probe",
+            (
+                str(BENCHMARKS / "gpu_probe.py"),
+                "--device",
+                a.device,
+                *(["--tiny"] if a.tiny else []),
+            ),
+            180,
+            True,
+        )
+    ]
 
 
 def whole_steps(a: argparse.Namespace, name: str, *words: str, limit: int = 150) -> Part:
     """A part of benchmarks/goal.py; `words` without the sizes."""
-    sizes = ("--model", "tiny", "--tokens", "32", "--steps", "1", "--warmup", "1") if a.tiny else ("--tokens", "4096", "16384")
-    return Part(name, (str(BENCHMARKS / "goal.py"), "--device", a.device, *words, *sizes), limit, True)
+    sizes = (
+        ("--model", "tiny", "--tokens", "32", "--steps", "1", "--warmup", "1")
+        if a.tiny
+        else ("--tokens", "4096", "16384")
+    )
+    return Part(
+        name, (str(BENCHMARKS / "goal.py"), "--device", a.device, *words, *sizes), limit, True
+    )
 
 
 def profile(a: argparse.Namespace) -> list[Part]:
-    """Where the time of a step goes, 4 layers of the true geometry, and the ledger of the same step."""
+    """Where the time of a step goes, 4 layers of the true geometry, and the ledger of the same
+    step.
+    """
     ways = {
         "none": ("--recompute", "none"),
         "layers": ("--recompute", "layers", "--keep", "attention"),
@@ -171,12 +247,21 @@ def profile(a: argparse.Namespace) -> list[Part]:
     if a.device == "cpu":
         del ways["offload"]
     more = () if a.tiny else ("--layers", "4", "--ledger")
-    return [whole_steps(a, f"profile-{name}", "--who", "isotype", "--profile", *more, *way) for name, way in ways.items()]
+    return [
+        whole_steps(a, f"profile-{name}", "--who", "isotype", "--profile", *more, *way)
+        for name, way in ways.items()
+    ]
 
 
 def goal(a: argparse.Namespace) -> list[Part]:
-    """The geometry with most to say first: 8B QLoRA, 8B LoRA, Gemma-2-2B; ours fast and lean, PEFT, Unsloth."""
-    lean = ("--recompute", "layers") if a.device == "cpu" else ("--recompute", "layers+offload", "--keep", "attention")
+    """The geometry with most to say first: 8B QLoRA, 8B LoRA, Gemma-2-2B; ours fast and lean, PEFT,
+    Unsloth.
+    """
+    lean = (
+        ("--recompute", "layers")
+        if a.device == "cpu"
+        else ("--recompute", "layers+offload", "--keep", "attention")
+    )
     whos = {
         "isotype": ("--who", "isotype", "--recompute", "none"),
         "isotype-lean": ("--who", "isotype", *lean),
@@ -200,10 +285,27 @@ def ops(a: argparse.Namespace) -> list[Part]:
     device = ("--device", a.device, *(["--tiny"] if a.tiny else []))
 
     def part(name: str, *cases: str, limit: int = 150) -> Part:
-        return Part(name, (str(BENCHMARKS / "ops_gpu.py"), *device, *(word for case in cases for word in ("--case", case))), limit, True)
+        return Part(
+            name,
+            (
+                str(BENCHMARKS / "ops_gpu.py"),
+                *device,
+                *(word for case in cases for word in ("--case", case)),
+            ),
+            limit,
+            True,
+        )
 
     return [
-        part("elementwise", "rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy"),
+        part(
+            "elementwise",
+            "rms_norm",
+            "rms_norm_heads",
+            "silu_mul",
+            "gelu_mul_tanh",
+            "rope",
+            "cross_entropy",
+        ),
         part("head-llama", "head-llama-frozen", "head-llama-trainable"),
         part("head-gemma", "head-gemma-frozen", "head-gemma-trainable"),
         part("unsloth", "unsloth"),
@@ -212,12 +314,53 @@ def ops(a: argparse.Namespace) -> list[Part]:
 
 def benchmarks(a: argparse.Namespace) -> list[Part]:
     # Llama 3 8B's layers and head, four layers of them
-    large = ("--hidden", "4096", "--intermediate", "14336", "--layers", "4", "--vocabulary", "128256", "--batch", "1")
-    small = ("--hidden", "64", "--intermediate", "128", "--layers", "1", "--vocabulary", "200", "--batch", "1", "--rounds", "1")
+    large = (
+        "--hidden",
+        "4096",
+        "--intermediate",
+        "14336",
+        "--layers",
+        "4",
+        "--vocabulary",
+        "128256",
+        "--batch",
+        "1",
+    )
+    small = (
+        "--hidden",
+        "64",
+        "--intermediate",
+        "128",
+        "--layers",
+        "1",
+        "--vocabulary",
+        "200",
+        "--batch",
+        "1",
+        "--rounds",
+        "1",
+    )
 
     def lora(name: str, part: str, length: int, *rest: str, limit: int = 120) -> Part:
-        size = (*small, "--block-rounds", "1", "--length", "16") if a.tiny else (*large, "--length", str(length))
-        return Part(name, (str(BENCHMARKS / "lora.py"), "--device", a.device, *size, "--part", part, "--json", *rest), limit)
+        size = (
+            (*small, "--block-rounds", "1", "--length", "16")
+            if a.tiny
+            else (*large, "--length", str(length))
+        )
+        return Part(
+            name,
+            (
+                str(BENCHMARKS / "lora.py"),
+                "--device",
+                a.device,
+                *size,
+                "--part",
+                part,
+                "--json",
+                *rest,
+            ),
+            limit,
+        )
 
     train_size = (
         "--layers",
@@ -236,7 +379,20 @@ def benchmarks(a: argparse.Namespace) -> list[Part]:
         "1",
     )
     if not a.tiny:
-        train_size = ("--layers", "12", "--hidden", "1024", "--vocabulary", "128256", "--length", "2048", "--batch", "4", "--rounds", "1")
+        train_size = (
+            "--layers",
+            "12",
+            "--hidden",
+            "1024",
+            "--vocabulary",
+            "128256",
+            "--length",
+            "2048",
+            "--batch",
+            "4",
+            "--rounds",
+            "1",
+        )
     return [
         lora("lora-blocks", "blocks", 4096),
         lora("lora-4k", "model", 4096),
@@ -259,7 +415,9 @@ def with_source(environment: Mapping[str, str], root: Path, *folders: str) -> di
 
 
 def run(part: Part, limit: float, log: Path) -> dict[str, object]:
-    """log  holds the part's output while it runs, and afterwards where this process is killed before it ends"""
+    """log  holds the part's output while it runs, and afterwards where this process is killed
+    before it ends
+    """
     environment = with_source(os.environ, ROOT) | {"PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -269,7 +427,14 @@ def run(part: Part, limit: float, log: Path) -> dict[str, object]:
             print(f"{part.name}: {' '.join(part.command)}", file=output, flush=True)
             begin = output.tell()
             # a session of its own, so that a part's own processes end with it
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -286,9 +451,17 @@ def run(part: Part, limit: float, log: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-COMMANDS = {"probe": probe, "tests": tests, "profile": profile, "goal": goal, "ops": ops, "benchmarks": benchmarks}
-# What a visit does, best first: parts whose names begin so. What is right comes before what is fast, and the ratios that are published
-# before details; runs, the longest tests, come where there is time.
+COMMANDS = {
+    "probe": probe,
+    "tests": tests,
+    "profile": profile,
+    "goal": goal,
+    "ops": ops,
+    "benchmarks": benchmarks,
+}
+# What a visit does, best first: parts whose names begin so. What is right comes before what is
+# fast, and the ratios that are published before details; runs, the longest tests, come where there
+# is time.
 VISIT = (
     ("probe", ("",)),
     ("tests", ("kernels", "ops", "models", "lora")),
@@ -319,7 +492,9 @@ class Outcome:
 
 
 def run_parts(a: argparse.Namespace, queue: list[tuple[str, Part]], end: float) -> Outcome:
-    """Runs what is not done yet of (command, part), while it should fit before `end`, on the clock of `time.monotonic`."""
+    """Runs what is not done yet of (command, part), while it should fit before `end`, on the clock
+    of `time.monotonic`.
+    """
     outcome, commands = Outcome([], [], [], [], []), {command for command, _ in queue}
     before = {command: set() if a.again else finished(a, command) for command in commands}
     for command, part in queue:
@@ -338,7 +513,13 @@ def run_parts(a: argparse.Namespace, queue: list[tuple[str, Part]], end: float) 
         # the last of it: a reply may keep only the end of all output
         print(str(line["output"])[-6000:], flush=True)
         print(f"--- {part.name}: exit code {line['rc']}, {line['seconds']} s", flush=True)
-        ended = outcome.left_out if line["rc"] == LEFT_OUT else outcome.failed if line["rc"] else outcome.done
+        ended = (
+            outcome.left_out
+            if line["rc"] == LEFT_OUT
+            else outcome.failed
+            if line["rc"]
+            else outcome.done
+        )
         ended.append(part.name)
         if a.what == "visit":
             write_table(a)
@@ -369,18 +550,36 @@ def visit(a: argparse.Namespace) -> list[tuple[str, Part]]:
 
 def why_nothing_runs(a: argparse.Namespace) -> str:
     """In one line, before anything is collected or started; "" where parts can run."""
-    needed = ("torch",) if a.what == "probe" else NEEDED + (NEEDED_BY_TESTS if a.what in ("tests", "visit") else ())
+    needed = (
+        ("torch",)
+        if a.what == "probe"
+        else NEEDED + (NEEDED_BY_TESTS if a.what in ("tests", "visit") else ())
+    )
     if absent := [name for name in needed if not installed(name)]:
         return f"not installed: {' '.join(absent)} (python -m pip install {' '.join(absent)})"
-    on_cpu = os.environ.get("ISOTYPE_GPU_TESTS_ON") == "cpu" if a.what == "tests" else a.device == "cpu"
+    on_cpu = (
+        os.environ.get("ISOTYPE_GPU_TESTS_ON") == "cpu" if a.what == "tests" else a.device == "cpu"
+    )
     if on_cpu:
-        return "" if a.tiny or a.what == "tests" else "these sizes are a GPU's: --device cpu goes with --tiny"
+        return (
+            ""
+            if a.tiny or a.what == "tests"
+            else "these sizes are a GPU's: --device cpu goes with --tiny"
+        )
     import torch
 
     if torch.cuda.is_available():
         return ""
-    instead = "ISOTYPE_GPU_TESTS_ON=cpu runs the tests here" if a.what == "tests" else "--device cpu --tiny runs the same code here"
-    built = f"torch {torch.__version__}" if torch.version.cuda or torch.version.hip else f"torch {torch.__version__}, built without CUDA"
+    instead = (
+        "ISOTYPE_GPU_TESTS_ON=cpu runs the tests here"
+        if a.what == "tests"
+        else "--device cpu --tiny runs the same code here"
+    )
+    built = (
+        f"torch {torch.__version__}"
+        if torch.version.cuda or torch.version.hip
+        else f"torch {torch.__version__}, built without CUDA"
+    )
     return f"no GPU ({built}): {instead}; --list says what there is"
 
 
@@ -392,15 +591,29 @@ def installed(name: str) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("visit", *COMMANDS))
-    parser.add_argument("--out", type=Path, required=True, help="a folder; what it already holds is not run again")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a folder; what it already holds is not run again"
+    )
     parser.add_argument("--part", action="append", help="only this one; may be given several times")
-    parser.add_argument("--before", type=Path, action="append", default=[], help="a folder with results of earlier times; may be repeated")
+    parser.add_argument(
+        "--before",
+        type=Path,
+        action="append",
+        default=[],
+        help="a folder with results of earlier times; may be repeated",
+    )
     parser.add_argument("--again", action="store_true", help="also what was done before")
-    parser.add_argument("--minutes", type=float, help="default: 25 of a visit, 9 of another command")
+    parser.add_argument(
+        "--minutes", type=float, help="default: 25 of a visit, 9 of another command"
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes of a test: the figures then mean nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes of a test: the figures then mean nothing"
+    )
     parser.add_argument("--list", action="store_true", help="only say what there is")
     a = parser.parse_args()
     a.minutes = a.minutes or (25.0 if a.what == "visit" else 9.0)
@@ -420,11 +633,18 @@ def main() -> int:
         parser.error(f"--part {unknown[0]}: there are {', '.join(names)}")
     queue = [(command, part) for command, part in queue if part.name in (a.part or names)]
     if a.list:
-        print("\n".join(f"{part.name:24s} {'done' if part.name in finished(a, command) else ''}" for command, part in queue))
+        print(
+            "\n".join(
+                f"{part.name:24s} {'done' if part.name in finished(a, command) else ''}"
+                for command, part in queue
+            )
+        )
         return 0
     a.out.mkdir(parents=True, exist_ok=True)
     outcome = run_parts(a, queue, end)
-    print(f"{a.what}: {outcome}; {a.out / ('visit.md' if a.what == 'visit' else f'{a.what}.jsonl')}")
+    print(
+        f"{a.what}: {outcome}; {a.out / ('visit.md' if a.what == 'visit' else f'{a.what}.jsonl')}"
+    )
     return outcome.exit_code()
 
 

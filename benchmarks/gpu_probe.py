@@ -1,4 +1,5 @@
-"""What this machine's GPU and libraries are: versions, whether kernels run, which attention PyTorch takes, products and copies.
+"""What this machine's GPU and libraries are: versions, whether kernels run, which attention PyTorch
+takes, products and copies.
 
     python benchmarks/gpu_probe.py --json probe.json
     python benchmarks/gpu_probe.py --device cpu --tiny     # the same code, to see that it runs
@@ -33,20 +34,35 @@ SDP = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overr
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    found = {
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
-    return found | {"cuda of torch": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    return found | {
+        "cuda of torch": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+    }
 
 
 def compilers() -> dict[str, str]:
     found = {}
-    for name, options in (("gcc", ["--version"]), ("g++", ["--version"]), ("nvcc", ["--version"]), ("nvidia-smi", ["-L"])):
+    for name, options in (
+        ("gcc", ["--version"]),
+        ("g++", ["--version"]),
+        ("nvcc", ["--version"]),
+        ("nvidia-smi", ["-L"]),
+    ):
         path = shutil.which(name)
-        done = subprocess.run([path, *options], capture_output=True, text=True, timeout=30) if path else None
+        done = (
+            subprocess.run([path, *options], capture_output=True, text=True, timeout=30)
+            if path
+            else None
+        )
         lines = done.stdout.strip().splitlines() if done else []
         found[name] = (lines[-1] if name == "nvcc" else lines[0]) if lines else "none"
     return found
@@ -66,20 +82,35 @@ def device(a: argparse.Namespace) -> dict[str, Any]:
 def kernels(a: argparse.Namespace) -> str:
     from isotype.ops.backend import why_no_kernels
 
-    return "not asked on a CPU" if a.device == "cpu" else why_no_kernels(torch.device(a.device, 0)) or "run"
+    return (
+        "not asked on a CPU"
+        if a.device == "cpu"
+        else why_no_kernels(torch.device(a.device, 0)) or "run"
+    )
 
 
 def attention(a: argparse.Namespace) -> dict[str, str]:
-    """What PyTorch's scaled_dot_product_attention would take, and what our op takes, causal, bf16, with and without gradients."""
+    """What PyTorch's scaled_dot_product_attention would take, and what our op takes, causal, bf16,
+    with and without gradients.
+    """
     from isotype.ops.attention import backend_of
 
     found = {}
     for length in (64,) if a.tiny else (4096, 16384):
         for depth in (64, 128, 256):
-            q = torch.empty(1, 8, length, depth, dtype=torch.bfloat16, device=a.device, requires_grad=True)
-            k = torch.empty(1, 2, length, depth, dtype=torch.bfloat16, device=a.device, requires_grad=True)
-            theirs = SDP.get(torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True), "?")
-            ours = [backend_of(q.dtype, q, k, k, None, causal=True, packed=packed) for packed in (False, True)]
+            q = torch.empty(
+                1, 8, length, depth, dtype=torch.bfloat16, device=a.device, requires_grad=True
+            )
+            k = torch.empty(
+                1, 2, length, depth, dtype=torch.bfloat16, device=a.device, requires_grad=True
+            )
+            theirs = SDP.get(
+                torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True), "?"
+            )
+            ours = [
+                backend_of(q.dtype, q, k, k, None, causal=True, packed=packed)
+                for packed in (False, True)
+            ]
             found[f"{length} x {depth}"] = f"PyTorch {theirs}, here {ours[0]}, packed {ours[1]}"
     return found
 
@@ -120,22 +151,35 @@ def copies(a: argparse.Namespace) -> dict[str, str]:
     size = 2**20 if a.tiny else 2**30
     here = torch.empty(size, dtype=torch.uint8, device=a.device)
     other = torch.empty_like(here)
-    found = {"on the device": f"{2 * size / seconds(a, lambda: other.copy_(here)) / 1e9:.0f} GB/s, read and written"}
+    found = {
+        "on the device": f"{2 * size / seconds(a, lambda: other.copy_(here)) / 1e9:.0f} GB/s, read and written"
+    }
     if a.device != "cpu":
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        found["to pinned memory"] = f"{size / seconds(a, lambda: host.copy_(here, non_blocking=True)) / 1e9:.1f} GB/s"
-        found["from pinned memory"] = f"{size / seconds(a, lambda: here.copy_(host, non_blocking=True)) / 1e9:.1f} GB/s"
+        found["to pinned memory"] = (
+            f"{size / seconds(a, lambda: host.copy_(here, non_blocking=True)) / 1e9:.1f} GB/s"
+        )
+        found["from pinned memory"] = (
+            f"{size / seconds(a, lambda: here.copy_(host, non_blocking=True)) / 1e9:.1f} GB/s"
+        )
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes of a test: the figures then mean nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes of a test: the figures then mean nothing"
+    )
     parser.add_argument("--json", help="write everything here, after each answer")
     a = parser.parse_args()
     if a.device != "cpu" and not torch.cuda.is_available():
-        print(f"no CUDA device (torch {torch.__version__}): --device cpu --tiny runs the same code", file=sys.stderr)
+        print(
+            f"no CUDA device (torch {torch.__version__}): --device cpu --tiny runs the same code",
+            file=sys.stderr,
+        )
         return 2
     questions: dict[str, Callable[[], Any]] = {
         "versions": versions, "compilers": compilers, "device": lambda: device(a), "Triton's kernels": lambda: kernels(a),
@@ -148,7 +192,11 @@ def main() -> int:
             found[name] = ask()
         except Exception as error:
             found[name], failed = f"failed: {type(error).__name__}: {error}", 1
-        lines = [f"  {k:24s} {v}" for k, v in found[name].items()] if isinstance(found[name], dict) else [f"  {found[name]}"]
+        lines = (
+            [f"  {k:24s} {v}" for k, v in found[name].items()]
+            if isinstance(found[name], dict)
+            else [f"  {found[name]}"]
+        )
         print("\n".join([name, *lines]), flush=True)
         if a.json:
             with open(a.json, "w") as file:

@@ -1,8 +1,10 @@
-"""One Markdown page of what `benchmarks/gpu.py` found, from its OUT/COMMAND.jsonl: machine, tests, whole steps, profiles, ops, failures.
+"""One Markdown page of what `benchmarks/gpu.py` found, from its OUT/COMMAND.jsonl: machine, tests,
+whole steps, profiles, ops, failures.
 
     python benchmarks/gpu_table.py gpu > benchmarks/results/2026-12-01-h100.md
 
-The last line of a part counts. Ratios are between medians of one folder; figures of `--tiny` say that the code runs, and nothing else.
+The last line of a part counts. Ratios are between medians of one folder; figures of `--tiny` say
+that the code runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ COUNTS = re.compile(r"\d+ (?:passed|failed|skipped|errors?|xfailed)")
 def table(folders: Sequence[Path]) -> str:
     """Markdown. folders: the newest first; what an earlier one lacks is taken from a later one."""
     parts = read(folders)
-    of = {what: [line for (command, _), line in parts.items() if command == what] for what in {command for command, _ in parts}}
+    of = {
+        what: [line for (command, _), line in parts.items() if command == what]
+        for what in {command for command, _ in parts}
+    }
     sections = [
         machine(of.get("probe", [])),
         tests(of.get("tests", [])),
@@ -31,8 +36,17 @@ def table(folders: Sequence[Path]) -> str:
         ops(of.get("ops", [])),
         failures(parts),
     ]
-    device = next((line["rows"]["device"]["name"] for line in of.get("probe", []) if line["rows"]), "a device that was not asked")
-    return "\n".join([f"# Found on {device}", "", *(line for section in sections if section for line in [*section, ""])])
+    device = next(
+        (line["rows"]["device"]["name"] for line in of.get("probe", []) if line["rows"]),
+        "a device that was not asked",
+    )
+    return "\n".join(
+        [
+            f"# Found on {device}",
+            "",
+            *(line for section in sections if section for line in [*section, ""]),
+        ]
+    )
 
 
 def read(folders: Sequence[Path]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -48,7 +62,11 @@ def read(folders: Sequence[Path]) -> dict[tuple[str, str], dict[str, Any]]:
 
 def rows_of(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     def line(cells: Sequence[object]) -> str:
-        return "| " + " | ".join("" if cell is None else str(cell).replace("|", "/") for cell in cells) + " |"
+        return (
+            "| "
+            + " | ".join("" if cell is None else str(cell).replace("|", "/") for cell in cells)
+            + " |"
+        )
 
     return [line(head), "|" + "---|" * len(head), *map(line, rows)] if rows else []
 
@@ -61,18 +79,33 @@ def machine(lines: list[dict[str, Any]]) -> list[str]:
         "device": found.get("device"), "kernels of Triton": found.get("Triton's kernels"), "versions": found.get("versions"),
         "products": found.get("products"), "copies": found.get("copies"), "attention": found.get("attention"),
     }  # fmt: skip
-    said = {name: ", ".join(f"{k} {v}" for k, v in one.items()) if isinstance(one, dict) else one for name, one in flat.items()}
+    said = {
+        name: ", ".join(f"{k} {v}" for k, v in one.items()) if isinstance(one, dict) else one
+        for name, one in flat.items()
+    }
     return ["## Machine", "", *rows_of(("", ""), list(said.items()))]
 
 
 def tests(lines: list[dict[str, Any]]) -> list[str]:
-    rows = [(line["part"], ", ".join(COUNTS.findall(last_of(line))) or last_of(line), line["rc"], line["seconds"]) for line in lines]
+    rows = [
+        (
+            line["part"],
+            ", ".join(COUNTS.findall(last_of(line))) or last_of(line),
+            line["rc"],
+            line["seconds"],
+        )
+        for line in lines
+    ]
     return ["## Tests", "", *rows_of(("part", "result", "exit code", "s"), rows)] if rows else []
 
 
 def steps(rows: list[dict[str, Any]]) -> list[str]:
-    """Whole training steps: a line for each contender, beside PEFT of the same model, base and length."""
-    beside = {(row["model"], row["base"], row["tokens"]): row for row in rows if row["who"] == "peft"}
+    """Whole training steps: a line for each contender, beside PEFT of the same model, base and
+    length.
+    """
+    beside = {
+        (row["model"], row["base"], row["tokens"]): row for row in rows if row["who"] == "peft"
+    }
     made = []
     for row in rows:
         peft = beside.get((row["model"], row["base"], row["tokens"]))
@@ -86,7 +119,9 @@ def steps(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def profiles(lines: list[dict[str, Any]]) -> list[str]:
-    """Measured beside counted (`benchmarks/ledger.py`), and what of a step is the host's: wall time beside the device's own."""
+    """Measured beside counted (`benchmarks/ledger.py`), and what of a step is the host's: wall time
+    beside the device's own.
+    """
     made = []
     for line in lines:
         for row in line["rows"] or []:
@@ -120,8 +155,16 @@ def ops(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def failures(parts: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
-    rows = [(command, name, line["rc"], last_of(line)) for (command, name), line in parts.items() if line["rc"]]
-    return ["## Not done", "", *rows_of(("command", "part", "exit code", "its last line"), rows)] if rows else []
+    rows = [
+        (command, name, line["rc"], last_of(line))
+        for (command, name), line in parts.items()
+        if line["rc"]
+    ]
+    return (
+        ["## Not done", "", *rows_of(("command", "part", "exit code", "its last line"), rows)]
+        if rows
+        else []
+    )
 
 
 def last_of(line: dict[str, Any]) -> str:

@@ -1,7 +1,9 @@
-"""`isotype import` on folders of configurations, a line for each file: `python benchmarks/import_outcomes.py NAME=FOLDER ...`
+"""`isotype import` on folders of configurations, a line for each file: `python
+benchmarks/import_outcomes.py NAME=FOLDER ...`
 
-Writes tab-separated lines to standard output (project, file, outcome, tool, keys by what became of them, keys not known, contradictions
-in the result) and the sums to standard error. A result with a contradiction is a fault of `isotype import`.
+Writes tab-separated lines to standard output (project, file, outcome, tool, keys by what became of
+them, keys not known, contradictions in the result) and the sums to standard error. A result with a
+contradiction is a fault of `isotype import`.
 """
 
 from __future__ import annotations
@@ -17,17 +19,31 @@ from isotype.errors import UsageError
 from isotype.precision import resolve
 from isotype.translate import Fate, translate
 
-TASK_ROLES = {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32", "ema": "fp32"}
+TASK_ROLES = {
+    "vae": "fp32",
+    "text_encoder": "compute",
+    "timesteps": "fp32",
+    "latents": "fp32",
+    "ema": "fp32",
+}
 SUFFIXES = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
 
 
 def contradictions(file: Path) -> list[str]:
-    """Of the precision settings of a configuration of Isotype, on a GPU that has bf16: codes of warnings, and errors as they are told."""
+    """Of the precision settings of a configuration of Isotype, on a GPU that has bf16: codes of
+    warnings, and errors as they are told.
+    """
     config = load(file).config
-    roles = {role: value for role, value in config.precision.model_dump().items() if value is not None}
+    roles = {
+        role: value for role, value in config.precision.model_dump().items() if value is not None
+    }
     try:
         resolved = resolve(
-            roles, device=by_name("h100"), adapter=config.adapter.kind, optimizer=config.train.optimizer, task_roles=TASK_ROLES
+            roles,
+            device=by_name("h100"),
+            adapter=config.adapter.kind,
+            optimizer=config.train.optimizer,
+            task_roles=TASK_ROLES,
         )
     except UsageError as error:
         return [str(error)]
@@ -45,16 +61,35 @@ def outcome(file: Path) -> tuple[str, ...]:
         written = Path(folder, "run.yaml")
         written.write_text(result.text, encoding="utf-8")
         wrong = contradictions(written)
-    unknown = [entry.given.name for entry in result.outcomes if "does not know this key" in entry.note]
-    return ("translated", result.tool, *[str(result.counts[fate]) for fate in Fate], " ".join(unknown), " ".join(wrong))
+    unknown = [
+        entry.given.name for entry in result.outcomes if "does not know this key" in entry.note
+    ]
+    return (
+        "translated",
+        result.tool,
+        *[str(result.counts[fate]) for fate in Fate],
+        " ".join(unknown),
+        " ".join(wrong),
+    )
 
 
 def main(projects: list[str]) -> None:
-    print("project", "file", "outcome", "tool", *[str(fate) for fate in Fate], "unknown", "contradictions", sep="\t")
+    print(
+        "project",
+        "file",
+        "outcome",
+        "tool",
+        *[str(fate) for fate in Fate],
+        "unknown",
+        "contradictions",
+        sep="\t",
+    )
     for project in projects:
         name, _, folder = project.partition("=")
         sums: Counter[str] = Counter()
-        for file in sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+        for file in sorted(
+            path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES and path.is_file()
+        ):
             row = outcome(file)
             print(name, file.relative_to(folder), *row, sep="\t")
             sums["files"] += 1

@@ -1,9 +1,12 @@
-"""The ledger of one step of Llama-3.1-8B QLoRA on an H200, counted without a GPU, beside Unsloth's published code at the same shapes.
+"""The ledger of one step of Llama-3.1-8B QLoRA on an H200, counted without a GPU, beside Unsloth's
+published code at the same shapes.
 
-    python benchmarks/ledger.py --tokens 4096 --host-ms 171 --out benchmarks/results/2026-11-24-ledger-4096.md
+    python benchmarks/ledger.py --tokens 4096 --host-ms 171 --out
+    benchmarks/results/2026-11-24-ledger-4096.md
 
-Ours is recorded from a step on meta tensors, launch by launch; Unsloth's is `unsloth_step`. One row of so many tokens, every linear layer
-adapted, and the kind of recomputation given. No weights are made; a minute or two on a CPU.
+Ours is recorded from a step on meta tensors, launch by launch; Unsloth's is `unsloth_step`. One row
+of so many tokens, every linear layer adapted, and the kind of recomputation given. No weights are
+made; a minute or two on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ from typing import Any
 
 import torch
 import unsloth_step
-from ledger_rows import Launches, Rates, Row, grouped, step_seconds, waiting, without_recomputation, work
+from ledger_rows import (
+    Launches,
+    Rates,
+    Row,
+    grouped,
+    step_seconds,
+    waiting,
+    without_recomputation,
+    work,
+)
 from transformers import AutoConfig
 
 from isotype.config.load import load
@@ -56,7 +68,9 @@ SMALL = 256  # a product with a dimension below this is an adapter's
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """rows: ours; theirs: Unsloth's, None where its code is not counted for this model; peak and their_peak: bytes."""
+    """rows: ours; theirs: Unsloth's, None where its code is not counted for this model; peak and
+    their_peak: bytes.
+    """
 
     device: str
     rates: Rates
@@ -78,7 +92,11 @@ class Ledger:
             "rates": self.rates.__dict__,
             "recompute": self.what,
             "measured": False,
-            "ours": {"rows": each(self.rows), "seconds": self.seconds(self.rows), "peak": self.peak},
+            "ours": {
+                "rows": each(self.rows),
+                "seconds": self.seconds(self.rows),
+                "peak": self.peak,
+            },
             "unsloth": None
             if self.theirs is None
             else {
@@ -97,7 +115,10 @@ class Ledger:
             f"recompute   {self.what}",
             f"  {'phase':<11}{'launch':<58}{'count':>6}{'MB each':>10}{'GFLOP each':>12}{'ms in all':>11}",
         ]
-        for title, rows in (("ours", self.rows), (f"Unsloth {unsloth_step.VERSION}", self.theirs or [])):
+        for title, rows in (
+            ("ours", self.rows),
+            (f"Unsloth {unsloth_step.VERSION}", self.theirs or []),
+        ):
             if not rows:
                 continue
             lines.append(f"{title}")
@@ -113,18 +134,28 @@ class Ledger:
         """Time by part and phase for both programs, with one line for each difference."""
         ours, theirs = by_part(self.rows, self.rates), by_part(self.theirs or [], self.rates)
         lines = [f"{'in all':<35}{'ours ms':>10}{'Unsloth ms':>12}{'saved ms':>10}"]
-        for key in sorted({*ours, *theirs}, key=lambda k: -max(ours.get(k, 0.0), theirs.get(k, 0.0))):
+        for key in sorted(
+            {*ours, *theirs}, key=lambda k: -max(ours.get(k, 0.0), theirs.get(k, 0.0))
+        ):
             a, b = 1e3 * ours.get(key, 0.0), 1e3 * theirs.get(key, 0.0)
             if max(a, b) >= 0.005:
-                lines.append(f"  {key:<33}{a:>10.2f}{b:>12.2f}{b - a:>10.2f}" if self.theirs else f"  {key:<33}{a:>10.2f}")
+                lines.append(
+                    f"  {key:<33}{a:>10.2f}{b:>12.2f}{b - a:>10.2f}"
+                    if self.theirs
+                    else f"  {key:<33}{a:>10.2f}"
+                )
         lines += self._copies()
         mine = self.seconds(self.rows)
         if self.theirs:
             other = self.seconds(self.theirs)
             saved = 1e3 * (other - mine)
-            lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}{1e3 * other:>12.2f}{saved:>10.2f}   {other / mine:.2f}x")
+            lines.append(
+                f"  {'the step':<33}{1e3 * mine:>10.2f}{1e3 * other:>12.2f}{saved:>10.2f}   {other / mine:.2f}x"
+            )
             share = self.peak / self.their_peak
-            lines.append(f"  {'memory at the peak':<33}{shown(self.peak):>10}{shown(self.their_peak):>12}{'':>10}   {share:.2f}x, counted")
+            lines.append(
+                f"  {'memory at the peak':<33}{shown(self.peak):>10}{shown(self.their_peak):>12}{'':>10}   {share:.2f}x, counted"
+            )
         else:
             lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}")
         return lines
@@ -137,7 +168,8 @@ class Ledger:
             if any(copies.values()):
                 host = self.rates.host * self.rates.copy / 1e9
                 each = ", ".join(
-                    f"{phase} {1e3 * copies[phase]:.0f} ms beside {1e3 * beside[phase]:.0f}" for phase in ("forward", "backward")
+                    f"{phase} {1e3 * copies[phase]:.0f} ms beside {1e3 * beside[phase]:.0f}"
+                    for phase in ("forward", "backward")
                 )
                 lines.append(f"  copies to and from the host at {host:.0f} GB/s, {title}: {each}")
         return lines
@@ -151,7 +183,11 @@ def by_part(rows: Iterable[Row], rates: Rates) -> dict[str, float]:
         if row.kind != "copy":
             key = f"{row.phase}: {part_of(row)}"
             found[key] = found.get(key, 0.0) + rates.seconds(row)
-    late = {f"{phase}: waiting for copies": seconds for phase, seconds in waiting(rows, rates).items() if seconds}
+    late = {
+        f"{phase}: waiting for copies": seconds
+        for phase, seconds in waiting(rows, rates).items()
+        if seconds
+    }
     return found | late
 
 
@@ -165,18 +201,35 @@ def part_of(row: Row) -> str:
         if row.source:
             return "adapters" if name.startswith("adapter") else "base products"
         sizes = [int(n) for n in name.split(" ", 1)[1].split(" x ")]
-        return "head and loss" if max(sizes) > 100_000 else "adapters" if min(sizes) < SMALL else "base products"
-    return next((part for part, words in PARTS.items() if any(word in name for word in words)), "everything else")
+        return (
+            "head and loss"
+            if max(sizes) > 100_000
+            else "adapters"
+            if min(sizes) < SMALL
+            else "base products"
+        )
+    return next(
+        (part for part, words in PARTS.items() if any(word in name for word in words)),
+        "everything else",
+    )
 
 
 def rates_of(hardware: Hardware) -> Rates:
     """Raises  UsageError for a device without published figures."""
     flops = hardware.peak_tflops.get("bf16")
     if not flops or not hardware.bandwidth_gbs:
-        raise UsageError(f"{hardware.name}: no published bf16 TFLOP/s and bandwidth", fix="--device h200")
+        raise UsageError(
+            f"{hardware.name}: no published bf16 TFLOP/s and bandwidth", fix="--device h200"
+        )
     # Hopper, Blackwell and MI300 have PCIe 5.0
-    newer = hardware.architecture.startswith("gfx9") if hardware.kind == "rocm" else float(hardware.architecture or 0) >= 9
-    return Rates(flops=flops * 1e12, bandwidth=hardware.bandwidth_gbs * 1e9, host=64e9 if newer else 32e9)
+    newer = (
+        hardware.architecture.startswith("gfx9")
+        if hardware.kind == "rocm"
+        else float(hardware.architecture or 0) >= 9
+    )
+    return Rates(
+        flops=flops * 1e12, bandwidth=hardware.bandwidth_gbs * 1e9, host=64e9 if newer else 32e9
+    )
 
 
 def recorded(
@@ -187,12 +240,16 @@ def recorded(
     *,
     checkpointing: Checkpointing,
 ) -> list[Row]:
-    """The launches of one optimizer step on a GPU: `train.accumulate` micro-batches, and the update."""
+    """The launches of one optimizer step on a GPU: `train.accumulate` micro-batches, and the
+    update.
+    """
     device = torch.device("meta")
     apply_checkpointing(made.model, checkpointing)
     with without_data("cuda"), without_warnings():
         make_fake(made.model, device)
-        accumulator = GradientAccumulator(made.model.parameters(), dtype=precision.grads, reduce=precision.reduce)
+        accumulator = GradientAccumulator(
+            made.model.parameters(), dtype=precision.grads, reduce=precision.reduce
+        )
         plain = train.model_copy(update={"optimizer": "adamw"})
         optimizer = build_optimizer(made.model, plain, precision, accumulator.gradient)
         stepper = Stepper(made.model, optimizer, accumulator, precision, train, largest.loss_sum)
@@ -210,7 +267,12 @@ def recorded(
     if precision.trainable == precision.grads == precision.optimizer == "fp32":
         # a run takes PyTorch's fused AdamW, which refuses meta tensors: one launch for all of them
         update = [row for row in launches.rows if row.phase == "update"]
-        one = Row(phase="update", name="AdamW, fused", kind="memory", bytes=sum(row.bytes for row in update))
+        one = Row(
+            phase="update",
+            name="AdamW, fused",
+            kind="memory",
+            bytes=sum(row.bytes for row in update),
+        )
         return [row for row in launches.rows if row.phase != "update"] + [one]
     return list(launches.rows)
 
@@ -238,16 +300,22 @@ def step_ledger(
     memory: MemoryPlan,
     packing: bool = False,
 ) -> Ledger:
-    """Ours recorded, and Unsloth's where its Llama code would run: every projection adapted, rows not packed.
+    """Ours recorded, and Unsloth's where its Llama code would run: every projection adapted, rows
+    not packed.
 
     rank    of the adapters, 0 where there are none
     memory  the plan of the same step
     """
-    rows, rates = recorded(made, train, precision, largest, checkpointing=checkpointing), rates_of(hardware)
+    rows, rates = (
+        recorded(made, train, precision, largest, checkpointing=checkpointing),
+        rates_of(hardware),
+    )
     theirs, their_peak = None, 0
     config: Any = getattr(made.model, "config", None)
     if rank and not packing and getattr(config, "model_type", "") in ("llama", "mistral", "qwen2"):
-        s = shapes_of(config, rows=largest.rows, length=largest.length, rank=rank, nf4=precision.base == "nf4")
+        s = shapes_of(
+            config, rows=largest.rows, length=largest.length, rank=rank, nf4=precision.base == "nf4"
+        )
         one = unsloth_step.step(s)
         update = [row for row in one if row.phase == "update"]
         theirs = [row for row in one if row.phase != "update"] * train.accumulate + update
@@ -260,7 +328,9 @@ def step_ledger(
     )  # fmt: skip
 
 
-def ledger_of(tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int, base: str = "nf4") -> Ledger:
+def ledger_of(
+    tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int, base: str = "nf4"
+) -> Ledger:
     given = [
         f"precision.preset={base}-lora",
         f"adapter.r={rank}",
@@ -272,41 +342,82 @@ def ledger_of(tokens: int, *, kind: str, kept: str, rank: int, device: str, laye
     made = outline(
         AutoConfig.for_model(**{**LLAMA_31_8B, "num_hidden_layers": layers}), config, precision, device_type="cuda"
     )  # fmt: skip
-    what = Checkpointing(kind, tuple(range(layers)), layers, "asked", **KEPT[kept]) if kind != "none" else Checkpointing(kind)
+    what = (
+        Checkpointing(kind, tuple(range(layers)), layers, "asked", **KEPT[kept])
+        if kind != "none"
+        else Checkpointing(kind)
+    )
     largest = step_outline(config, precision, length=tokens, device_type="cuda")
-    memory = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
+    memory = plan_memory(
+        made, config.train, precision, largest, checkpointing=what, device_type="cuda"
+    )
     if memory.not_simulated:
         sys.exit(f"the step could not be simulated: {memory.not_simulated}")
-    return step_ledger(made, config.train, precision, by_name(device), largest, rank=rank, checkpointing=what, memory=memory)
+    return step_ledger(
+        made,
+        config.train,
+        precision,
+        by_name(device),
+        largest,
+        rank=rank,
+        checkpointing=what,
+        memory=memory,
+    )
 
 
 def beside(ledger: Ledger, kept: Ledger, host_ms: float | None) -> str:
-    """Rows under a ledger's sum: the step where neither program recomputes (`kept` is ours), and the host's time."""
-    ours, theirs = 1e3 * kept.seconds(kept.rows), 1e3 * ledger.seconds(without_recomputation(ledger.theirs or []))
-    lines = [f"  {'neither recomputes':<33}{ours:>10.2f}{theirs:>12.2f}{theirs - ours:>10.2f}   {theirs / ours:.2f}x"] if theirs else []
+    """Rows under a ledger's sum: the step where neither program recomputes (`kept` is ours), and
+    the host's time.
+    """
+    ours, theirs = (
+        1e3 * kept.seconds(kept.rows),
+        1e3 * ledger.seconds(without_recomputation(ledger.theirs or [])),
+    )
+    lines = (
+        [
+            f"  {'neither recomputes':<33}{ours:>10.2f}{theirs:>12.2f}{theirs - ours:>10.2f}   {theirs / ours:.2f}x"
+        ]
+        if theirs
+        else []
+    )
     if host_ms:
         mine = 1e3 * ledger.seconds(ledger.rows)
         bound = "the host bounds this step" if host_ms > mine else "below the device's"
-        lines.append(f"  {'host, measured on one CPU core':<33}{host_ms:>10.2f}   {bound}; Unsloth's was not measured")
+        lines.append(
+            f"  {'host, measured on one CPU core':<33}{host_ms:>10.2f}   {bound}; Unsloth's was not measured"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--kind", default="layers+offload", choices=["none", "layers", "layers+offload"])
+    parser.add_argument(
+        "--kind", default="layers+offload", choices=["none", "layers", "layers+offload"]
+    )
     parser.add_argument("--kept", default="attention", choices=list(KEPT))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", default="h200")
     parser.add_argument(
-        "--host-ms", type=float, help="of our step, measured: `benchmarks/lora.py --part host`; a row beside the device's time"
+        "--host-ms",
+        type=float,
+        help="of our step, measured: `benchmarks/lora.py --part host`; a row beside the device's time",
     )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
 
     def counted(kind: str) -> Ledger:
-        return ledger_of(asked.tokens, kind=kind, kept=asked.kept, rank=asked.rank, device=asked.device, layers=asked.layers)
+        return ledger_of(
+            asked.tokens,
+            kind=kind,
+            kept=asked.kept,
+            rank=asked.rank,
+            device=asked.device,
+            layers=asked.layers,
+        )
 
     ledger = counted(asked.kind)
     rest = beside(ledger, counted("none") if asked.kind != "none" else ledger, asked.host_ms)

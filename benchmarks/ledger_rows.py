@@ -1,4 +1,5 @@
-"""The rows of a ledger: launches of one step with their bytes and FLOPs, and their times, computed from stated efficiencies.
+"""The rows of a ledger: launches of one step with their bytes and FLOPs, and their times, computed
+from stated efficiencies.
 
 `Launches` records them from a step that runs on meta tensors.
 """
@@ -26,22 +27,38 @@ def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor
     return loss_T, torch.empty_like(loss_T)
 
 
-@library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_kernel_losses)
+@library_op(
+    "cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)",
+    fake=_kernel_losses,
+)
 def _kernel_forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
+    raise NotImplementedError(
+        "this operator has no data: the kernel is triton.cross_entropy_forward"
+    )
 
 
-@library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
+@library_op(
+    "cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()",
+    fake=lambda *_: None,
+)
 def _kernel_backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
-    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
+    raise NotImplementedError(
+        "this operator has no data: the kernel is triton.cross_entropy_backward"
+    )
 
 
 class Planned:
-    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
+    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read
+    and write.
+    """
 
     @staticmethod
     def cross_entropy_forward(
-        logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor | None = None,
+        dloss: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
         if out_TV is not None:
@@ -50,7 +67,14 @@ class Planned:
 
     @staticmethod
     def cross_entropy_backward(
-        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        lse_T: Tensor,
+        dloss_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor,
+        classes: int,
+        first: int = 0,
     ) -> Tensor:
         _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
         return out_TV
@@ -86,14 +110,18 @@ class Rates:
 
     flops      FLOP/s of dense bf16 products as published
     bandwidth  bytes/s as published
-    host       bytes/s one way between the host and the device: PCIe 5.0 x16 or 4.0 x16, as specified
-    launch     seconds below which no launch takes less; assumed, as what a kernel with next to no work takes
+    host       bytes/s one way between the host and the device: PCIe 5.0 x16 or 4.0 x16, as
+               specified
+    launch     seconds below which no launch takes less; assumed, as what a kernel with next to no
+               work takes
     shares     of each that a kind of launch reaches
 
-    A copy's 85% of PCIe is what pinned memory gives large blocks elsewhere; it was not measured either.
-    Shares: products 0.80 and copies 0.90 were measured on an H200 (788 TFLOP/s at 8192 x 8192 x 8192, 4.3 TB/s); elementwise kernels are
-    assumed to reach 85% of a copy. Attention's are cuDNN's on an H100 as Shah et al. 2024 (FlashAttention-3, figures 5 and 6) plot them for
-    causal heads of 128. No step of a model was measured: a ledger's times are for comparison, not predictions.
+    A copy's 85% of PCIe is what pinned memory gives large blocks elsewhere; it was not measured
+    either. Shares: products 0.80 and copies 0.90 were measured on an H200 (788 TFLOP/s at 8192 x
+    8192 x 8192, 4.3 TB/s); elementwise kernels are assumed to reach 85% of a copy. Attention's are
+    cuDNN's on an H100 as Shah et al. 2024 (FlashAttention-3, figures 5 and 6) plot them for causal
+    heads of 128. No step of a model was measured: a ledger's times are for comparison, not
+    predictions.
     """
 
     flops: float
@@ -109,13 +137,19 @@ class Rates:
     def seconds(self, row: Row) -> float:
         if row.kind == "copy":
             return row.count * row.bytes / (self.host * self.copy)
-        share = {"product": self.product, "attention": self.attention, "attention backward": self.attention_backward}.get(row.kind)
+        share = {
+            "product": self.product,
+            "attention": self.attention,
+            "attention backward": self.attention_backward,
+        }.get(row.kind)
         compute = row.flops / (self.flops * share) if share else 0.0
         return row.count * max(compute, row.bytes / (self.bandwidth * self.memory), self.launch)
 
 
 def without_recomputation(rows: Iterable[Row]) -> list[Row]:
-    """Of a program that could keep all: no recomputes, and no copies between the host and the device."""
+    """Of a program that could keep all: no recomputes, and no copies between the host and the
+    device.
+    """
     return [row for row in rows if row.phase != "recompute" and row.kind != "copy"]
 
 
@@ -126,7 +160,9 @@ def step_seconds(rows: Iterable[Row], rates: Rates) -> float:
 
 
 def work(rows: Iterable[Row], rates: Rates, *, kind: str | None = None) -> dict[str, float]:
-    """Seconds of forward, backward with its recomputes, and update: of everything except copies, or of one kind of launch."""
+    """Seconds of forward, backward with its recomputes, and update: of everything except copies, or
+    of one kind of launch.
+    """
     found = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     for row in rows:
         if row.kind != "copy" if kind is None else row.kind == kind:
@@ -137,26 +173,55 @@ def work(rows: Iterable[Row], rates: Rates, *, kind: str | None = None) -> dict[
 def waiting(rows: Iterable[Row], rates: Rates) -> dict[str, float]:
     rows = list(rows)
     copies = work(rows, rates, kind="copy")
-    return {phase: max(0.0, copies[phase] - seconds) for phase, seconds in work(rows, rates).items()}
+    return {
+        phase: max(0.0, copies[phase] - seconds) for phase, seconds in work(rows, rates).items()
+    }
 
 
 def product(
-    phase: str, name: str, m: int, n: int, k: int, *, adds: bool = False, itemsize: int = 2, out: int | None = None, source: str = ""
+    phase: str,
+    name: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    adds: bool = False,
+    itemsize: int = 2,
+    out: int | None = None,
+    source: str = "",
 ) -> Row:
     """[m k] @ [k n]; `adds` onto a result that is read too; `out` is the result's item size."""
     out = itemsize if out is None else out
     moved = itemsize * (m * k + k * n) + out * m * n * (2 if adds else 1)
-    return Row(phase=phase, name=name, kind="product", bytes=moved, flops=2.0 * m * n * k, source=source)
+    return Row(
+        phase=phase, name=name, kind="product", bytes=moved, flops=2.0 * m * n * k, source=source
+    )
 
 
-def attention(phase: str, name: str, batch: int, heads: int, key_heads: int, length: int, depth: int, source: str = "") -> Row:
+def attention(
+    phase: str,
+    name: str,
+    batch: int,
+    heads: int,
+    key_heads: int,
+    length: int,
+    depth: int,
+    source: str = "",
+) -> Row:
     """Causal, in bf16: two products forward, five backward, of half the scores."""
     backward = phase == "backward"
     half = batch * heads * length * length * depth
     q, k = 2 * batch * heads * length * depth, 2 * batch * key_heads * length * depth
     moved = (4 * q + 4 * k) if backward else (2 * q + 2 * k)
     kind: Kind = "attention backward" if backward else "attention"
-    return Row(phase=phase, name=name, kind=kind, bytes=moved, flops=half * (5.0 if backward else 2.0), source=source)
+    return Row(
+        phase=phase,
+        name=name,
+        kind=kind,
+        bytes=moved,
+        flops=half * (5.0 if backward else 2.0),
+        source=source,
+    )
 
 
 def memory(phase: str, name: str, moved: float, source: str = "") -> Row:
@@ -173,7 +238,17 @@ def grouped(rows: Iterable[Row]) -> list[Row]:
 
 
 # no launch: memory is handed out, or a tensor's description is asked for
-_FREE = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "resize_"}
+_FREE = {
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+    "resize_",
+}
 # the first argument is written without being read
 _WRITES = {"copy_", "zero_", "fill_"}
 # only the first argument's description is read
@@ -197,7 +272,9 @@ class Launches(TorchDispatchMode):
             return "recompute"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function is torch.ops.isotype.linear_cross_entropy_forward.default:
             return self._head(*args)
@@ -208,7 +285,9 @@ class Launches(TorchDispatchMode):
         return result
 
     def _head(self, *args: Any) -> Any:
-        """For PyTorch this is one operator. It launches one or two products and one loss per chunk, and each is recorded."""
+        """For PyTorch this is one operator. It launches one or two products and one loss per chunk,
+        and each is recorded.
+        """
         inside: Any = head._forward
         with self, patch.object(head, "row_paths", lambda x: Planned):
             return inside.__wrapped__(*args)
@@ -218,17 +297,29 @@ class Launches(TorchDispatchMode):
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_meta]
         if not inputs and not outputs:
             return
-        read = inputs[1:] if name in _WRITES else inputs[:-1] if name == "cross_entropy_kernel_backward" else inputs
+        read = (
+            inputs[1:]
+            if name in _WRITES
+            else inputs[:-1]
+            if name == "cross_entropy_kernel_backward"
+            else inputs
+        )
         if name in _MAKES:
             if not result.dim():
-                return  # a zero that stands for a tensor nobody reads: made once, kept for the process (isotype.ops.recompute)
+                # a zero that stands for a tensor nobody reads: made once, kept for the process
+                # (isotype.ops.recompute)
+                return
             read = []
         if kwargs.get("beta") == 0:
             # the addend is not read
             read = [t for t in read if t is not args[0]]
         # what an operator changes in place and does not return
         if not outputs:
-            outputs = [t for t, a in zip(args, function._schema.arguments) if isinstance(t, Tensor) and a.alias_info is not None]
+            outputs = [
+                t
+                for t, a in zip(args, function._schema.arguments)
+                if isinstance(t, Tensor) and a.alias_info is not None
+            ]
         if kwargs.get("out") is not None and not _accumulates(name, args, kwargs):
             read = [t for t in read if t is not kwargs["out"]]
         if name in _GATHERS:
@@ -237,17 +328,23 @@ class Launches(TorchDispatchMode):
         if name == "host_copy":
             shape = " x ".join(map(str, args[0].shape))
             phase = "forward" if self.phase == "forward" else "backward"
-            self.rows.append(Row(phase=phase, name=f"{name} {shape}", kind="copy", bytes=_bytes(args[0])))
+            self.rows.append(
+                Row(phase=phase, name=f"{name} {shape}", kind="copy", bytes=_bytes(args[0]))
+            )
             return
         kind, flops, sizes = _work(name, args, result)
         moved = sum(map(_bytes, read)) + sum(map(_bytes, outputs))
         if moved or flops:
-            self.rows.append(Row(phase=self.phase, name=f"{name} {sizes}", kind=kind, bytes=moved, flops=flops))
+            self.rows.append(
+                Row(phase=self.phase, name=f"{name} {sizes}", kind=kind, bytes=moved, flops=flops)
+            )
 
 
 def _is_view(function: Any) -> bool:
     returns = function._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
 
 
 def _accumulates(name: str, args: Any, kwargs: Any) -> bool:
@@ -262,7 +359,9 @@ def _bytes(t: Tensor) -> int:
 def _work(name: str, args: Any, result: Any) -> tuple[Kind, float, str]:
     """(kind, FLOPs, sizes) of one launch."""
     if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
-        left, right = (args[1], args[2]) if name in ("addmm", "addmm_", "baddbmm") else (args[0], args[1])
+        left, right = (
+            (args[1], args[2]) if name in ("addmm", "addmm_", "baddbmm") else (args[0], args[1])
+        )
         batch = left.shape[0] if left.dim() == 3 else 1
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         return "product", 2.0 * batch * m * k * n, f"{m} x {k} x {n}"
@@ -272,8 +371,16 @@ def _work(name: str, args: Any, result: Any) -> tuple[Kind, float, str]:
         # rows of documents, [T N D], are counted as one: an upper bound
         positions_first = name.startswith("_flash")
         shape = tuple(q.shape) if q.dim() == 4 else (1, *q.shape)
-        batch, heads, length, depth = (shape[0], shape[2], shape[1], shape[3]) if positions_first else shape
+        batch, heads, length, depth = (
+            (shape[0], shape[2], shape[1], shape[3]) if positions_first else shape
+        )
         half = float(batch * heads * length * length * depth)
-        return ("attention backward", 5 * half, f"{length} x {depth}") if backward else ("attention", 2 * half, f"{length} x {depth}")
-    shapes = [t for t in tree_leaves(result) if isinstance(t, Tensor)] or [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        return (
+            ("attention backward", 5 * half, f"{length} x {depth}")
+            if backward
+            else ("attention", 2 * half, f"{length} x {depth}")
+        )
+    shapes = [t for t in tree_leaves(result) if isinstance(t, Tensor)] or [
+        t for t in tree_leaves(args) if isinstance(t, Tensor)
+    ]
     return "memory", 0.0, " x ".join(map(str, shapes[0].shape)) if shapes else ""

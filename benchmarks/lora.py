@@ -1,27 +1,35 @@
-"""The fused LoRA beside PEFT's own code: tokens a second, what the adapters cost, blocks alone, and memory of the step.
+"""The fused LoRA beside PEFT's own code: tokens a second, what the adapters cost, blocks alone, and
+memory of the step.
 
     python benchmarks/lora.py --part blocks          # a linear, Q/K/V and a gated MLP alone
     python benchmarks/lora.py --part model           # the whole step
     python benchmarks/lora.py --part checkpointing   # the same with gradient checkpointing
     python benchmarks/lora.py --part memory          # a process for each contender
-    python benchmarks/lora.py --part host --threads 1    # CPU time and calls where there is next to nothing to compute: a layer, a step
-    python benchmarks/lora.py --part model --base nf4 --profile operators.txt    # QLoRA, with the operators of a step of each contender
-    python benchmarks/lora.py --part model --rows PEFT Isotype Unsloth --device cuda    # Unsloth: a process of its own, on a GPU
-    python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --length 1024 --json
+    python benchmarks/lora.py --part host --threads 1    # CPU time and calls where there is next to
+                                                         nothing to compute: a layer, a step
+    python benchmarks/lora.py --part model --base nf4 --profile operators.txt    # QLoRA, with the
+    operators of a step of each contender
+    python benchmarks/lora.py --part model --rows PEFT Isotype Unsloth --device cuda    # Unsloth: a
+    process of its own, on a GPU python benchmarks/lora.py --device cuda --hidden 4096
+    --intermediate 14336 --layers 4 --length 1024 --json
 
-A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512 tokens, rank 16 on every linear layer, fp32
-adapters over frozen bf16 weights, bf16 autocast, AdamW. Contenders take turns in one process, in an order that alternates, on the same
-weights and inputs; ratios are between medians of one run.
+A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512
+tokens, rank 16 on every linear layer, fp32 adapters over frozen bf16 weights, bf16 autocast, AdamW.
+Contenders take turns in one process, in an order that alternates, on the same weights and inputs;
+ratios are between medians of one run.
 
     PEFT           plain transformers and PEFT
     PEFT, our ops  the model optimized, LoRA layers left to PEFT
     Isotype        isotype.optimize(model)
-    no adapter     the same optimized model without adapters; its first norm is trained so that backward runs through all of it
-    Unsloth        Unsloth's own Llama with its own checkpointing, after the others and in a process of its own, since importing it
-                   patches torch and transformers; where it cannot run, its row says why not
+    no adapter     the same optimized model without adapters; its first norm is trained so that
+                   backward runs through all of it
+    Unsloth        Unsloth's own Llama with its own checkpointing, after the others and in a process
+                   of its own, since importing it patches torch and transformers; where it cannot
+                   run, its row says why not
 
-Memory of the step is the process's highest resident size during a step (allocator's peak on a GPU) less what it held before it, weights
-and optimizer states, after one step has warmed everything up; beside it, what autograd holds for backward, weights left out.
+Memory of the step is the process's highest resident size during a step (allocator's peak on a GPU)
+less what it held before it, weights and optimizer states, after one step has warmed everything up;
+beside it, what autograd holds for backward, weights left out.
 """
 
 from __future__ import annotations
@@ -77,7 +85,9 @@ def compare(a: argparse.Namespace, runs: dict[str, Step], rounds: int) -> dict[s
 
 
 def peak_flops(a: argparse.Namespace) -> float:
-    """FLOPs a second of the best bf16 product of 2048 x 2048 x 2048 (8192 on a GPU): what the floor divides by."""
+    """FLOPs a second of the best bf16 product of 2048 x 2048 x 2048 (8192 on a GPU): what the floor
+    divides by.
+    """
     n = 2048 if a.device == "cpu" else 8192
     x, y = (torch.randn(n, n, device=a.device, dtype=torch.bfloat16) for _ in range(2))
     x @ y
@@ -89,7 +99,8 @@ def adapted(a: argparse.Namespace, model: nn.Module, targets: list[str]) -> nn.M
 
     torch.manual_seed(0)
     made = peft.get_peft_model(
-        copy.deepcopy(model), peft.LoraConfig(r=a.rank, lora_alpha=32, target_modules=targets, lora_dropout=a.dropout)
+        copy.deepcopy(model),
+        peft.LoraConfig(r=a.rank, lora_alpha=32, target_modules=targets, lora_dropout=a.dropout),
     )
     return made.to(a.device)
 
@@ -107,7 +118,9 @@ def optimized(model: nn.Module, *, lora: bool = True) -> nn.Module:
 
 
 def heads(a: argparse.Namespace) -> int:
-    """Llama's geometry from 2,048 features on: heads of 128, one key head for four; below, heads of 64, each with its own key head."""
+    """Llama's geometry from 2,048 features on: heads of 128, one key head for four; below, heads of
+    64, each with its own key head.
+    """
     return a.heads or a.hidden // (128 if a.hidden >= 2048 else 64)
 
 
@@ -151,7 +164,9 @@ def has_bitsandbytes() -> bool:
 
 
 def in_4_bits(model: nn.Module) -> None:
-    """Every linear layer of the decoder as bitsandbytes' NF4 layer, as transformers loads them for QLoRA."""
+    """Every linear layer of the decoder as bitsandbytes' NF4 layer, as transformers loads them for
+    QLoRA.
+    """
     import bitsandbytes
 
     # PEFT asks for it
@@ -160,10 +175,18 @@ def in_4_bits(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 layer = bitsandbytes.nn.Linear4bit(
-                    child.in_features, child.out_features, False, compute_dtype=torch.bfloat16, compress_statistics=True, quant_type="nf4"
+                    child.in_features,
+                    child.out_features,
+                    False,
+                    compute_dtype=torch.bfloat16,
+                    compress_statistics=True,
+                    quant_type="nf4",
                 )
                 layer.weight = bitsandbytes.nn.Params4bit(
-                    child.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
+                    child.weight.data,
+                    requires_grad=False,
+                    compress_statistics=True,
+                    quant_type="nf4",
                 )
                 setattr(parent, name, layer.to(child.weight.device))
 
@@ -183,7 +206,9 @@ def profiled(a: argparse.Namespace, steps: dict[str, Step]) -> str:
 
 
 def step_of(a: argparse.Namespace, model: nn.Module) -> Callable[[], float]:
-    ids = torch.randint(3, a.vocabulary, (a.batch, a.length), generator=torch.Generator().manual_seed(1)).to(a.device)
+    ids = torch.randint(
+        3, a.vocabulary, (a.batch, a.length), generator=torch.Generator().manual_seed(1)
+    ).to(a.device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 
     def step() -> float:
@@ -198,7 +223,9 @@ def step_of(a: argparse.Namespace, model: nn.Module) -> Callable[[], float]:
 
 
 def flops(a: argparse.Namespace, checkpointing: bool) -> float:
-    """Of one step with adapters: frozen weights take part in two products, adapters in three, causal attention in half of seven."""
+    """Of one step with adapters: frozen weights take part in two products, adapters in three,
+    causal attention in half of seven.
+    """
     tokens = a.batch * a.length
     square, wide = a.hidden**2, a.hidden * a.intermediate
     keys = a.hidden // heads(a) * key_heads(a)
@@ -207,7 +234,12 @@ def flops(a: argparse.Namespace, checkpointing: bool) -> float:
     attention = a.layers * tokens * a.length * a.hidden
     forward = 2 * tokens * (weights + ranks) + 2 * attention
     head = 2 * tokens * a.hidden * a.vocabulary
-    return (2 if checkpointing else 1) * forward + 2 * tokens * (weights + 2 * ranks) + 5 * attention + 2 * head
+    return (
+        (2 if checkpointing else 1) * forward
+        + 2 * tokens * (weights + 2 * ranks)
+        + 5 * attention
+        + 2 * head
+    )
 
 
 def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
@@ -237,15 +269,23 @@ def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
         del steps
         found[unsloth_row.NAME] = theirs = unsloths(a)
         if isinstance(theirs, dict) and "Isotype" in rows:
-            found["tokens/s, Isotype / Unsloth"] = round(found["tokens/s"]["Isotype"] / theirs["tokens/s"], 2)
+            found["tokens/s, Isotype / Unsloth"] = round(
+                found["tokens/s"]["Isotype"] / theirs["tokens/s"], 2
+            )
     return found
 
 
 def unsloths(a: argparse.Namespace) -> dict[str, Any] | str:
-    """Tokens a second and memory of Unsloth's step at these shapes, from a process of its own; or why it has none, in one line."""
+    """Tokens a second and memory of Unsloth's step at these shapes, from a process of its own; or
+    why it has none, in one line.
+    """
     if reason := unsloth_row.why_not(a.device, importing=False):
         return reason
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", unsloth_row.NAME], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--only", unsloth_row.NAME],
+        capture_output=True,
+        text=True,
+    )
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
         said = done.stderr.strip() or done.stdout.strip() or "it said nothing"
@@ -261,7 +301,12 @@ def unsloth_part(a: argparse.Namespace) -> dict[str, Any]:
 
     torch.manual_seed(0)
     base = LlamaForCausalLM(config_of(a)).to(a.device, torch.bfloat16)
-    step = step_of(a, unsloth_row.adapted(base, rank=a.rank, length=a.length, nf4=a.base == "nf4", targets=TARGETS))
+    step = step_of(
+        a,
+        unsloth_row.adapted(
+            base, rank=a.rank, length=a.length, nf4=a.base == "nf4", targets=TARGETS
+        ),
+    )
     loss = step()
     taken = compare(a, {unsloth_row.NAME: step}, a.rounds)[unsloth_row.NAME]
     held = torch.cuda.memory_allocated()
@@ -277,8 +322,9 @@ def unsloth_part(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def host_part(a: argparse.Namespace) -> dict[str, Any]:
-    """CPU time and calls of a layer's forward, for 8 tokens of 128 features: what is left is Python, dispatch and launches. Beside them the
-    calls of functions written in Python of a layer's forward and backward, for 64 tokens and rank 8.
+    """CPU time and calls of a layer's forward, for 8 tokens of 128 features: what is left is
+    Python, dispatch and launches. Beside them the calls of functions written in Python of a layer's
+    forward and backward, for 64 tokens and rank 8.
 
     CPU time, whatever `--clock` says; ratios are medians over pairs that take turns.
     """
@@ -302,21 +348,43 @@ def host_part(a: argparse.Namespace) -> dict[str, Any]:
             forward(who)
     pairs = [{who: milliseconds(who) for who in models} for _ in range(20 * a.rounds)]
     return {
-        "forward of a layer, ms of CPU time": {who: round(statistics.median(p[who] for p in pairs), 3) for who in models},
+        "forward of a layer, ms of CPU time": {
+            who: round(statistics.median(p[who] for p in pairs), 3) for who in models
+        },
         "Isotype / PEFT": round(statistics.median(p["Isotype"] / p["PEFT"] for p in pairs), 2),
-        "calls of a layer's forward": {who: calls(lambda who=who: forward(who)) // small.layers for who in models},
-        "Python calls of a layer, forward and backward": {who: calls_of_a_layer(small, who) for who in models},
-        **{f"step of 32 layers, recomputing {kind}": host_of_a_step(a, kind) for kind in ("none", "layers")},
+        "calls of a layer's forward": {
+            who: calls(lambda who=who: forward(who)) // small.layers for who in models
+        },
+        "Python calls of a layer, forward and backward": {
+            who: calls_of_a_layer(small, who) for who in models
+        },
+        **{
+            f"step of 32 layers, recomputing {kind}": host_of_a_step(a, kind)
+            for kind in ("none", "layers")
+        },
     }
 
 
 def host_of_a_step(a: argparse.Namespace, recompute: str) -> dict[str, Any]:
-    """CPU time and calls (built-in functions included) of whole steps as `benchmarks/goal.py` takes them: 32 layers of 64 features, rank
-    16, 16 tokens. Ours is the step of `isotype train`, with its checks; PEFT's a plain loop with fused AdamW."""
+    """CPU time and calls (built-in functions included) of whole steps as `benchmarks/goal.py` takes
+    them: 32 layers of 64 features, rank 16, 16 tokens. Ours is the step of `isotype train`, with
+    its checks; PEFT's a plain loop with fused AdamW.
+    """
     import goal
 
-    shape = {"model": "tiny", "base": "bf16", "layers": 32, "rank": 16, "recompute": recompute, "keep": "nothing", "device": a.device}
-    steps = {who: goal.contender(argparse.Namespace(who=name, **shape), 16)[0] for who, name in (("PEFT", "peft"), ("Isotype", "isotype"))}
+    shape = {
+        "model": "tiny",
+        "base": "bf16",
+        "layers": 32,
+        "rank": 16,
+        "recompute": recompute,
+        "keep": "nothing",
+        "device": a.device,
+    }
+    steps = {
+        who: goal.contender(argparse.Namespace(who=name, **shape), 16)[0]
+        for who, name in (("PEFT", "peft"), ("Isotype", "isotype"))
+    }
 
     def milliseconds(step: Step) -> float:
         start = time.process_time()
@@ -328,18 +396,27 @@ def host_of_a_step(a: argparse.Namespace, recompute: str) -> dict[str, Any]:
             step()
     pairs = [{who: milliseconds(step) for who, step in steps.items()} for _ in range(5 * a.rounds)]
     return {
-        "ms of CPU time": {who: round(statistics.median(p[who] for p in pairs), 1) for who in steps},
+        "ms of CPU time": {
+            who: round(statistics.median(p[who] for p in pairs), 1) for who in steps
+        },
         "Isotype / PEFT": round(statistics.median(p["Isotype"] / p["PEFT"] for p in pairs), 2),
         "calls": {who: calls(step) for who, step in steps.items()},
     }
 
 
 def calls_of_a_layer(small: argparse.Namespace, who: str) -> int:
-    """Of functions written in Python, in a step's forward and backward: what a step of six layers makes more than one of two, a layer."""
+    """Of functions written in Python, in a step's forward and backward: what a step of six layers
+    makes more than one of two, a layer.
+    """
     ids = torch.randint(3, small.vocabulary, (1, 64)).to(small.device)
 
     def counted(layers: int) -> int:
-        model, count = contender(argparse.Namespace(**{**vars(small), "rank": 8, "layers": layers}), who, False), 0
+        model, count = (
+            contender(
+                argparse.Namespace(**{**vars(small), "rank": 8, "layers": layers}), who, False
+            ),
+            0,
+        )
 
         def step() -> None:
             with torch.autocast(torch.device(small.device).type, torch.bfloat16):
@@ -396,11 +473,17 @@ def blocks(a: argparse.Namespace) -> dict[str, tuple[nn.Module, list[str]]]:
 
 def block_part(a: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    x = torch.randn(a.batch, a.length, a.hidden, device=a.device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        a.batch, a.length, a.hidden, device=a.device, dtype=torch.bfloat16, requires_grad=True
+    )
     for name, (base, targets) in blocks(a).items():
         base.to(a.device, torch.bfloat16).requires_grad_(False)
         # an MLP's activation is part of the block: its optimized form beside PEFT's own code
-        models = {"PEFT": adapted(a, base, targets), "Isotype": adapted(a, base, targets), "no adapter": copy.deepcopy(base)}
+        models = {
+            "PEFT": adapted(a, base, targets),
+            "Isotype": adapted(a, base, targets),
+            "no adapter": copy.deepcopy(base),
+        }
         for who in ("Isotype", "no adapter"):
             place_block(models[who])
 
@@ -420,7 +503,9 @@ def block_part(a: argparse.Namespace) -> dict[str, Any]:
         found[name] = {
             "ms": {who: round(1000 * value, 2) for who, value in timed.items()},
             "PEFT / Isotype": round(timed["PEFT"] / timed["Isotype"], 2),
-            "adapters' cost, Isotype / PEFT": round((timed["Isotype"] - timed["no adapter"]) / (timed["PEFT"] - timed["no adapter"]), 2),
+            "adapters' cost, Isotype / PEFT": round(
+                (timed["Isotype"] - timed["no adapter"]) / (timed["PEFT"] - timed["no adapter"]), 2
+            ),
             "saved bytes, Isotype / PEFT": round(held["Isotype"] / held["PEFT"], 2),
         }
     return found
@@ -447,7 +532,10 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
             held[storage.data_ptr()] = storage.nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast(x.device.type, dtype=torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        torch.autocast(x.device.type, dtype=torch.bfloat16),
+    ):
         kept = model(x)
     del kept
     return sum(held.values())
@@ -497,10 +585,19 @@ def step_memory(a: argparse.Namespace, who: str, checkpointing: bool) -> dict[st
 def memory_part(a: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for checkpointing in (False, True):
-        rows = ("PEFT", "Isotype") if checkpointing else tuple(who for who in a.rows if who in MODEL)
+        rows = (
+            ("PEFT", "Isotype") if checkpointing else tuple(who for who in a.rows if who in MODEL)
+        )
         here = {}
         for who in rows:
-            command = [sys.executable, __file__, *sys.argv[1:], "--only", who, *(["--checkpointed"] if checkpointing else [])]
+            command = [
+                sys.executable,
+                __file__,
+                *sys.argv[1:],
+                "--only",
+                who,
+                *(["--checkpointed"] if checkpointing else []),
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{who} failed:\n{done.stderr[-2000:]}")
@@ -509,7 +606,10 @@ def memory_part(a: argparse.Namespace) -> dict[str, Any]:
             found["with checkpointing" if checkpointing else "without"] = here
             continue
         ratio = round(here["Isotype"]["step MB"] / max(1, here["PEFT"]["step MB"]), 2)
-        found["with checkpointing" if checkpointing else "without"] = {**here, "step memory, Isotype / PEFT": ratio}
+        found["with checkpointing" if checkpointing else "without"] = {
+            **here,
+            "step memory, Isotype / PEFT": ratio,
+        }
     return found
 
 
@@ -519,25 +619,73 @@ def show(values: Any, indent: int = 2) -> None:
             print(f"{' ' * indent}{key}")
             show(value, indent + 2)
         else:
-            line = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            line = (
+                "  ".join(f"{k} {v}" for k, v in value.items())
+                if isinstance(value, dict)
+                else value
+            )
             print(f"{' ' * indent}{key:58s} {line}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"hidden": 768, "intermediate": 3072, "layers": 12, "vocabulary": 32000, "batch": 4, "length": 512, "rank": 16}
-    for name, default in {**sizes, "rounds": 3, "block-rounds": 15, "threads": torch.get_num_threads()}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "hidden": 768,
+        "intermediate": 3072,
+        "layers": 12,
+        "vocabulary": 32000,
+        "batch": 4,
+        "length": 512,
+        "rank": 16,
+    }
+    for name, default in {
+        **sizes,
+        "rounds": 3,
+        "block-rounds": 15,
+        "threads": torch.get_num_threads(),
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--part", choices=("blocks", "model", "checkpointing", "memory", "host", "all"), default="all")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="PEFT, Isotype and perhaps others: fewer take less time")
-    parser.add_argument("--heads", type=int, default=0, help="default: heads of 128 from 2,048 features on, of 64 below")
-    parser.add_argument("--key-heads", type=int, default=0, help="default: a quarter of the heads from 2,048 features on, all below")
-    parser.add_argument("--base", choices=("bf16", "nf4"), default="bf16", help="of the whole step; nf4 is QLoRA")
-    parser.add_argument("--profile", type=Path, help="writes the operators of one step of each contender of --part model to this file")
+    parser.add_argument(
+        "--part",
+        choices=("blocks", "model", "checkpointing", "memory", "host", "all"),
+        default="all",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=ROWS,
+        help="PEFT, Isotype and perhaps others: fewer take less time",
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=0,
+        help="default: heads of 128 from 2,048 features on, of 64 below",
+    )
+    parser.add_argument(
+        "--key-heads",
+        type=int,
+        default=0,
+        help="default: a quarter of the heads from 2,048 features on, all below",
+    )
+    parser.add_argument(
+        "--base", choices=("bf16", "nf4"), default="bf16", help="of the whole step; nf4 is QLoRA"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="writes the operators of one step of each contender of --part model to this file",
+    )
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: the process's own time, for a machine that others use"
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: the process's own time, for a machine that others use",
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", choices=ROWS, help=argparse.SUPPRESS)
@@ -547,7 +695,9 @@ def main() -> None:
     if a.base == "nf4" and not has_bitsandbytes():
         print("left out: bitsandbytes is not installed, and --base nf4 needs it")
         sys.exit(unsloth_row.LEFT_OUT)
-    if list(a.rows) == [unsloth_row.NAME] and (reason := unsloth_row.why_not(a.device, importing=False)):
+    if list(a.rows) == [unsloth_row.NAME] and (
+        reason := unsloth_row.why_not(a.device, importing=False)
+    ):
         print(f"Unsloth left out: {reason}")
         sys.exit(unsloth_row.LEFT_OUT)
     if torch.device(a.device).type == "cuda" and not torch.cuda.is_available():
@@ -566,7 +716,11 @@ def main() -> None:
         "host": lambda: host_part(a),
     }
     found = {name: run() for name, run in parts.items() if a.part in (name, "all")}
-    settings = {k: v for k, v in vars(a).items() if k not in ("json", "only", "checkpointed", "part", "profile")}
+    settings = {
+        k: v
+        for k, v in vars(a).items()
+        if k not in ("json", "only", "checkpointed", "part", "profile")
+    }
     if a.json:
         print(json.dumps({"settings": settings, **found}, indent=1))
         return

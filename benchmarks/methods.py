@@ -1,12 +1,15 @@
-"""Preference methods and distillation beside TRL, on a CPU: CPU time of one thread as a ratio, and peak memory.
+"""Preference methods and distillation beside TRL, on a CPU: CPU time of one thread as a ratio, and
+peak memory.
 
     python benchmarks/methods.py            all parts, about three minutes
-    python benchmarks/methods.py logits     log-probabilities of peaked rows with and without the logits that are made again in fp32
+    python benchmarks/methods.py logits     log-probabilities of peaked rows with and without the
+                                            logits that are made again in fp32
     python benchmarks/methods.py distil     `linear_divergence` beside TRL's op
-    python benchmarks/methods.py dpo        a DPO step in `isotype train` beside TRL with `attach` and TRL alone
+    python benchmarks/methods.py dpo        a DPO step in `isotype train` beside TRL with `attach`
+                                            and TRL alone
 
-CPU time is what a busy machine disturbs least. Memory is the highest resident size in a step less that before it. Each peer of
-`distil` and `dpo` runs in a process of its own.
+CPU time is what a busy machine disturbs least. Memory is the highest resident size in a step less
+that before it. Each peer of `distil` and `dpo` runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ STEPS, PAIRS, PROMPT, ANSWER = 4, 2, 48, 128  # of dpo; the first step is not co
 
 def resident(name: str) -> int:
     """VmRSS or VmHWM of this process, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -50,13 +55,18 @@ def logits() -> None:
     from isotype.ops.linear_divergence.op import linear_divergence_reference
 
     generator = torch.Generator().manual_seed(0)
-    print("mean log-probability, logits made again: error of a token, of the gradient; CPU seconds of forward")
+    print(
+        "mean log-probability, logits made again: error of a token, of the gradient; CPU seconds of forward"
+    )
     for spread in (0.05, 0.15, 0.4):
         weight = (torch.randn(VOCABULARY, HIDDEN, generator=generator) * spread).bfloat16()
         x = torch.randn(256, HIDDEN, generator=generator)
         x = (x / x.square().mean(-1, keepdim=True).sqrt()).bfloat16()
         exact = (x.double() @ weight.double().t()).log_softmax(-1)
-        rows, targets = torch.arange(256), torch.multinomial(exact.exp(), 1, generator=generator).squeeze(-1)
+        rows, targets = (
+            torch.arange(256),
+            torch.multinomial(exact.exp(), 1, generator=generator).squeeze(-1),
+        )
         dz = -exact.exp()
         dz[rows, targets] += 1
         want = dz @ weight.double()
@@ -72,8 +82,12 @@ def logits() -> None:
             token = (made.double() - exact[rows, targets]).square().mean().sqrt()
             off = (gradient.double() - want).norm() / want.norm()
             again = "yes" if backend == "cpp" else "no (eager)"
-            print(f"  {exact[rows, targets].mean():6.2f}  {again:10}  {token:.1e}  {off:.1e}  {best:.3f}")
-    print("divergence of two heads, beta 0.5: its mean, logits made again: error of a row, of the gradient; CPU seconds of forward")
+            print(
+                f"  {exact[rows, targets].mean():6.2f}  {again:10}  {token:.1e}  {off:.1e}  {best:.3f}"
+            )
+    print(
+        "divergence of two heads, beta 0.5: its mean, logits made again: error of a row, of the gradient; CPU seconds of forward"
+    )
     for spread in (0.05, 0.15, 0.4):
         weight = torch.randn(VOCABULARY, HIDDEN, generator=generator) * spread
         x = torch.randn(128, HIDDEN, generator=generator)
@@ -90,8 +104,13 @@ def logits() -> None:
                     found = linear_divergence(leaf, *heads[1:], beta=0.5)
                 best = min(best, time.process_time() - begin)
             (gradient,) = torch.autograd.grad(found.sum(), leaf)
-            row, off = (found - exact.detach()).square().mean().sqrt(), (gradient.double() - want).norm() / want.norm()
-            print(f"  {exact.mean().item():6.2f}  {'yes' if backend == 'cpp' else 'no (eager)':10}  {row:.1e}  {off:.1e}  {best:.3f}")
+            row, off = (
+                (found - exact.detach()).square().mean().sqrt(),
+                (gradient.double() - want).norm() / want.norm(),
+            )
+            print(
+                f"  {exact.mean().item():6.2f}  {'yes' if backend == 'cpp' else 'no (eager)':10}  {row:.1e}  {off:.1e}  {best:.3f}"
+            )
 
 
 # --- distil
@@ -99,8 +118,13 @@ def logits() -> None:
 
 def distil_worker(peer: str, beta: float) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
-    student, teacher = (torch.randn(256, size, generator=generator).bfloat16() for size in (HIDDEN, 768))
-    heads = [(torch.randn(VOCABULARY, size, generator=generator) * 0.1).bfloat16() for size in (HIDDEN, 768)]
+    student, teacher = (
+        torch.randn(256, size, generator=generator).bfloat16() for size in (HIDDEN, 768)
+    )
+    heads = [
+        (torch.randn(VOCABULARY, size, generator=generator) * 0.1).bfloat16()
+        for size in (HIDDEN, 768)
+    ]
     student.requires_grad_()
     if peer == "isotype":
         from isotype.ops import linear_divergence
@@ -111,7 +135,9 @@ def distil_worker(peer: str, beta: float) -> dict[str, float]:
         if peer == "isotype":
             return linear_divergence(student, heads[0], teacher, heads[1], beta=beta).sum()
         mask = torch.ones(1, 256)
-        found: Tensor = trl._chunked_divergence_loss(student.unsqueeze(0), teacher.unsqueeze(0), *heads, mask, beta, 1)[0]
+        found: Tensor = trl._chunked_divergence_loss(
+            student.unsqueeze(0), teacher.unsqueeze(0), *heads, mask, beta, 1
+        )[0]
         return found
 
     loss().backward()
@@ -201,7 +227,10 @@ def write_base(folder: Path) -> None:
     def text(i: int, count: int) -> str:
         return " ".join(words[(i * 7 + k * 3) % 10] for k in range(count))
 
-    pairs = [{"prompt": text(i, PROMPT), "chosen": text(i + 1, ANSWER), "rejected": text(i + 2, ANSWER)} for i in range(STEPS * PAIRS)]
+    pairs = [
+        {"prompt": text(i, PROMPT), "chosen": text(i + 1, ANSWER), "rejected": text(i + 2, ANSWER)}
+        for i in range(STEPS * PAIRS)
+    ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
@@ -228,7 +257,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if "--worker" in sys.argv:
         part, _, peer, *more = sys.argv[1:]
-        result = distil_worker(peer, float(more[0])) if part == "distil" else dpo_worker(peer, Path(more[0]))
+        result = (
+            distil_worker(peer, float(more[0]))
+            if part == "distil"
+            else dpo_worker(peer, Path(more[0]))
+        )
         print(json.dumps(result))
         return
     parts = sys.argv[1:] or ["logits", "distil", "dpo"]
@@ -239,7 +272,9 @@ def main() -> None:
             print(f"distil, beta {beta}: 256 tokens, V {VOCABULARY}, bf16, forward and backward")
             compared("distil", ["isotype", "trl"], str(beta))
     if "dpo" in parts:
-        print(f"dpo: 4 layers x {HIDDEN}, V {VOCABULARY}, {PAIRS} pairs of {PROMPT} + {ANSWER} words, LoRA r 16, bf16, the fastest step")
+        print(
+            f"dpo: 4 layers x {HIDDEN}, V {VOCABULARY}, {PAIRS} pairs of {PROMPT} + {ANSWER} words, LoRA r 16, bf16, the fastest step"
+        )
         with tempfile.TemporaryDirectory() as folder:
             write_base(Path(folder))
             compared("dpo", ["isotype", "attach", "trl"], folder)

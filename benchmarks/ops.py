@@ -1,12 +1,14 @@
-"""Each op forward and backward beside its peers, in one run: time as a ratio, peak memory, gradient error against fp64, and the floor.
+"""Each op forward and backward beside its peers, in one run: time as a ratio, peak memory, gradient
+error against fp64, and the floor.
 
-    python benchmarks/ops.py --op linear_cross_entropy --tokens 2048 --hidden 2048 --vocabulary 32000 --head frozen
-    python benchmarks/ops.py --op all --threads 2
+    python benchmarks/ops.py --op linear_cross_entropy --tokens 2048 --hidden 2048 --vocabulary
+    32000 --head frozen python benchmarks/ops.py --op all --threads 2
 
-Peers: plain PyTorch, the head and loss of transformers under accelerate, `F.linear_cross_entropy` where torch has it, `torch.compile`d
-PyTorch, and on a GPU Liger-Kernel where installed.
-Rounds alternate between the peers, so that another process's load falls on all of them; the ratio is of medians. On a CPU `--clock cpu`
-counts the process's own time, which a busy machine disturbs less than the wall clock.
+Peers: plain PyTorch, the head and loss of transformers under accelerate, `F.linear_cross_entropy`
+where torch has it, `torch.compile`d PyTorch, and on a GPU Liger-Kernel where installed.
+Rounds alternate between the peers, so that another process's load falls on all of them; the ratio
+is of medians. On a CPU `--clock cpu` counts the process's own time, which a busy machine disturbs
+less than the wall clock.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Step = Callable[[], list[Tensor]]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--op", choices=["all", *OPS], default="all")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=2048)
@@ -39,11 +43,27 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--compiled", action="store_true", help="also time torch.compile of the plain ops (slow to compile)")
-    parser.add_argument("--memory", action="store_true", help="also measure each peer's peak memory, each in a process of its own")
-    parser.add_argument("--no-errors", action="store_true", help="leave out the gradient errors: fp64 takes minutes at a large vocabulary")
-    parser.add_argument("--peer", action="append", help="beside isotype only this one; may be given several times")
-    parser.add_argument("--only", help="run one peer once and print its peak memory in MiB (what --memory starts)")
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="also time torch.compile of the plain ops (slow to compile)",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="also measure each peer's peak memory, each in a process of its own",
+    )
+    parser.add_argument(
+        "--no-errors",
+        action="store_true",
+        help="leave out the gradient errors: fp64 takes minutes at a large vocabulary",
+    )
+    parser.add_argument(
+        "--peer", action="append", help="beside isotype only this one; may be given several times"
+    )
+    parser.add_argument(
+        "--only", help="run one peer once and print its peak memory in MiB (what --memory starts)"
+    )
     return parser.parse_args()
 
 
@@ -67,9 +87,11 @@ def plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def under_accelerate(o: argparse.Namespace, targets: Tensor) -> dict[str, Callable]:
-    """The end of a causal LM's forward as `Accelerator(mixed_precision=...)` wraps it, by their own functions.
+    """The end of a causal LM's forward as `Accelerator(mixed_precision=...)` wraps it, by their own
+    functions.
 
-    Autocast, transformers' loss, then every narrow output made fp32: that copies the logits once more than the loss does.
+    Autocast, transformers' loss, then every narrow output made fp32: that copies the logits once
+    more than the loss does.
     """
     try:
         from accelerate.utils.operations import convert_outputs_to_fp32
@@ -80,7 +102,10 @@ def under_accelerate(o: argparse.Namespace, targets: Tensor) -> dict[str, Callab
     def forward(x: Tensor, w: Tensor) -> dict[str, Tensor]:
         with torch.autocast(o.device, DTYPES[o.dtype], enabled=o.dtype != "fp32"):
             logits = capped(F.linear(x[None], w), o.softcap)
-            return {"loss": ForCausalLMLoss(logits, None, o.vocabulary, shift_labels=targets), "logits": logits}
+            return {
+                "loss": ForCausalLMLoss(logits, None, o.vocabulary, shift_labels=targets),
+                "logits": logits,
+            }
 
     wrapped = convert_outputs_to_fp32(forward)
     return {"transformers under accelerate": lambda x, w: wrapped(x, w)["loss"]}
@@ -106,9 +131,16 @@ def capped(x: Tensor, softcap: float | None) -> Tensor:
     return softcap * torch.tanh(x / softcap) if softcap else x
 
 
-def linear_cross_entropy(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Callable]:
+def linear_cross_entropy(
+    o: argparse.Namespace,
+) -> tuple[list[Tensor], dict[str, Callable], Callable]:
     x, targets = loss_inputs(o, o.hidden)
-    w = torch.randn(o.vocabulary, o.hidden, device=o.device).mul_(2 / o.hidden**0.5).to(x.dtype).requires_grad_(o.head == "trainable")
+    w = (
+        torch.randn(o.vocabulary, o.hidden, device=o.device)
+        .mul_(2 / o.hidden**0.5)
+        .to(x.dtype)
+        .requires_grad_(o.head == "trainable")
+    )
     peers: dict[str, Callable] = {
         "isotype": lambda x, w: ops.linear_cross_entropy(x, w, targets, softcap=o.softcap),
         "plain": lambda x, w: plain_loss(capped(F.linear(x, w), o.softcap), targets),
@@ -143,7 +175,10 @@ def rms_norm(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], 
 def gated(op: Callable, activation: Callable) -> Callable:
     def make(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Callable]:
         width = o.hidden * 11 // 4
-        pair = [torch.randn(o.tokens, width, device=o.device).to(DTYPES[o.dtype]).requires_grad_() for _ in range(2)]
+        pair = [
+            torch.randn(o.tokens, width, device=o.device).to(DTYPES[o.dtype]).requires_grad_()
+            for _ in range(2)
+        ]
 
         def plain(gate: Tensor, up: Tensor) -> Tensor:
             return activation(gate) * up
@@ -155,7 +190,10 @@ def gated(op: Callable, activation: Callable) -> Callable:
 
 def tables(positions: int, size: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, fp32[1 S R]."""
-    angle = torch.outer(torch.arange(positions, device=device).float(), 10000 ** -(torch.arange(size // 2, device=device) / (size // 2)))
+    angle = torch.outer(
+        torch.arange(positions, device=device).float(),
+        10000 ** -(torch.arange(size // 2, device=device) / (size // 2)),
+    )
     return angle.cos()[None], angle.sin()[None]
 
 
@@ -182,17 +220,26 @@ def rope(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Call
 
 
 def attention(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Callable]:
-    """Causal, sequences of 512 at most, heads of 64, as projections leave them; two query heads read a key head."""
+    """Causal, sequences of 512 at most, heads of 64, as projections leave them; two query heads
+    read a key head.
+    """
     positions, heads = min(512, o.tokens), max(2, o.hidden // 64)
     leaves = [
-        torch.randn(o.tokens // positions, positions, count, 64, device=o.device).to(DTYPES[o.dtype]).transpose(1, 2).requires_grad_()
+        torch.randn(o.tokens // positions, positions, count, 64, device=o.device)
+        .to(DTYPES[o.dtype])
+        .transpose(1, 2)
+        .requires_grad_()
         for count in (heads, heads // 2, heads // 2)
     ]
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    return leaves, {"isotype": lambda q, k, v: ops.attention(q, k, v, causal=True), "plain": plain}, plain
+    return (
+        leaves,
+        {"isotype": lambda q, k, v: ops.attention(q, k, v, causal=True), "plain": plain},
+        plain,
+    )
 
 
 OPS: dict[str, Callable] = {
@@ -201,7 +248,9 @@ OPS: dict[str, Callable] = {
     "rms_norm": rms_norm,
     "silu_mul": gated(lambda g, u: ops.silu_mul(g, u), F.silu),
     "gelu_mul": gated(lambda g, u: ops.gelu_mul(g, u), F.gelu),
-    "gelu_mul_tanh": gated(lambda g, u: ops.gelu_mul(g, u, approximate="tanh"), lambda g: F.gelu(g, approximate="tanh")),
+    "gelu_mul_tanh": gated(
+        lambda g, u: ops.gelu_mul(g, u, approximate="tanh"), lambda g: F.gelu(g, approximate="tanh")
+    ),
     "rope": rope,
     "attention": attention,
 }
@@ -219,11 +268,15 @@ def seconds(run: Step, o: argparse.Namespace) -> float:
 
 
 def errors(leaves: list[Tensor], run: Step, truth: Callable) -> str:
-    """Relative error of each gradient against fp64 on the same values; the fp64 copy of large inputs is skipped."""
+    """Relative error of each gradient against fp64 on the same values; the fp64 copy of large
+    inputs is skipped.
+    """
     if sum(x.numel() for x in leaves) > 2**28:
         return "not measured (too large for fp64)"
     exact = step(truth, [x.detach().double().requires_grad_(x.requires_grad) for x in leaves])()
-    return " ".join(f"{float((g.double() - e).norm() / e.norm()):.1e}" for g, e in zip(run(), exact))
+    return " ".join(
+        f"{float((g.double() - e).norm() / e.norm()):.1e}" for g, e in zip(run(), exact)
+    )
 
 
 def bandwidth(device: str) -> float:
@@ -255,16 +308,26 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
 
 
 def floor_seconds(name: str, leaves: list[Tensor], o: argparse.Namespace) -> float:
-    """The least time: the products at the measured peak, or each tensor and its gradient once through memory."""
+    """The least time: the products at the measured peak, or each tensor and its gradient once
+    through memory.
+    """
     if name == "linear_cross_entropy":
         products = 3 if o.head == "trainable" else 2
-        return products * 2 * o.tokens * o.hidden * o.vocabulary / peak_flops(o.device, DTYPES[o.dtype])
+        return (
+            products
+            * 2
+            * o.tokens
+            * o.hidden
+            * o.vocabulary
+            / peak_flops(o.device, DTYPES[o.dtype])
+        )
     if name == "attention":
         batch, heads, positions, size = leaves[0].shape
         # two products forward and five backward, half of each behind the causal mask
         return 7 * batch * heads * positions**2 * size / peak_flops(o.device, DTYPES[o.dtype])
     moved = sum(x.numel() * x.element_size() for x in leaves)
-    # forward reads its inputs, backward reads them and the output's gradient and writes theirs; row ops also write an output
+    # forward reads its inputs, backward reads them and the output's gradient and writes theirs; row
+    # ops also write an output
     return moved * (3 if name == "cross_entropy" else 4) / bandwidth(o.device)
 
 
@@ -277,7 +340,11 @@ def peak_memory(name: str, peer: str, o: argparse.Namespace) -> str:
         if getattr(o, key) is not None:
             command += [f"--{key}", str(getattr(o, key))]
     done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"failed: {done.stderr.strip().splitlines()[-1]}"
+    return (
+        done.stdout.strip().splitlines()[-1]
+        if done.returncode == 0
+        else f"failed: {done.stderr.strip().splitlines()[-1]}"
+    )
 
 
 def only(name: str, o: argparse.Namespace) -> None:
@@ -296,10 +363,16 @@ def only(name: str, o: argparse.Namespace) -> None:
 
 
 def resident(reset: bool = False) -> float:
-    """The highest resident size so far in MiB; `reset` makes it the present one (Linux), so that making the inputs is not counted."""
+    """The highest resident size so far in MiB; `reset` makes it the present one (Linux), so that
+    making the inputs is not counted.
+    """
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -320,7 +393,9 @@ def compare(name: str, o: argparse.Namespace) -> None:
                 times[peer].append(taken)
     mine = statistics.median(times["isotype"])
     least = floor_seconds(name, leaves, o)
-    print(f"\n{name}  {' '.join(str(list(x.shape)) for x in leaves)} {o.dtype} {o.device}  floor {least * 1e3:.1f} ms")
+    print(
+        f"\n{name}  {' '.join(str(list(x.shape)) for x in leaves)} {o.dtype} {o.device}  floor {least * 1e3:.1f} ms"
+    )
     for peer, run in runs.items():
         median = statistics.median(times[peer])
         line = f"  {peer:38s} {median * 1e3:9.1f} ms   isotype is {median / mine:5.2f}x as fast"

@@ -1,17 +1,22 @@
-"""The ops on a GPU beside every peer that is installed: the curve of the head over its logits' budget, and shares of bandwidth.
+"""The ops on a GPU beside every peer that is installed: the curve of the head over its logits'
+budget, and shares of bandwidth.
 
     python benchmarks/ops_gpu.py                           # every case, an H200's sizes
     python benchmarks/ops_gpu.py --case rope --case rms_norm --json rows.json
-    python benchmarks/ops_gpu.py --case unsloth            # alone: importing Unsloth patches torch, transformers and TRL
-    python benchmarks/ops_gpu.py --device cpu --tiny       # the same code at sizes of a test, to see that it runs
+    python benchmarks/ops_gpu.py --case unsloth            # alone: importing Unsloth patches torch,
+                                                           transformers and TRL
+    python benchmarks/ops_gpu.py --device cpu --tiny       # the same code at sizes of a test, to
+                                                           see that it runs
 
-Heads: (8192 tokens, hidden 4096, V 128256) and Gemma's (8192, 2304, 256000, softcap 30), frozen and trainable, isotype's with 64, 256
-and 1024 MiB of logits. Logits are trained-like: each token's target stands out, as a trained model's does. Elementwise ops run on tensors
-of 512 MiB, cross-entropy on 1 GiB; their share is of the measured copy bandwidth.
+Heads: (8192 tokens, hidden 4096, V 128256) and Gemma's (8192, 2304, 256000, softcap 30), frozen and
+trainable, isotype's with 64, 256 and 1024 MiB of logits. Logits are trained-like: each token's
+target stands out, as a trained model's does. Elementwise ops run on tensors of 512 MiB,
+cross-entropy on 1 GiB; their share is of the measured copy bandwidth.
 
-A time is the median of rounds of several runs each between two events of the device, so that launches overlap as in training. The
-gradient's error is against fp64 on the same values, for a random upstream gradient, taken from a first run on copies of the inputs: some
-peers overwrite them. A peer that is missing, or fails, has its line with the reason.
+A time is the median of rounds of several runs each between two events of the device, so that
+launches overlap as in training. The gradient's error is against fp64 on the same values, for a
+random upstream gradient, taken from a first run on copies of the inputs: some peers overwrite them.
+A peer that is missing, or fails, has its line with the reason.
 """
 
 from __future__ import annotations
@@ -50,16 +55,33 @@ HEADS = {"llama": Head(8192, 4096, 128256), "gemma": Head(8192, 2304, 256000, 30
 TINY_HEADS = {"llama": Head(64, 32, 500), "gemma": Head(64, 16, 700, 30.0)}
 BUDGETS = [64, 256, 1024]
 ELEMENTWISE = ("rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy")
-CASES = (*(f"head-{name}-{kind}" for name in HEADS for kind in ("frozen", "trainable")), *ELEMENTWISE)
+CASES = (
+    *(f"head-{name}-{kind}" for name in HEADS for kind in ("frozen", "trainable")),
+    *ELEMENTWISE,
+)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes of a test: the figures then mean nothing")
-    parser.add_argument("--case", action="append", choices=(*CASES, "unsloth"), help="may be given several times; default all but unsloth")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes of a test: the figures then mean nothing"
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        choices=(*CASES, "unsloth"),
+        help="may be given several times; default all but unsloth",
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile of plain among the peers")
+    parser.add_argument(
+        "--compiled",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="torch.compile of plain among the peers",
+    )
     parser.add_argument("--json", help="write every row here")
     return parser.parse_args()
 
@@ -74,7 +96,11 @@ def peer(make: Callable[[], Callable]) -> Callable:
     except BaseException as error:  # an import may also leave by SystemExit
         if isinstance(error, KeyboardInterrupt):
             raise
-        reason = f"not installed: {error}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        reason = (
+            f"not installed: {error}"
+            if isinstance(error, ImportError)
+            else f"{type(error).__name__}: {error}"
+        )
 
         def missing(*_: Tensor) -> Tensor:
             raise RuntimeError(reason)
@@ -88,7 +114,11 @@ def head_peers(head: Head, trainable: bool, targets: Tensor, compiled: bool) -> 
 
     def torchs() -> Callable:
         if head.softcap or not hasattr(F, "linear_cross_entropy"):
-            raise ImportError("F.linear_cross_entropy has no softcap" if head.softcap else "this torch has no F.linear_cross_entropy")
+            raise ImportError(
+                "F.linear_cross_entropy has no softcap"
+                if head.softcap
+                else "this torch has no F.linear_cross_entropy"
+            )
         return lambda x, w: F.linear_cross_entropy(x, w, targets)
 
     def liger(**options: Any) -> Callable:
@@ -106,7 +136,8 @@ def head_peers(head: Head, trainable: bool, targets: Tensor, compiled: bool) -> 
         from trl.kernels import ChunkedLogProbFunction
 
         keep = targets != -100
-        # as trl.trainer.utils calls it: 32,768 classes at once, softcap, no scale, only log-probabilities
+        # as trl.trainer.utils calls it: 32,768 classes at once, softcap, no scale, only
+        # log-probabilities
         rest = (None, targets[keep], 1.0, 32768, head.softcap, 1.0, ("log_probs",))
         return lambda x, w: -ChunkedLogProbFunction.apply(x[keep], w, *rest)[0].sum() / keep.sum()
 
@@ -126,13 +157,23 @@ def head_peers(head: Head, trainable: bool, targets: Tensor, compiled: bool) -> 
 
 
 def unsloth_head(head: Head, targets: Tensor) -> Callable:
-    """What its models' forwards call (its own chunked loss: Cut Cross-Entropy is off in its releases for torch 2.8 and newer)."""
+    """What its models' forwards call (its own chunked loss: Cut Cross-Entropy is off in its
+    releases for torch 2.8 and newer).
+    """
     import unsloth  # noqa: F401  # sets up what unsloth_zoo needs
     from unsloth_zoo.fused_losses.cross_entropy_loss import unsloth_fused_ce_loss
 
     items = (targets != -100).sum()
-    options = {"trainer": None, "lm_head_bias": None, "n_items": items, "shift_labels": False, "logit_softcapping": head.softcap or 0.0}
-    return lambda x, w: unsloth_fused_ce_loss(hidden_states=x[None], lm_head_weight=w, labels=targets[None], **options)
+    options = {
+        "trainer": None,
+        "lm_head_bias": None,
+        "n_items": items,
+        "shift_labels": False,
+        "logit_softcapping": head.softcap or 0.0,
+    }
+    return lambda x, w: unsloth_fused_ce_loss(
+        hidden_states=x[None], lm_head_weight=w, labels=targets[None], **options
+    )
 
 
 def unsloth_loss(targets: Tensor) -> Callable:
@@ -161,10 +202,19 @@ def elementwise_peers(name: str, leaves: list[Tensor]) -> Peers:
     def rope() -> Callable:
         from liger_kernel.ops.rope import LigerRopeFunction
 
-        cos, sin = (torch.cat((t, t), -1) for t in bench.tables(leaves[0].shape[2], leaves[0].shape[3], leaves[0].device))
+        cos, sin = (
+            torch.cat((t, t), -1)
+            for t in bench.tables(leaves[0].shape[2], leaves[0].shape[3], leaves[0].device)
+        )
         return lambda q, k: LigerRopeFunction.apply(q, k, cos, sin)
 
-    makers = {"rms_norm": norm, "rms_norm_heads": norm, "silu_mul": silu, "gelu_mul_tanh": gelu, "rope": rope}
+    makers = {
+        "rms_norm": norm,
+        "rms_norm_heads": norm,
+        "silu_mul": silu,
+        "gelu_mul_tanh": gelu,
+        "rope": rope,
+    }
     return {"Liger-Kernel": peer(makers[name])} if name in makers else {}
 
 
@@ -180,7 +230,9 @@ def liger_loss(targets: Tensor) -> Callable:
 
 @dataclass
 class Row:
-    """One peer of one case: seconds a run, the peak above the inputs in MiB (None on a CPU), the gradients' errors; or why not."""
+    """One peer of one case: seconds a run, the peak above the inputs in MiB (None on a CPU), the
+    gradients' errors; or why not.
+    """
 
     case: str
     peer: str
@@ -216,27 +268,50 @@ def seconds(o: argparse.Namespace, run: Callable[[], object], repeat: int) -> fl
 
 
 def upstream(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Fixed random gradients of the outputs: ones would hide errors, and made in every run they would be timed."""
+    """Fixed random gradients of the outputs: ones would hide errors, and made in every run they
+    would be timed.
+    """
     g = torch.Generator(outputs[0].device).manual_seed(1)
-    return [torch.randn(y.shape, generator=g, device=y.device).to(y.dtype) if y.dim() else torch.ones_like(y) for y in outputs]
+    return [
+        torch.randn(y.shape, generator=g, device=y.device).to(y.dtype)
+        if y.dim()
+        else torch.ones_like(y)
+        for y in outputs
+    ]
 
 
 def gradients(f: Callable, leaves: list[Tensor], dy: list[Tensor]) -> list[Tensor]:
     made = f(*leaves)
     outputs = made if isinstance(made, tuple) else (made,)
-    return list(torch.autograd.grad(outputs, [x for x in leaves if x.requires_grad], [d.to(y.dtype) for d, y in zip(dy, outputs)]))
+    return list(
+        torch.autograd.grad(
+            outputs,
+            [x for x in leaves if x.requires_grad],
+            [d.to(y.dtype) for d, y in zip(dy, outputs)],
+        )
+    )
 
 
 def copies(leaves: list[Tensor]) -> list[Tensor]:
     return [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
 
 
-def measure(case: str, name: str, f: Callable, leaves: list[Tensor], dy: list[Tensor], exact: list[Tensor], o: argparse.Namespace) -> Row:
+def measure(
+    case: str,
+    name: str,
+    f: Callable,
+    leaves: list[Tensor],
+    dy: list[Tensor],
+    exact: list[Tensor],
+    o: argparse.Namespace,
+) -> Row:
     """One peer on copies of the inputs, or why it cannot run."""
     cuda = o.device != "cpu"
     try:
         found = gradients(f, copies(leaves), dy)
-        errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact, strict=True)]
+        errors = [
+            float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact, strict=True)
+        ]
         del found
         own = copies(leaves)
 
@@ -276,9 +351,15 @@ def line(row: Row, ours: float | None, least: float) -> str:
 
 def bandwidth(o: argparse.Namespace) -> float:
     """Bytes a second of a copy of 1 GiB, read and written."""
-    source = torch.randint(0, 255, (2**20 if o.tiny else 2**30,), dtype=torch.uint8, device=o.device)
+    source = torch.randint(
+        0, 255, (2**20 if o.tiny else 2**30,), dtype=torch.uint8, device=o.device
+    )
     target = torch.empty_like(source)
-    return 2 * source.numel() / min(seconds(o, lambda: target.copy_(source), 1 if o.tiny else 10) for _ in range(3))
+    return (
+        2
+        * source.numel()
+        / min(seconds(o, lambda: target.copy_(source), 1 if o.tiny else 10) for _ in range(3))
+    )
 
 
 def peak_flops(o: argparse.Namespace) -> float:
@@ -291,18 +372,31 @@ def peak_flops(o: argparse.Namespace) -> float:
 # --- the head
 
 
-def trained_like(head: Head, trainable: bool, o: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden, weight, targets: half of what a token says is its target's row of the head, so that its logit stands out."""
+def trained_like(
+    head: Head, trainable: bool, o: argparse.Namespace
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden, weight, targets: half of what a token says is its target's row of the head, so that
+    its logit stands out.
+    """
     torch.manual_seed(0)
-    w = torch.randn(head.vocabulary, head.hidden, device=o.device).mul_(head.hidden**-0.5).bfloat16()
+    w = (
+        torch.randn(head.vocabulary, head.hidden, device=o.device)
+        .mul_(head.hidden**-0.5)
+        .bfloat16()
+    )
     targets = torch.randint(0, head.vocabulary, (head.tokens,), device=o.device)
     standing_out = 8 + 8 * torch.rand(head.tokens, 1, device=o.device)
-    x = torch.randn(head.tokens, head.hidden, device=o.device) * 2 + w[targets].float() * standing_out
+    x = (
+        torch.randn(head.tokens, head.hidden, device=o.device) * 2
+        + w[targets].float() * standing_out
+    )
     targets[:: max(2, head.tokens // 512)] = -100
     return x.bfloat16().requires_grad_(), w.requires_grad_(trainable), targets
 
 
-def exact_head_gradients(head: Head, x: Tensor, w: Tensor, targets: Tensor, rows: int = 512) -> list[Tensor]:
+def exact_head_gradients(
+    head: Head, x: Tensor, w: Tensor, targets: Tensor, rows: int = 512
+) -> list[Tensor]:
     """The gradients in fp64 on these values, a few rows of logits at a time."""
     dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     w64 = w.detach().double().requires_grad_(w.requires_grad)
@@ -316,7 +410,9 @@ def exact_head_gradients(head: Head, x: Tensor, w: Tensor, targets: Tensor, rows
     return [g for g in (dx, w64.grad) if g is not None]
 
 
-def compare_head(case: str, head: Head, trainable: bool, flops: float, o: argparse.Namespace) -> list[Row]:
+def compare_head(
+    case: str, head: Head, trainable: bool, flops: float, o: argparse.Namespace
+) -> list[Row]:
     x, w, targets = trained_like(head, trainable, o)
     exact = exact_head_gradients(head, x, w, targets)
     products = 3 if trainable else 2
@@ -326,7 +422,9 @@ def compare_head(case: str, head: Head, trainable: bool, flops: float, o: argpar
     itemsize = 4 if o.device != "cpu" else 2
     peers: Peers = {}
     for budget in BUDGETS:
-        chunk = max(1, (budget * MIB if not o.tiny else budget * 256) // (head.vocabulary * itemsize))
+        chunk = max(
+            1, (budget * MIB if not o.tiny else budget * 256) // (head.vocabulary * itemsize)
+        )
 
         def ours(x: Tensor, w: Tensor, chunk: int = chunk) -> Tensor:
             return ops.linear_cross_entropy(x, w, targets, softcap=head.softcap, chunk=chunk)
@@ -347,7 +445,9 @@ def compare_head(case: str, head: Head, trainable: bool, flops: float, o: argpar
 
 
 def undominated(rows: list[Row]) -> str:
-    """The claim under test: no peer of equal error is both faster and leaner than every point of our curve."""
+    """The claim under test: no peer of equal error is both faster and leaner than every point of
+    our curve.
+    """
     ran = [row for row in rows if not row.failed]
     ours = [row for row in ran if row.peer.startswith("isotype")]
     if not ours or any(row.peak is None for row in ran):
@@ -360,7 +460,9 @@ def undominated(rows: list[Row]) -> str:
         and max(row.errors) <= 1.1 * min(max(mine.errors) for mine in ours)
     ]
     return (
-        f"both faster and leaner at no larger error: {', '.join(better)}" if better else "no peer of equal error is both faster and leaner"
+        f"both faster and leaner at no larger error: {', '.join(better)}"
+        if better
+        else "no peer of equal error is both faster and leaner"
     )
 
 
@@ -378,26 +480,42 @@ def elementwise_case(name: str, o: argparse.Namespace) -> tuple[list[Tensor], Pe
     if name in ("silu_mul", "gelu_mul_tanh") and not o.tiny:
         tokens = tokens * 4 // 11 + 1  # the width is 11/4 of hidden
     settings = SimpleNamespace(
-        tokens=tokens, hidden=hidden, vocabulary=512 if o.tiny else 128256, dtype="bf16", device=o.device, softcap=None
+        tokens=tokens,
+        hidden=hidden,
+        vocabulary=512 if o.tiny else 128256,
+        dtype="bf16",
+        device=o.device,
+        softcap=None,
     )
     leaves, peers, truth = bench.OPS[op](settings)
     if name == "cross_entropy":
         (x,) = leaves
         targets = torch.randint(0, settings.vocabulary, (settings.tokens,), device=o.device)
-        peers = {"isotype": lambda x: ops.cross_entropy(x, targets), "plain": lambda x: bench.plain_loss(x, targets)}
+        peers = {
+            "isotype": lambda x: ops.cross_entropy(x, targets),
+            "plain": lambda x: bench.plain_loss(x, targets),
+        }
         peers["Liger-Kernel"] = peer(lambda: liger_loss(targets))
         peers["Unsloth"] = lambda x: unsloth_loss(targets)(x)
         # read, read again, gradient written
-        return leaves, peers, lambda x: F.cross_entropy(x, targets), 3 * x.numel() * x.element_size()
+        return (
+            leaves,
+            peers,
+            lambda x: F.cross_entropy(x, targets),
+            3 * x.numel() * x.element_size(),
+        )
     large = [x for x in leaves if x.dim() > 1]
     inputs = sum(x.numel() * x.element_size() for x in large)
     output = inputs if name == "rope" else large[0].numel() * large[0].element_size()
-    # forward reads and writes; backward reads the inputs (a rotation needs none) and the output's gradient, and writes theirs
+    # forward reads and writes; backward reads the inputs (a rotation needs none) and the output's
+    # gradient, and writes theirs
     moved = inputs + output + output + inputs + (0 if name == "rope" else inputs)
     return leaves, peers | elementwise_peers(name, leaves), truth, moved
 
 
-def compare_elementwise(case: str, name: str, copied: float, only: tuple[str, ...] | None, o: argparse.Namespace) -> list[Row]:
+def compare_elementwise(
+    case: str, name: str, copied: float, only: tuple[str, ...] | None, o: argparse.Namespace
+) -> list[Row]:
     torch.manual_seed(0)
     leaves, peers, truth, moved = elementwise_case(name, o)
     if only is None:
@@ -407,11 +525,16 @@ def compare_elementwise(case: str, name: str, copied: float, only: tuple[str, ..
     else:
         peers = {name: peers[name] for name in only}
     sizes = " ".join(str(list(x.shape)) for x in leaves)
-    print(f"\n{case} {sizes} bf16   floor {moved / copied * 1e3:.2f} ms ({moved / MIB:.0f} MiB moved)", flush=True)
+    print(
+        f"\n{case} {sizes} bf16   floor {moved / copied * 1e3:.2f} ms ({moved / MIB:.0f} MiB moved)",
+        flush=True,
+    )
     with torch.no_grad():
         made = peers["isotype"](*leaves)
     dy = upstream(made if isinstance(made, tuple) else (made,))
-    exact = gradients(truth, [x.detach().double().requires_grad_(x.requires_grad) for x in leaves], dy)
+    exact = gradients(
+        truth, [x.detach().double().requires_grad_(x.requires_grad) for x in leaves], dy
+    )
     rows = [measure(case, peer_name, f, leaves, dy, exact, o) for peer_name, f in peers.items()]
     mine = next((row.median for row in rows if row.peer == "isotype" and not row.failed), None)
     for row in rows:
@@ -424,14 +547,18 @@ def run_cases(o: argparse.Namespace) -> Iterator[list[Row]]:
     cases = o.case or list(CASES)
     flops = peak_flops(o) if any(case.startswith(("head", "unsloth")) for case in cases) else 0.0
     copied = bandwidth(o)
-    print(f"copy bandwidth {copied / 1e9:.0f} GB/s (elementwise ops are asked for 85% of it), bf16 products {flops / 1e12:.1f} TFLOP/s")
+    print(
+        f"copy bandwidth {copied / 1e9:.0f} GB/s (elementwise ops are asked for 85% of it), bf16 products {flops / 1e12:.1f} TFLOP/s"
+    )
     for case in cases:
         if case == "unsloth":
             for name, head in heads.items():
                 for trainable in (False, True):
                     kind = "trainable" if trainable else "frozen"
                     yield compare_head(f"unsloth-{name}-{kind}", head, trainable, flops, o)
-            yield compare_elementwise("unsloth-cross_entropy", "cross_entropy", copied, ("isotype", "Unsloth"), o)
+            yield compare_elementwise(
+                "unsloth-cross_entropy", "cross_entropy", copied, ("isotype", "Unsloth"), o
+            )
         elif case.startswith("head"):
             _, name, kind = case.split("-")
             yield compare_head(case, heads[name], kind == "trainable", flops, o)
@@ -447,7 +574,9 @@ def main() -> None:
         sys.exit("no CUDA device: --device cpu --tiny runs the same code")
     if o.device == "cpu" and not o.tiny:
         sys.exit("these sizes are a GPU's: on a CPU use --tiny, or benchmarks/ops.py")
-    if o.case == [unsloth_row.NAME.lower()] and (reason := unsloth_row.why_not(o.device, importing=False)):
+    if o.case == [unsloth_row.NAME.lower()] and (
+        reason := unsloth_row.why_not(o.device, importing=False)
+    ):
         print(f"Unsloth left out: {reason}")
         sys.exit(unsloth_row.LEFT_OUT)
     name = torch.cuda.get_device_name() if o.device != "cpu" else "CPU"
@@ -459,7 +588,15 @@ def main() -> None:
     finally:
         if o.json:
             with open(o.json, "w") as file:
-                json.dump({"device": name, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}, file, indent=1)
+                json.dump(
+                    {
+                        "device": name,
+                        "torch": torch.__version__,
+                        "rows": [asdict(row) for row in rows],
+                    },
+                    file,
+                    indent=1,
+                )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What a packed base costs in exactness and memory, format by format, against fp64 of the dense weights that its files mean.
+"""What a packed base costs in exactness and memory, format by format, against fp64 of the dense
+weights that its files mean.
 
     python benchmarks/packed_errors.py
 
-Random packed tensors, a Llama of 3 layers, 256 wide, inner 464 (14.5 blocks of 32; 512 for GGUF, whose blocks hold 256), LoRA of rank 4
-on every layer, bf16. In brackets Isotype's own bf16-lora on the dense weights; "ratio" is the largest over layers of a layer's gradient
-error over that of bf16-lora. The merge is in fp32. Memory is measured on 4 layers of 1,024, over the file's bytes: what the loaded model
-holds, and the process's largest anonymous memory while it loads; mapped files are not part of that. A figure beyond the bounds (1.5, 2e-5,
-1.15, the file and one layer) ends with an exclamation mark, and the exit status is 1.
+Random packed tensors, a Llama of 3 layers, 256 wide, inner 464 (14.5 blocks of 32; 512 for GGUF,
+whose blocks hold 256), LoRA of rank 4 on every layer, bf16. In brackets Isotype's own bf16-lora on
+the dense weights; "ratio" is the largest over layers of a layer's gradient error over that of
+bf16-lora. The merge is in fp32. Memory is measured on 4 layers of 1,024, over the file's bytes:
+what the loaded model holds, and the process's largest anonymous memory while it loads; mapped files
+are not part of that. A figure beyond the bounds (1.5, 2e-5, 1.15, the file and one layer) ends with
+an exclamation mark, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -42,8 +45,20 @@ IDS = torch.arange(3, 259).view(4, 64)
 def written(form: str, folder: Path, **sizes: int) -> Path:
     """The folder or file of a model in this format."""
     tokenizer = gguf_files.splitting()
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    model = tiny("llama", vocab_size=320, num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=512, **ids, **sizes)
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    model = tiny(
+        "llama",
+        vocab_size=320,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        **ids,
+        **sizes,
+    )
     if form not in GGUF:
         published.write(model, tokenizer, folder, form)
         return folder
@@ -54,12 +69,22 @@ def written(form: str, folder: Path, **sizes: int) -> Path:
 
 def loaded(place: Path, form: str) -> nn.Module:
     word = "gguf" if form in GGUF else published.FORMATS[form][0]
-    return load_base(Source(str(place)), BF16.but(base=word), attention="auto", device=torch.device("cpu"), trainable=False)
+    return load_base(
+        Source(str(place)),
+        BF16.but(base=word),
+        attention="auto",
+        device=torch.device("cpu"),
+        trainable=False,
+    )
 
 
 def anonymous() -> int:
     """Bytes of the process that are no file's."""
-    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
 
 
 class Peak(threading.Thread):
@@ -81,13 +106,29 @@ class Peak(threading.Thread):
 
 
 def errors(form: str, folder: Path) -> dict[str, float]:
-    model: Any = loaded(written(form, folder, num_hidden_layers=3, hidden_size=256, intermediate_size=512 if form in GGUF else 464), form)
+    model: Any = loaded(
+        written(
+            form,
+            folder,
+            num_hidden_layers=3,
+            hidden_size=256,
+            intermediate_size=512 if form in GGUF else 464,
+        ),
+        form,
+    )
     word = "gguf" if form in GGUF else published.FORMATS[form][0]
-    plain, exact, merged = dense(model, torch.bfloat16), dense(model, torch.float64), dense(model, torch.float64)
+    plain, exact, merged = (
+        dense(model, torch.bfloat16),
+        dense(model, torch.float64),
+        dense(model, torch.float64),
+    )
     logits, grads = step(adapted(model, BF16.but(base=word)), IDS)
     dense_logits, dense_grads = step(adapted(plain, BF16), IDS)
     exact_logits, exact_grads = step(adapted(exact, None).double(), IDS)
-    ours, theirs = ({name: off(grad, exact_grads[name]) for name, grad in each.items()} for each in (grads, dense_grads))
+    ours, theirs = (
+        {name: off(grad, exact_grads[name]) for name, grad in each.items()}
+        for each in (grads, dense_grads)
+    )
     again = adapted(loaded(folder / "model.gguf" if form in GGUF else folder, form), None)
     expected = adapted(merged, None).double().merge_and_unload().state_dict()
     state, _, _ = merged_state(again, torch.float32)
@@ -110,10 +151,16 @@ def memory(form: str, folder: Path) -> dict[str, float]:
     held = 0
     for p in model.parameters():
         state = getattr(p, "quant_state", None)
-        held += p.nbytes + sum(t.nbytes for t in (state.tensors.values() if state is not None else ()))
+        held += p.nbytes + sum(
+            t.nbytes for t in (state.tensors.values() if state is not None else ())
+        )
     size = file.stat().st_size
     one_layer = 2816 * 1024 * 4
-    return {"held": held / size, "peak": largest / size, "too much": float(largest > size + one_layer)}
+    return {
+        "held": held / size,
+        "peak": largest / size,
+        "too much": float(largest > size + one_layer),
+    }
 
 
 def main() -> int:

@@ -1,7 +1,9 @@
 """Every preset, replicated and shared, on several real processes (gloo) against one process.
 
-python benchmarks/processes_matrix.py              # every preset x LoRA and full training x replicate and shard, 4 processes
-python benchmarks/processes_matrix.py --write      # also into benchmarks/results/processes_matrix.md
+python benchmarks/processes_matrix.py              # every preset x LoRA and full training x
+                                                   replicate and shard, 4 processes
+python benchmarks/processes_matrix.py --write      # also into
+                                                   benchmarks/results/processes_matrix.md
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def train_all(folder: Path, settings: list[Setting]) -> dict[str, str]:
 
 
 def worker(folder: Path) -> None:
-    """One of several processes. They make one process group, in which all runs are done: libraries are imported once."""
+    """One of several processes. They make one process group, in which all runs are done: libraries
+    are imported once.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -94,10 +98,15 @@ def on_processes(folder: Path, settings: list[Setting], processes: int) -> dict[
     (folder / "settings.json").write_text(json.dumps(settings))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command = [*launcher, str(Path(__file__).resolve()), "--worker", str(folder)]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
     log = folder / "log.txt"
     with log.open("w") as said:
-        status = subprocess.run(command, env=environ, stdout=said, stderr=subprocess.STDOUT, check=False).returncode
+        status = subprocess.run(
+            command, env=environ, stdout=said, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if status:
         raise SystemExit(f"the processes ended with {status}\n{log.read_text()[-4000:]}")
     ends: dict[str, str] = json.loads((folder / "ends.json").read_text())
@@ -108,16 +117,30 @@ def compared(one: Path, other: Path) -> tuple[float, float, str]:
     """The most by which losses and trained weights differ, and what else is not the same."""
     from safetensors.torch import load_file
 
-    mine, its = ([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (one, other))
+    mine, its = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (one, other)
+    )
     wrong = []
     if [row.get("tokens") for row in mine] != [row.get("tokens") for row in its]:
         wrong.append("other tokens")
-    pairs = [(a[key], b[key]) for a, b in zip(mine, its, strict=True) for key in ("loss", "eval_loss") if key in a]
+    pairs = [
+        (a[key], b[key])
+        for a, b in zip(mine, its, strict=True)
+        for key in ("loss", "eval_loss")
+        if key in a
+    ]
     loss = max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
-    name = "model/model.safetensors" if (one / "model").is_dir() else "adapter/adapter_model.safetensors"
+    name = (
+        "model/model.safetensors"
+        if (one / "model").is_dir()
+        else "adapter/adapter_model.safetensors"
+    )
     weights, others = load_file(one / name), load_file(other / name)
     weight = max(float((weights[key].float() - others[key].float()).abs().max()) for key in weights)
-    if json.loads((one / "manifest.json").read_text()) != json.loads((other / "manifest.json").read_text()):
+    if json.loads((one / "manifest.json").read_text()) != json.loads(
+        (other / "manifest.json").read_text()
+    ):
         wrong.append("another manifest")
     record: dict[str, Any] = json.loads((other / "precision.json").read_text())
     if record["violations"]:
@@ -138,10 +161,14 @@ def cell(folder: Path, setting: Setting, ends: dict[str, str]) -> tuple[str, boo
     loss, weight, wrong = compared(run_folder(folder, one), run_folder(folder, setting))
     most_loss, most_weight = FP32 if setting[0] == "fp32" else BF16
     good = not wrong and loss <= most_loss and weight <= most_weight
-    return f"{loss:.1e}, {weight:.1e}" + (f" ({wrong})" if wrong else "" if good else " (too far)"), good
+    return f"{loss:.1e}, {weight:.1e}" + (
+        f" ({wrong})" if wrong else "" if good else " (too far)"
+    ), good
 
 
-def made(folder: Path, *, presets: list[str], adapters: list[str], processes: int) -> tuple[str, bool]:
+def made(
+    folder: Path, *, presets: list[str], adapters: list[str], processes: int
+) -> tuple[str, bool]:
     """The table in Markdown, and whether every cell is as it should be."""
     apart = settings_of(adapters, presets, (ONE,))
     together = settings_of(adapters, presets, KINDS)
@@ -158,9 +185,13 @@ def made(folder: Path, *, presets: list[str], adapters: list[str], processes: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Every preset, replicated and shared, on several processes against one.")
+    parser = argparse.ArgumentParser(
+        description="Every preset, replicated and shared, on several processes against one."
+    )
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--preset", action="append", choices=list(PRESETS), help="only this one; may be given again")
+    parser.add_argument(
+        "--preset", action="append", choices=list(PRESETS), help="only this one; may be given again"
+    )
     parser.add_argument("--write", action="store_true", help=f"write the table to {RESULT.name}")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -169,7 +200,12 @@ def main() -> int:
         return 0
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory(prefix="isotype-processes-") as folder:
-        table, good = made(Path(folder), presets=asked.preset or list(PRESETS), adapters=list(ADAPTERS), processes=asked.processes)
+        table, good = made(
+            Path(folder),
+            presets=asked.preset or list(PRESETS),
+            adapters=list(ADAPTERS),
+            processes=asked.processes,
+        )
     print(table)
     if asked.write:
         head = (

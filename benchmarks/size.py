@@ -1,16 +1,21 @@
 """How large the house is: the figures of docs/design/README.md, printed by `make size`.
 
-    python benchmarks/size.py             # a minute: it also trains a 2-layer LoRA for forty steps and counts the calls of a layer
+    python benchmarks/size.py             # a minute: it also trains a 2-layer LoRA for forty steps
+                                          and counts the calls of a layer
     python benchmarks/size.py --json
 
 lines of sheets     rules, findings and causes of the doctor and of precision, written as text
-files of a step     files of Isotype that run Python code between two steps of `isotype.train`: a 2-layer Llama, LoRA on every linear layer,
-                    bf16-lora, on a CPU
-calls of a layer    Python functions called by forward and backward of one decoder layer (r 8 on all linear layers, 64 tokens, bf16
-                    autocast, eager): half the difference between models of four and two layers; built-in functions left out
-of them, since      what files hold that are wholly for features ordered after the aims of 23 November were set (experts, packed bases,
-                    vision-language models, preferences, further pictures, exports, importers, ...): `SINCE`, none of which was there before
-circles, upwards    whether there is a circle of imports between modules, and how many point upwards, as tests/test_imports.py defines them
+files of a step     files of Isotype that run Python code between two steps of `isotype.train`: a
+                    2-layer Llama, LoRA on every linear layer, bf16-lora, on a CPU
+calls of a layer    Python functions called by forward and backward of one decoder layer (r 8 on all
+                    linear layers, 64 tokens, bf16 autocast, eager): half the difference between
+                    models of four and two layers; built-in functions left out
+of them, since      what files hold that are wholly for features ordered after the aims of 23
+                    November were set (experts, packed bases, vision-language models, preferences,
+                    further pictures, exports, importers, ...): `SINCE`, none of which was there
+                    before
+circles, upwards    whether there is a circle of imports between modules, and how many point
+                    upwards, as tests/test_imports.py defines them
 """
 
 from __future__ import annotations
@@ -54,7 +59,10 @@ def lines(folder: Path, *endings: str, among: str = "**/*") -> tuple[int, int]:
 
     among  patterns below the folder, of which each must match a file
     """
-    named = {pattern: [path for path in folder.glob(pattern) if path.suffix in endings] for pattern in among.split()}
+    named = {
+        pattern: [path for path in folder.glob(pattern) if path.suffix in endings]
+        for pattern in among.split()
+    }
     assert all(named.values()), [pattern for pattern, paths in named.items() if not paths]
     files = [path for paths in named.values() for path in paths]
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files), len(files)
@@ -80,7 +88,9 @@ class Called:
 
 
 def files_of_a_step() -> list[str]:
-    """The files of Isotype that the 18th step of a small LoRA run passes: no evaluation, no checkpoint."""
+    """The files of Isotype that the 18th step of a small LoRA run passes: no evaluation, no
+    checkpoint.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -95,7 +105,11 @@ def files_of_a_step() -> list[str]:
             if moment.row["step"] == 17:
                 called.start()
 
-    pairs = [(f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(6) for b in range(12)]
+    pairs = [
+        (f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.")
+        for a in range(6)
+        for b in range(12)
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = train_tokenizer([" ".join(pair) for pair in pairs], vocabulary=320)
@@ -106,7 +120,9 @@ def files_of_a_step() -> list[str]:
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(folder / "base")
         tokenizer.save_pretrained(folder / "base")
-        (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": q, "completion": a}) + "\n" for q, a in pairs))
+        (folder / "rows.jsonl").write_text(
+            "".join(json.dumps({"prompt": q, "completion": a}) + "\n" for q, a in pairs)
+        )
         with contextlib.redirect_stdout(io.StringIO()):
             isotype.train(
                 model=str(folder / "base"), data=str(folder / "rows.jsonl"), precision="bf16-lora", adapter={"r": 4},
@@ -125,9 +141,18 @@ def calls_of_a_layer(change: Callable[[Any], object]) -> int:
     counts = []
     for layers in (2, 4):
         torch.manual_seed(0)
-        sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).bfloat16()
-        model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))  # adapters are fp32
+        # adapters are fp32
+        model = get_peft_model(
+            base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
         change(model)
         ids = torch.randint(3, 96, (1, 64))
 
@@ -157,7 +182,9 @@ def arrows() -> tuple[int, int]:
         (name, other)
         for name, others in found.items()
         for other in others
-        if name != "isotype" and room(name) != room(other) and level[room(other)] >= level[room(name)]
+        if name != "isotype"
+        and room(name) != room(other)
+        and level[room(other)] >= level[room(name)]
     ]
     try:
         TopologicalSorter(found).prepare()
@@ -171,7 +198,13 @@ def uncited_pages() -> list[str]:
     pages = sorted((ROOT / "docs").rglob("*.md"))
     texts = {
         path: path.read_text(encoding="utf-8")
-        for path in [*ROOT.glob("*.md"), *pages, *ROOT.glob("docs/*.py"), *SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+        for path in [
+            *ROOT.glob("*.md"),
+            *pages,
+            *ROOT.glob("docs/*.py"),
+            *SOURCE.rglob("*.py"),
+            *(ROOT / "tests").rglob("*.py"),
+        ]
     }
     return [
         str(page.relative_to(ROOT))
@@ -183,7 +216,9 @@ def uncited_pages() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--list", action="store_true", help="name the files of a step")
     options = parser.parse_args()

@@ -1,11 +1,13 @@
-"""Tokens a second and peak memory of `isotype`'s step beside HF Trainer with PEFT: the same model, rows, batch, adapter, learning rate.
+"""Tokens a second and peak memory of `isotype`'s step beside HF Trainer with PEFT: the same model,
+rows, batch, adapter, learning rate.
 
     python benchmarks/train.py                      # CPU: a 20M Llama, 4 x 256 tokens, rank 16
     python benchmarks/train.py --layers 12 --hidden 768 --length 512 --steps 6 --json out.json
 
-Each contender runs in its own process, the order alternates, and the ratio is taken between medians of the same run. Losses are
-compared too: a faster step that computes something else is no result. Peak memory is the process's highest resident size (allocator
-peak on a GPU) less what it had before the first step.
+Each contender runs in its own process, the order alternates, and the ratio is taken between medians
+of the same run. Losses are compared too: a faster step that computes something else is no result.
+Peak memory is the process's highest resident size (allocator peak on a GPU) less what it had before
+the first step.
 """
 
 from __future__ import annotations
@@ -78,7 +80,11 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
         start = time.perf_counter()
         losses.append(step([batch], step=i + 1, learning_rate=1e-4, watch_changes=True).loss)
         seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds[a.warmup :], "losses": losses, "memory_bytes": peak_memory(device) - before}
+    return {
+        "seconds": seconds[a.warmup :],
+        "losses": losses,
+        "memory_bytes": peak_memory(device) - before,
+    }
 
 
 def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +99,10 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
     base, rows = model_and_rows(a)
     device = torch.device(a.device)
     torch.manual_seed(0)
-    model = get_peft_model(base, LoraConfig(r=a.rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        base,
+        LoraConfig(r=a.rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
     times: list[float] = []
     losses: list[float] = []
 
@@ -104,7 +113,9 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.perf_counter() - self.start)
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any
+        ) -> None:
             if "loss" in logs:
                 losses.append(logs["loss"])
 
@@ -113,24 +124,49 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
             out, per_device_train_batch_size=a.batch, max_steps=a.steps + a.warmup, learning_rate=1e-4, lr_scheduler_type="constant",
             bf16=True, use_cpu=a.device == "cpu", logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, weight_decay=0.0,
         )  # fmt: skip
-        data = [{"input_ids": list(r.input_ids), "labels": list(r.labels), "attention_mask": [1] * len(r.input_ids)} for r in rows]
+        data = [
+            {
+                "input_ids": list(r.input_ids),
+                "labels": list(r.labels),
+                "attention_mask": [1] * len(r.input_ids),
+            }
+            for r in rows
+        ]
         trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[Clock()])
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
         before = peak_memory(device)
         trainer.train()
-    return {"seconds": times[a.warmup :], "losses": losses, "memory_bytes": peak_memory(device) - before}
+    return {
+        "seconds": times[a.warmup :],
+        "losses": losses,
+        "memory_bytes": peak_memory(device) - before,
+    }
 
 
 def measure(a: argparse.Namespace, who: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", who], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--only", who], capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"{who} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"layers": 6, "hidden": 384, "vocabulary": 8192, "batch": 4, "length": 256, "rank": 16, "steps": 8, "warmup": 2, "rounds": 3}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "layers": 6,
+        "hidden": 384,
+        "vocabulary": 8192,
+        "batch": 4,
+        "length": 256,
+        "rank": 16,
+        "steps": 8,
+        "warmup": 2,
+        "rounds": 3,
+    }
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
@@ -149,13 +185,22 @@ def main() -> None:
     for who, runs in found.items():
         median = statistics.median(s for run in runs for s in run["seconds"])
         memory = statistics.median(run["memory_bytes"] for run in runs)
-        summary[who] = {"seconds": median, "tokens_per_second": tokens / median, "memory_bytes": memory, "losses": runs[0]["losses"]}
+        summary[who] = {
+            "seconds": median,
+            "tokens_per_second": tokens / median,
+            "memory_bytes": memory,
+            "losses": runs[0]["losses"],
+        }
     ours, theirs = summary["isotype"], summary["hf-trainer"]
-    print(f"Llama {a.layers} x {a.hidden}, vocabulary {a.vocabulary}, {a.batch} x {a.length} tokens, rank {a.rank}, {a.device}")
+    print(
+        f"Llama {a.layers} x {a.hidden}, vocabulary {a.vocabulary}, {a.batch} x {a.length} tokens, rank {a.rank}, {a.device}"
+    )
     print(f"{'':17s}{'tokens/s':>10s}{'step memory':>14s}{'first loss':>12s}{'last loss':>12s}")
     for who, row in summary.items():
         losses = f"{row['losses'][0]:12.4f}{row['losses'][-1]:12.4f}"
-        print(f"{who:17s}{row['tokens_per_second']:10.0f}{row['memory_bytes'] / 1e6:11.0f} MB{losses}")
+        print(
+            f"{who:17s}{row['tokens_per_second']:10.0f}{row['memory_bytes'] / 1e6:11.0f} MB{losses}"
+        )
     speed, memory = (ours[key] / theirs[key] for key in ("tokens_per_second", "memory_bytes"))
     print(f"{'ratio':17s}{speed:10.2f}{memory:11.2f}")
     if a.json:

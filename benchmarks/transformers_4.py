@@ -1,6 +1,8 @@
-"""Whether another version of transformers loads what Isotype saves, with the logits that the trained model had.
+"""Whether another version of transformers loads what Isotype saves, with the logits that the
+trained model had.
 
-`write FOLDER` with this environment, then `load FOLDER` with the other one, which needs only torch, safetensors and its transformers.
+`write FOLDER` with this environment, then `load FOLDER` with the other one, which needs only torch,
+safetensors and its transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ TOKENS = torch.arange(3, 35)[None]
 # family, tied, what is trained beside the attention's adapters, dtype of the merged files
 CASES = [
     (family, tied, trained, dtype)
-    for family, tied in (("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False), ("gemma2", True), ("mistral", False))
+    for family, tied in (
+        ("llama", False),
+        ("llama", True),
+        ("qwen2", True),
+        ("qwen3", False),
+        ("gemma2", True),
+        ("mistral", False),
+    )
     for trained in ("lora", "lora and head", "lora and embedding", "every weight")
     for dtype in ("fp32", "bf16")
 ]
@@ -59,13 +68,19 @@ def write(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Prints a line a case: the share of equal argmaxes, and the largest difference as a share of the largest logit."""
+    """Prints a line a case: the share of equal argmaxes, and the largest difference as a share of
+    the largest logit.
+    """
     print(f"transformers {transformers.__version__}, torch {torch.__version__}\n")
     print("| case | config says tied | argmax equal | difference |")
     print("|---|---|---|---|")
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
         expected = torch.tensor(json.loads((place / "expected.json").read_text()))
-        dtype = {"torch_dtype": torch.float32} if transformers.__version__ < "5" else {"dtype": torch.float32}
+        dtype = (
+            {"torch_dtype": torch.float32}
+            if transformers.__version__ < "5"
+            else {"dtype": torch.float32}
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(place / "result", **dtype)
         with torch.no_grad():
             logits = model.eval()(input_ids=TOKENS).logits[0]

@@ -1,7 +1,9 @@
-"""Unsloth's model as a contender: a random Llama of any shape, with adapters on every projection and its own gradient checkpointing.
+"""Unsloth's model as a contender: a random Llama of any shape, with adapters on every projection
+and its own gradient checkpointing.
 
-Importing Unsloth patches torch, transformers and TRL, so that it has a process to itself. It loads models from folders only: the model is
-written to one and read back. Its calls are those of unsloth 2026.10.9.
+Importing Unsloth patches torch, transformers and TRL, so that it has a process to itself. It loads
+models from folders only: the model is written to one and read back. Its calls are those of unsloth
+2026.10.9.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ LEFT_OUT = 4  # exit code where a package is missing, as benchmarks/gpu.py reads
 
 
 def why_not(device: str, *, importing: bool = True) -> str:
-    """Why Unsloth cannot run here, in one line, or "". Without `importing` it asks only whether it is there."""
+    """Why Unsloth cannot run here, in one line, or "". Without `importing` it asks only whether it
+    is there.
+    """
     if torch.device(device).type == "cpu":
         return "Unsloth needs a GPU"
     if importlib.util.find_spec("unsloth") is None:
@@ -43,13 +47,18 @@ def save_tokenizer(folder: Path) -> None:
 
     words = {word: i for i, word in enumerate(("<pad>", "<s>", "</s>", "a", "b"))}
     made = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
     )
     made.save_pretrained(folder)
 
 
 def adapted(model: nn.Module, *, rank: int, length: int, nf4: bool, targets: list[str]) -> Any:
-    """`model` as Unsloth loads it, ready to train: bf16 or NF4 weights, checkpointing "unsloth". Frees `model`'s own weights."""
+    """`model` as Unsloth loads it, ready to train: bf16 or NF4 weights, checkpointing "unsloth".
+    Frees `model`'s own weights.
+    """
     from unsloth import FastLanguageModel
 
     with tempfile.TemporaryDirectory() as written:
@@ -59,10 +68,20 @@ def adapted(model: nn.Module, *, rank: int, length: int, nf4: bool, targets: lis
         model.to("meta")
         torch.cuda.empty_cache()
         loaded, _ = FastLanguageModel.from_pretrained(
-            str(folder), max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=nf4, load_in_16bit=not nf4
+            str(folder),
+            max_seq_length=length,
+            dtype=torch.bfloat16,
+            load_in_4bit=nf4,
+            load_in_16bit=not nf4,
         )
     made = FastLanguageModel.get_peft_model(
-        loaded, r=rank, target_modules=targets, lora_alpha=2 * rank, lora_dropout=0.0, bias="none", use_gradient_checkpointing="unsloth"
+        loaded,
+        r=rank,
+        target_modules=targets,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        bias="none",
+        use_gradient_checkpointing="unsloth",
     )
     FastLanguageModel.for_training(made)
     return made

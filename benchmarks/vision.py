@@ -1,14 +1,20 @@
-"""A vision-language model beside TRL's SFT on the same rows with pictures, and on text beside its language model alone; CPU, one thread.
+"""A vision-language model beside TRL's SFT on the same rows with pictures, and on text beside its
+language model alone; CPU, one thread.
 
-python -m benchmarks.vision          two minutes; prints one JSON object and writes benchmarks/results/vision.json
-python -m benchmarks.vision --small  the same with few layers, steps and rounds, to see that it runs; writes nothing
+python -m benchmarks.vision          two minutes; prints one JSON object and writes
+                                     benchmarks/results/vision.json
+python -m benchmarks.vision --small  the same with few layers, steps and rounds, to see that it
+                                     runs; writes nothing
 
-pictures  A Qwen2.5-VL of 4 decoder layers of 512 and a vocabulary of 32,000; four rows of about 300 tokens with a picture each, bf16,
-          LoRA of rank 16 on the language part, answers learnt. Each contender is a whole run (`isotype.train`, `SFTTrainer.train`) in a
-          process of its own, in turns; pixels are read in each step. Times are the step's wall and CPU seconds (medians), memory is the
-          peak of the resident size in a step less what was held before it (the least), the tower's seconds are CPU time of
-          its forward (the least: some steps of a run are watched).
-text      Steps of text rows, of a vision-language model and of the class for text with the same weights' sizes, in turns in one process.
+pictures  A Qwen2.5-VL of 4 decoder layers of 512 and a vocabulary of 32,000; four rows of about 300
+          tokens with a picture each, bf16, LoRA of rank 16 on the language part, answers learnt.
+          Each contender is a whole run (`isotype.train`, `SFTTrainer.train`) in a process of its
+          own, in turns; pixels are read in each step. Times are the step's wall and CPU seconds
+          (medians), memory is the peak of the resident size in a step less what was held before it
+          (the least), the tower's seconds are CPU time of its forward (the least: some steps of a
+          run are watched).
+text      Steps of text rows, of a vision-language model and of the class for text with the same
+          weights' sizes, in turns in one process.
 """
 
 from __future__ import annotations
@@ -47,13 +53,32 @@ def write_base(folder: Path, layers: int) -> None:
     from tests import vlms
 
     rope = {"type": "mrope", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}
-    vlms.FAMILIES["qwen2_5_vl"] = vlms.FAMILIES["qwen2_5_vl"] | {"eye": TOWER, "text": {"rope_scaling": rope}}
-    vlms.saved_with_processor("qwen2_5_vl", folder / "base", num_hidden_layers=layers, max_position_embeddings=1024, **SIZES)
+    vlms.FAMILIES["qwen2_5_vl"] = vlms.FAMILIES["qwen2_5_vl"] | {
+        "eye": TOWER,
+        "text": {"rope_scaling": rope},
+    }
+    vlms.saved_with_processor(
+        "qwen2_5_vl",
+        folder / "base",
+        num_hidden_layers=layers,
+        max_position_embeddings=1024,
+        **SIZES,
+    )
     rows = []
     for i in range(ROWS):
         Image.effect_noise((112, 112), 60 + i).convert("RGB").save(folder / f"{i}.png")
-        parts = [{"type": "image", "path": f"{i}.png"}, {"type": "text", "text": "what colour is the square?"}]
-        rows.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": (SENTENCE * SENTENCES).strip()}]})
+        parts = [
+            {"type": "image", "path": f"{i}.png"},
+            {"type": "text", "text": "what colour is the square?"},
+        ]
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": parts},
+                    {"role": "assistant", "content": (SENTENCE * SENTENCES).strip()},
+                ]
+            }
+        )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -61,7 +86,9 @@ def write_base(folder: Path, layers: int) -> None:
 
 
 class Clock:
-    """What each step took: wall and CPU seconds, bytes at its peak above those before, seconds of the tower."""
+    """What each step took: wall and CPU seconds, bytes at its peak above those before, seconds of
+    the tower.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -77,24 +104,35 @@ class Clock:
         assert parts is not None
         tower = inner.get_submodule(parts.towers[0])
         tower.register_forward_pre_hook(lambda *_: setattr(self, "_entered", time.process_time()))
-        tower.register_forward_hook(lambda *_: setattr(self, "tower", self.tower + time.process_time() - self._entered))
+        tower.register_forward_hook(
+            lambda *_: setattr(self, "tower", self.tower + time.process_time() - self._entered)
+        )
 
     def tick(self, loss: float) -> None:
         """A step ended, with this loss, and the next one begins."""
         if self.begun:
-            took = {"seconds": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu, "tower": self.tower}
-            self.steps.append({**took, "bytes": resident("VmHWM") - self.before, "first_loss": self.first_loss})
+            took = {
+                "seconds": time.perf_counter() - self.wall,
+                "cpu": time.process_time() - self.cpu,
+                "tower": self.tower,
+            }
+            self.steps.append(
+                {**took, "bytes": resident("VmHWM") - self.before, "first_loss": self.first_loss}
+            )
         else:
             self.first_loss = loss
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier steps freed would hide what this one takes
+        # what earlier steps freed would hide what this one takes
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         self.before, self.tower, self.begun = resident("VmRSS"), 0.0, True
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
 
 def resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -172,17 +210,32 @@ def pictures(folder: Path, *, steps: int, rounds: int, layers: int) -> dict[str,
     found: dict[str, list[dict[str, float]]] = {"isotype": [], "trl": []}
     for _ in range(rounds):
         for name, of in found.items():
-            command = [sys.executable, "-m", "benchmarks.vision", "--contender", name, str(folder), "--steps", str(steps)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.vision",
+                "--contender",
+                name,
+                str(folder),
+                "--steps",
+                str(steps),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-3000:]}")
             of += json.loads(done.stdout.splitlines()[-1])[WARM - 1 :]
-    middle = {name: {key: statistics.median(step[key] for step in of) for key in of[0]} for name, of in found.items()}
+    middle = {
+        name: {key: statistics.median(step[key] for step in of) for key in of[0]}
+        for name, of in found.items()
+    }
     least = {name: min(step["bytes"] for step in of) for name, of in found.items()}
     tokens = row_tokens(folder) * ROWS
 
     def ratio(key: str, less: str | None = None) -> float:
-        ours, trl = ((middle[name][key] - (middle[name][less] if less else 0.0)) for name in ("isotype", "trl"))
+        ours, trl = (
+            (middle[name][key] - (middle[name][less] if less else 0.0))
+            for name in ("isotype", "trl")
+        )
         return trl / ours
 
     return {
@@ -204,9 +257,16 @@ def row_tokens(folder: Path) -> int:
     from isotype.model.load import load_tokenizer
     from isotype.model.processor import pictures_of
 
-    section, data = ModelSection(name=str(folder / "base")), DataSection(train=str(folder / "rows.jsonl"), eval_split=0.0, cache="none")
+    section, data = (
+        ModelSection(name=str(folder / "base")),
+        DataSection(train=str(folder / "rows.jsonl"), eval_split=0.0, cache="none"),
+    )
     tokenizer = load_tokenizer(section)
-    return len(load_data(data, tokenizer, seed=0, pictures=pictures_of(section, data, tokenizer)).train[0].input_ids)
+    return len(
+        load_data(data, tokenizer, seed=0, pictures=pictures_of(section, data, tokenizer))
+        .train[0]
+        .input_ids
+    )
 
 
 # --- text
@@ -218,13 +278,19 @@ def alone(family: str, whole: Any) -> Any:
 
     text = whole.config.get_text_config()
     if family == "qwen2_5_vl":
-        same = {key: getattr(text, key) for key in (*SIZES, "num_hidden_layers", "max_position_embeddings") if hasattr(text, key)}
+        same = {
+            key: getattr(text, key)
+            for key in (*SIZES, "num_hidden_layers", "max_position_embeddings")
+            if hasattr(text, key)
+        }
         text = AutoConfig.for_model("qwen2", tie_word_embeddings=False, **same)
     return AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16)
 
 
 def stepper(model: Any) -> Callable[[], tuple[float, float]]:
-    """Seconds and CPU seconds of forward and backward of four text rows, with the adapter, ops and precision of a run."""
+    """Seconds and CPU seconds of forward and backward of four text rows, with the adapter, ops and
+    precision of a run.
+    """
     from isotype.config.schema import AdapterSection
     from isotype.data.rows import Row
     from isotype.model.adapter import attach_adapter
@@ -269,7 +335,9 @@ def text_alone(family: str, *, pairs: int, layers: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--contender", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=4)

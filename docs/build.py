@@ -1,8 +1,10 @@
-"""Builds the site: `python docs/build.py build/site`. Needs the extra `docs`; a warning fails (exit 1).
+"""Builds the site: `python docs/build.py build/site`. Needs the extra `docs`; a warning fails (exit
+1).
 
-The pages are copied as they lie in the repository (docs, benchmarks and the files beside README.md), so that links between
-them stay valid. Two things are done to the copy: links to files that are no pages become the file's path as text, and each family of
-the doctor's codes gets a page, with the text that `isotype doctor explain CODE` prints.
+The pages are copied as they lie in the repository (docs, benchmarks and the files beside
+README.md), so that links between them stay valid. Two things are done to the copy: links to files
+that are no pages become the file's path as text, and each family of the doctor's codes gets a page,
+with the text that `isotype doctor explain CODE` prints.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES = (
+    "docs/**/*.md",
+    "benchmarks/**/*.md",
+    "examples/*.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+)
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 HOME = '<!doctype html><meta charset="utf-8"><title>Isotype</title><meta http-equiv="refresh" content="0; url=docs/index.html">'
@@ -28,7 +37,9 @@ def pages() -> list[Path]:
 
 
 def within_site(text: str, page: Path) -> str:
-    """The page's text with each relative link leading to a page of the site, or written as the path of a file in the repository."""
+    """The page's text with each relative link leading to a page of the site, or written as the path
+    of a file in the repository.
+    """
     known = {other.resolve() for other in pages()}
 
     def resolved(match: re.Match[str]) -> str:
@@ -37,14 +48,17 @@ def within_site(text: str, page: Path) -> str:
         if "://" in link or not path or link.startswith("mailto:"):
             return match[0]
         target = (page.parent / path).resolve()
-        if target in known or target.suffix == ".png" or not target.exists():  # what does not exist is left for Sphinx to report
+        # what does not exist is left for Sphinx to report
+        if target in known or target.suffix == ".png" or not target.exists():
             return match[0]
         if target / "README.md" in known:
             return f"[{label}]({path.rstrip('/')}/README.md{'#' + anchor if anchor else ''})"
         inside = f"`{target.relative_to(ROOT)}`"
         return inside if label.strip("`") in inside else f"{label} ({inside})"
 
-    return "".join(part if part.startswith("```") else LINK.sub(resolved, part) for part in FENCE.split(text))
+    return "".join(
+        part if part.startswith("```") else LINK.sub(resolved, part) for part in FENCE.split(text)
+    )
 
 
 def copy(folder: Path) -> None:
@@ -63,14 +77,26 @@ def copy(folder: Path) -> None:
 
 
 def list_siblings(index: Path) -> None:
-    """Adds the pages beside and below an index to a hidden table of contents; Sphinx does not count its links as one."""
-    others = sorted(page.relative_to(index.parent).with_suffix("") for page in index.parent.glob("**/*.md") if page != index)
+    """Adds the pages beside and below an index to a hidden table of contents; Sphinx does not count
+    its links as one.
+    """
+    others = sorted(
+        page.relative_to(index.parent).with_suffix("")
+        for page in index.parent.glob("**/*.md")
+        if page != index
+    )
     with index.open("a", encoding="utf-8") as file:
-        file.write("\n```{toctree}\n:hidden:\n\n" + "\n".join(other.as_posix() for other in others) + "\n```\n")
+        file.write(
+            "\n```{toctree}\n:hidden:\n\n"
+            + "\n".join(other.as_posix() for other in others)
+            + "\n```\n"
+        )
 
 
 def write_codes(folder: Path) -> None:
-    """A page for each family of codes (two letters), with a section for each code. One page a code makes a build three times as long."""
+    """A page for each family of codes (two letters), with a section for each code. One page a code
+    makes a build three times as long.
+    """
     from isotype.pages import codes, page
 
     folder.mkdir(parents=True)
@@ -80,27 +106,49 @@ def write_codes(folder: Path) -> None:
         assert text, code
         families.setdefault(code[:2], []).append(one_level_down(text.strip()))
     for family, sections in families.items():
-        (folder / f"{family}.md").write_text(f"# {family}\n\n" + "\n\n".join(sections) + "\n", encoding="utf-8")
+        (folder / f"{family}.md").write_text(
+            f"# {family}\n\n" + "\n\n".join(sections) + "\n", encoding="utf-8"
+        )
     listed = "\n".join(families)
     (folder / "index.md").write_text(
-        f"# Codes\n\nWhat `isotype doctor explain CODE` prints.\n\n```{{toctree}}\n:maxdepth: 2\n\n{listed}\n```\n", encoding="utf-8"
+        f"# Codes\n\nWhat `isotype doctor explain CODE` prints.\n\n```{{toctree}}\n:maxdepth: 2\n\n{listed}\n```\n",
+        encoding="utf-8",
     )
 
 
 def one_level_down(text: str) -> str:
     """The page with a # more before each heading, and code blocks as they are."""
-    return "".join(part if part.startswith("```") else re.sub(r"^#", "##", part, flags=re.MULTILINE) for part in FENCE.split(text))
+    return "".join(
+        part if part.startswith("```") else re.sub(r"^#", "##", part, flags=re.MULTILINE)
+        for part in FENCE.split(text)
+    )
 
 
 def build(out: Path, builder: str = "html") -> int:
-    """Sphinx's exit status: 0, or 1 where it had a warning. The builder `dummy` reads and resolves everything and writes no page."""
+    """Sphinx's exit status: 0, or 1 where it had a warning. The builder `dummy` reads and resolves
+    everything and writes no page.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder)
         copy(source)
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "docs"), os.environ.get("PYTHONPATH", "")])
-        options = ["-q", "-W", "--keep-going", "-b", builder, "-c", str(ROOT / "docs"), "-d", str(source / ".doctrees")]
+        path = os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT / "docs"), os.environ.get("PYTHONPATH", "")]
+        )
+        options = [
+            "-q",
+            "-W",
+            "--keep-going",
+            "-b",
+            builder,
+            "-c",
+            str(ROOT / "docs"),
+            "-d",
+            str(source / ".doctrees"),
+        ]
         command = [sys.executable, "-m", "sphinx", *options, folder, str(out)]
-        status = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+        status = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": path}, check=False
+        ).returncode
     if status == 0 and builder == "html":
         (out / "index.html").write_text(HOME, encoding="utf-8")
     return status

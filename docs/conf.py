@@ -20,7 +20,8 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
-suppress_warnings = ["misc.highlighting_failure"]  # outputs of commands inside a ```python block of a code's page
+# outputs of commands inside a ```python block of a code's page
+suppress_warnings = ["misc.highlighting_failure"]
 
 
 def setup(app):

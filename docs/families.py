@@ -1,10 +1,12 @@
-"""Writes docs/families.md: what `optimize` places in each family, and the reason for each part that is left alone.
+"""Writes docs/families.md: what `optimize` places in each family, and the reason for each part that
+is left alone.
 
     python docs/families.py            # prints the page
     python docs/families.py --write    # replaces it
 
-A family is built small and random by transformers' own configuration, gets adapters by `adapter.targets: all-linear`, and is optimized. A
-family stands here under the name of its `model_type`.
+A family is built small and random by transformers' own configuration, gets adapters by
+`adapter.targets: all-linear`, and is optimized. A family stands here under the name of its
+`model_type`.
 """
 
 from __future__ import annotations
@@ -49,14 +51,23 @@ EXPERTS = {
 }  # fmt: skip
 # what a family needs beside the sizes
 OWN: dict[str, dict[str, Any]] = {
-    family: {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+    family: {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    }
     for family in ("deepseek_v2", "deepseek_v3")
 } | {"gpt_oss": {"layer_types": ["full_attention", "sliding_attention"]}}
 
 
 def tiny(family: str) -> Any:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**{**SIZES, **(EXPERTS if family in MIXTURES else {}), **OWN.get(family, {})})
+    config = CONFIG_MAPPING[family](
+        **{**SIZES, **(EXPERTS if family in MIXTURES else {}), **OWN.get(family, {})}
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -103,11 +114,21 @@ All experts of a layer are one op; its router is left as it is, and a recomputed
 
 
 def page() -> str:
-    return "\n".join((INTRODUCTION.format(version=transformers.__version__), *table(DENSE), OF_MIXTURES, *table(MIXTURES), ""))
+    return "\n".join(
+        (
+            INTRODUCTION.format(version=transformers.__version__),
+            *table(DENSE),
+            OF_MIXTURES,
+            *table(MIXTURES),
+            "",
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     warnings.simplefilter("ignore")

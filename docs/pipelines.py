@@ -1,4 +1,6 @@
-"""The table of pipelines in docs/diffusion.md: `python docs/pipelines.py --write`. A test compares the two."""
+"""The table of pipelines in docs/diffusion.md: `python docs/pipelines.py --write`. A test compares
+the two.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def table() -> str:
         learns = "flow matching" if "flow_matching" in family.objectives else "noise, or v"
         learns += ", from pairs" if family.pairs else ""
         loads = "`load_lora_weights`" if family.loads_lora else "a PEFT folder"
-        rows.append(f"| `{name}` | {learns} | {loads} | {'no: ' + family.not_in_comfyui if family.not_in_comfyui else 'yes'} |")
+        rows.append(
+            f"| `{name}` | {learns} | {loads} | {'no: ' + family.not_in_comfyui if family.not_in_comfyui else 'yes'} |"
+        )
     by_reason: dict[str, list[str]] = {}
     for name, reason in REFUSED.items():
         by_reason.setdefault(reason, []).append(f"`{name}`")

@@ -1,4 +1,6 @@
-"""An unmodified Hugging Face `Trainer` with a model that `optimize` has seen. The losses are those of the plain model."""
+"""An unmodified Hugging Face `Trainer` with a model that `optimize` has seen. The losses are those
+of the plain model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import isotype
 def train(optimized: bool) -> list[float]:
     """The losses of ten steps."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
+    )
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (40, 32))]
     if optimized:
         isotype.optimize(model)

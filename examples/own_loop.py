@@ -1,4 +1,6 @@
-"""`optimize` in a training loop of your own: fp32 weights under bf16 autocast, a manifest of what was replaced, and `restore`."""
+"""`optimize` in a training loop of your own: fp32 weights under bf16 autocast, a manifest of what
+was replaced, and `restore`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A kernel author's test file: `pytest test_my_function.py`. The fixture `ampcheck` comes from Isotype's pytest plugin."""
+"""A kernel author's test file: `pytest test_my_function.py`. The fixture `ampcheck` comes from
+Isotype's pytest plugin.
+"""
 
 from __future__ import annotations
 

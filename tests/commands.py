@@ -27,4 +27,6 @@ def ask(*arguments: Any, text: str | None = None) -> str:
 def isotype(*arguments: Any, **given: Any) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own."""
     command = [interpreter(), "-m", "isotype", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, **given)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=900, check=False, **given
+    )

@@ -1,6 +1,8 @@
-"""Shared by every test: no network, the read-only inputs beside the checkout, one thread a process, and the same numbers every time.
+"""Shared by every test: no network, the read-only inputs beside the checkout, one thread a process,
+and the same numbers every time.
 
-The tensors are tiny: a second thread would spin more than it works. What a test draws depends on its name, not on the tests before it.
+The tensors are tiny: a second thread would spin more than it works. What a test draws depends on
+its name, not on the tests before it.
 """
 
 import gc
@@ -19,18 +21,23 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # a slow or busy machine is no fault
-settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("ISOTYPE_CACHE", "none")  # a test that is about the cache names a folder of its own
+# a test that is about the cache names a folder of its own
+os.environ.setdefault("ISOTYPE_CACHE", "none")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_collection_finish() -> None:
-    """What the tests imported stays to the end: no garbage collection need look through it again. A run's last one took 0.3 s of 2.5."""
+    """What the tests imported stays to the end: no garbage collection need look through it again. A
+    run's last one took 0.3 s of 2.5.
+    """
     gc.collect()
     gc.freeze()
 
@@ -61,34 +68,52 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory) -> SimpleNamespace:
-    """`base`: a saved tiny Llama with a chat tokenizer; `chats`: a JSONL file of 48 short conversations."""
+    """`base`: a saved tiny Llama with a chat tokenizer; `chats`: a JSONL file of 48 short
+    conversations.
+    """
     from isotype.quickstart.text import train_tokenizer
     from tests.models import SIZES, tiny
 
     folder = tmp_path_factory.mktemp("workshop")
-    pairs = [(f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(4) for b in range(12)]
+    pairs = [
+        (f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.")
+        for a in range(4)
+        for b in range(12)
+    ]
     tokenizer = train_tokenizer([f"{q} {a}" for q, a in pairs] * 2, vocabulary=320)
     sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id")}
     model = tiny(**{**sizes, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
                     "eos_token_id": tokenizer.eos_token_id})  # fmt: skip
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    rows = ({"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in pairs)
+    rows = (
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in pairs
+    )
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return SimpleNamespace(folder=folder, base=folder / "base", chats=folder / "chats.jsonl")
 
 
-def written(place: Path, folder: str, config: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> Any:
+def written(
+    place: Path, folder: str, config: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]
+) -> Any:
     """place/folder.yaml with the sections in the place of the configuration's, loaded."""
     from isotype.config.load import load
 
     file = place / f"{folder}.yaml"
-    file.write_text(json.dumps(config | {name: config.get(name, {}) | values for name, values in sections.items()}))  # JSON is YAML
+    # JSON is YAML
+    file.write_text(
+        json.dumps(
+            config | {name: config.get(name, {}) | values for name, values in sections.items()}
+        )
+    )
     return load(file, [], {})
 
 
 def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
-    """`make(folder, train={...})` writes place/folder.yaml and loads it; the run goes to place/folder."""
+    """`make(folder, train={...})` writes place/folder.yaml and loads it; the run goes to
+    place/folder.
+    """
 
     def make(folder: str = "run", **sections: Any) -> Any:
         config = {
@@ -97,7 +122,12 @@ def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
             "adapter": {"kind": "lora", "r": 4},
             "precision": {"preset": "fp32"},
             "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "eval_every": 2},
-            "run": {"folder": str(place / folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
+            "run": {
+                "folder": str(place / folder),
+                "sample_tokens": 4,
+                "report": False,
+                "samples": ["How much is 1 plus 1?"],
+            },
         }
         return written(place, folder, config, sections)
 
@@ -106,7 +136,9 @@ def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
 
 @pytest.fixture
 def configured(workshop, tmp_path):
-    """`configured(train={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`."""
+    """`configured(train={...})` writes tmp_path/run.yaml and loads it; the run goes to
+    tmp_path/`folder`.
+    """
     return configure_in(workshop, tmp_path)
 
 
@@ -137,7 +169,9 @@ def default_run(workshop, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def vlm(tmp_path_factory) -> Callable[[str], Path]:
-    """`vlm(family)`: the folder of a tiny vision-language model with its processor, saved when it is first asked for."""
+    """`vlm(family)`: the folder of a tiny vision-language model with its processor, saved when it
+    is first asked for.
+    """
     from tests.vlms import saved_with_processor
 
     @cache
@@ -175,7 +209,10 @@ def with_data():
 
     def change(subject: Any, **changes: Any) -> Any:
         data = subject.task.data
-        fields = {name: getattr(data, name) for name in ("train", "eval", "prompts", "chat_template", "facts")}
+        fields = {
+            name: getattr(data, name)
+            for name in ("train", "eval", "prompts", "chat_template", "facts")
+        }
         subject.task.data = LoadedData(**(fields | changes))
         return replace(subject)
 

@@ -1,4 +1,6 @@
-"""GGUF files with the blocks of one kind, drawn at random: numpy's package gguf quantises only some kinds, and decodes them all."""
+"""GGUF files with the blocks of one kind, drawn at random: numpy's package gguf quantises only some
+kinds, and decodes them all.
+"""
 
 from pathlib import Path
 
@@ -20,13 +22,19 @@ def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedToken
 
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(pattern or _WORDS % ""), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size - 8, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 8, special_tokens=special, initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator(TEXTS * 9, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     made.chat_template = NAMED["chatml"].text
     return made
 
@@ -35,16 +43,36 @@ def blocks(kind: str, rows: int, columns: int) -> np.ndarray:
     """uint8[rows bytes] of about the size that a trained weight has."""
     numbers, size, halves = BLOCKS[kind]
     drawn = torch.randint(0, 256, (rows * columns // numbers, size), dtype=torch.uint8)
-    largest = {"Q8_0": 127, "IQ4_NL": 127, "Q6_K": 127 * 32, "Q4_K": 63 * 15, "Q5_K": 63 * 31, "Q3_K": 31 * 4, "Q2_K": 45}.get(kind, 16)
+    largest = {
+        "Q8_0": 127,
+        "IQ4_NL": 127,
+        "Q6_K": 127 * 32,
+        "Q4_K": 63 * 15,
+        "Q5_K": 63 * 31,
+        "Q3_K": 31 * 4,
+        "Q2_K": 45,
+    }.get(kind, 16)
     for at in halves:
         own = ((torch.rand(len(drawn)) + 0.5) * columns**-0.5 / largest).half()
         # the second is a minimum, of which the mean of a block becomes zero
-        own = own * {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind] if at != halves[0] else own
+        own = (
+            own * {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind]
+            if at != halves[0]
+            else own
+        )
         drawn[:, at : at + 2] = own.view(torch.uint8).view(-1, 2)
     return drawn.reshape(rows, -1).numpy()
 
 
-def write(model, folder: Path, file: Path, kind: str, *, others: dict[str, str] | None = None, keys: dict | None = None) -> None:
+def write(
+    model,
+    folder: Path,
+    file: Path,
+    kind: str,
+    *,
+    others: dict[str, str] | None = None,
+    keys: dict | None = None,
+) -> None:
     """A file of `model`, whose tokenizer is in `folder`, with every matrix in blocks.
 
     keys    in the place of the file's own; None for one that the file lacks
@@ -69,8 +97,12 @@ def write(model, folder: Path, file: Path, kind: str, *, others: dict[str, str] 
         if not packed:
             writer.add_tensor(name, value.float().numpy())
             return
-        drawn = np.stack([blocks(own, *one.shape) for one in (value if value.ndim == 3 else value[None])])
-        writer.add_tensor(name, drawn if value.ndim == 3 else drawn[0], raw_dtype=gguf.GGMLQuantizationType[own])
+        drawn = np.stack(
+            [blocks(own, *one.shape) for one in (value if value.ndim == 3 else value[None])]
+        )
+        writer.add_tensor(
+            name, drawn if value.ndim == 3 else drawn[0], raw_dtype=gguf.GGMLQuantizationType[own]
+        )
 
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -82,7 +114,11 @@ def write(model, folder: Path, file: Path, kind: str, *, others: dict[str, str] 
         elif name.endswith("experts.down_proj"):
             put(f"blk.{layer}.ffn_down_exps.weight", value, packed=True)
         else:
-            put(names.get_name(name, try_suffixes=(".weight", ".bias")), value, packed=value.ndim > 1 and "mlp.gate.weight" not in name)
+            put(
+                names.get_name(name, try_suffixes=(".weight", ".bias")),
+                value,
+                packed=value.ndim > 1 and "mlp.gate.weight" not in name,
+            )
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(key, None)
         if value is None:

@@ -1,7 +1,7 @@
 """Tests that need a GPU: `@on_a_gpu` marks them, and they put what they make on `DEVICE`.
 
-`ISOTYPE_GPU_TESTS_ON=cpu pytest -m gpu` runs the same code on a CPU, with kernels in the interpreter: to see that a test runs before there
-is a GPU for it.
+`ISOTYPE_GPU_TESTS_ON=cpu pytest -m gpu` runs the same code on a CPU, with kernels in the
+interpreter: to see that a test runs before there is a GPU for it.
 """
 
 import os
@@ -20,7 +20,9 @@ _MARKS = (
     pytest.mark.full, pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU"),
 )  # fmt: skip
 # the same test on the CPU and on a GPU
-everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=_MARKS, id="gpu")])
+everywhere = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param(DEVICE, marks=_MARKS, id="gpu")]
+)
 
 
 def on_a_gpu(test: T) -> T:

@@ -1,4 +1,6 @@
-"""A mode that refuses what makes the host wait for a device: reading a value, and results whose size depends on values."""
+"""A mode that refuses what makes the host wait for a device: reading a value, and results whose
+size depends on values.
+"""
 
 from typing import Any
 
@@ -29,16 +31,30 @@ class NoHostReads(TorchDispatchMode):
         self.device_type, self.seen = device_type, list[str]()
         self.largest_bool = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        there = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        there = [
+            a
+            for a in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(a, torch.Tensor)
+        ]
         there = [a for a in there if a.device.type == self.device_type]
         if there and (function in WAITS or _indexed_by_bools(function, args)):
             raise HostReadError(f"{function}: the host waits for the device")
         result = function(*args, **(kwargs or {}))
-        if there and any(t.device.type == "cpu" for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
+        if there and any(
+            t.device.type == "cpu"
+            for t in torch.utils._pytree.tree_leaves(result)
+            if isinstance(t, torch.Tensor)
+        ):
             raise HostReadError(f"{function}: a copy to the host")
         self.seen.append(str(function))
-        made = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.dtype == torch.bool]
+        made = [
+            t
+            for t in torch.utils._pytree.tree_leaves(result)
+            if isinstance(t, torch.Tensor) and t.dtype == torch.bool
+        ]
         self.largest_bool = max([self.largest_bool, *(t.numel() for t in made)])
         return result
 
@@ -46,5 +62,8 @@ class NoHostReads(TorchDispatchMode):
 def _indexed_by_bools(function: Any, args: Any) -> bool:
     if function not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
         return False
-    # index_put_ by one mask and one value is a masked fill; every other index of bools is counted first
-    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    # index_put_ by one mask and one value is a masked fill; every other index of bools is counted
+    # first
+    return any(
+        isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    )

@@ -1,7 +1,8 @@
-"""A hub of its own for a test: one server on this machine that answers for repositories in a folder as the Hugging Face hub does.
+"""A hub of its own for a test: one server on this machine that answers for repositories in a folder
+as the Hugging Face hub does.
 
-folder/models/ORG/NAME/... and folder/datasets/ORG/NAME/... are its repositories, each with one commit. Models can be made and written with
-the token `TOKEN`.
+folder/models/ORG/NAME/... and folder/datasets/ORG/NAME/... are its repositories, each with one
+commit. Models can be made and written with the token `TOKEN`.
 """
 
 import base64
@@ -21,7 +22,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """`url` for HF_ENDPOINT, and what was asked: `HEAD /org/name/resolve/main/config.json`, in order."""
+    """`url` for HF_ENDPOINT, and what was asked: `HEAD /org/name/resolve/main/config.json`, in
+    order.
+    """
 
     url: str
     asked: list[str] = field(default_factory=list)
@@ -78,11 +81,20 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             (models / name).mkdir(parents=True, exist_ok=True)
-            hub.private.setdefault(name, bool(asked.get("private")) or asked.get("visibility") == "private")
+            hub.private.setdefault(
+                name, bool(asked.get("private")) or asked.get("visibility") == "private"
+            )
             self._send_json({"url": f"{hub.url}/{name}"})
         elif parts[4] == "preupload":
             files = json.loads(body)["files"]
-            self._send_json({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+            self._send_json(
+                {
+                    "files": [
+                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                        for f in files
+                    ]
+                }
+            )
         elif hub.full:
             self._refuse(403, "NoSpace")
         else:
@@ -91,7 +103,13 @@ class _Handler(BaseHTTPRequestHandler):
                     file = models / parts[2] / parts[3] / line["value"]["path"]
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_bytes(base64.b64decode(line["value"]["content"]))
-            self._send_json({"success": True, "commitOid": COMMIT, "commitUrl": f"{hub.url}/{parts[2]}/{parts[3]}/commit/{COMMIT}"})
+            self._send_json(
+                {
+                    "success": True,
+                    "commitOid": COMMIT,
+                    "commitUrl": f"{hub.url}/{parts[2]}/{parts[3]}/commit/{COMMIT}",
+                }
+            )
 
     def log_message(self, *given: object) -> None:
         pass
@@ -102,7 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "whoami-v2"]:
             if self.headers.get("Authorization") == f"Bearer {TOKEN}":
-                self._send_json({"name": "me", "type": "user", "auth": {"accessToken": {"role": self.server.hub.role}}})
+                self._send_json(
+                    {
+                        "name": "me",
+                        "type": "user",
+                        "auth": {"accessToken": {"role": self.server.hub.role}},
+                    }
+                )
             else:
                 self._refuse(401, "InvalidToken")
             return
@@ -127,11 +151,39 @@ class _Handler(BaseHTTPRequestHandler):
             if not there:
                 self._refuse(404, "EntryNotFound")
                 return
-            self._send_json([{"type": "file", "path": f, "oid": _etag(root / f), "size": (root / f).stat().st_size} for f in there])
+            self._send_json(
+                [
+                    {
+                        "type": "file",
+                        "path": f,
+                        "oid": _etag(root / f),
+                        "size": (root / f).stat().st_size,
+                    }
+                    for f in there
+                ]
+            )
         elif rest[:1] == ["paths-info"]:
-            self._send_json([{"type": "file", "path": f, "oid": _etag(root / f), "size": (root / f).stat().st_size} for f in files])
+            self._send_json(
+                [
+                    {
+                        "type": "file",
+                        "path": f,
+                        "oid": _etag(root / f),
+                        "size": (root / f).stat().st_size,
+                    }
+                    for f in files
+                ]
+            )
         else:
-            self._send_json({"id": name, "sha": COMMIT, "private": False, "siblings": [{"rfilename": f} for f in files], "tags": []})
+            self._send_json(
+                {
+                    "id": name,
+                    "sha": COMMIT,
+                    "private": False,
+                    "siblings": [{"rfilename": f} for f in files],
+                    "tags": [],
+                }
+            )
 
     def _answer_file(self, kind: str, name: str, path: str) -> None:
         root = self._repository(kind, name)
@@ -152,7 +204,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), headers={"Content-Type": "application/json"})
 
-    def _send(self, status: int, body: bytes, *, etag: str | None = None, headers: dict[str, str] | None = None) -> None:
+    def _send(
+        self,
+        status: int,
+        body: bytes,
+        *,
+        etag: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Repo-Commit", COMMIT)

@@ -1,4 +1,6 @@
-"""Tiny random models of the families that Isotype supports, a tokenizer trained on the spot, and rows for them."""
+"""Tiny random models of the families that Isotype supports, a tokenizer trained on the spot, and
+rows for them.
+"""
 
 from pathlib import Path
 
@@ -25,9 +27,16 @@ FAMILIES: dict[str, dict] = {
 }
 
 
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+}
 
-# mixtures of experts; gpt-oss has biases, the transposed form and its own gate, DeepSeek-V3 a dense layer and a shared expert
+# mixtures of experts; gpt-oss has biases, the transposed form and its own gate, DeepSeek-V3 a dense
+# layer and a shared expert
 MIXTURES: dict[str, dict] = {
     "qwen3_moe": _EXPERTS,
     "mixtral": _EXPERTS,
@@ -50,10 +59,16 @@ def tiny(family: str = "llama", *, seed: int = 0, **changes):
 
 
 def save_with_tokenizer(family: str, of: Path, folder: Path, **changes) -> Path:
-    """Saves a tiny model of `family` with the tokenizer of the folder `of`, whose ids it has, where there is no such folder yet."""
+    """Saves a tiny model of `family` with the tokenizer of the folder `of`, whose ids it has, where
+    there is no such folder yet.
+    """
     if not folder.exists():
         tokenizer = AutoTokenizer.from_pretrained(of)
-        ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+        ids = {
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
         tiny(family, **{"vocab_size": len(tokenizer), **ids, **changes}).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
@@ -63,7 +78,10 @@ def lora(model, *, seed: int = 1, **changes):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    return get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}))
+    return get_peft_model(
+        model,
+        LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}),
+    )
 
 
 def step(model, **inputs):
@@ -71,7 +89,9 @@ def step(model, **inputs):
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same_step(got, want, *, rtol=1e-4, atol=1e-6):
@@ -92,7 +112,9 @@ def rows(count: int = 16, *, seed: int = 0, longest: int = 24) -> list[Row]:
 
 
 def stepper(model, preset: str = "fp32", **train):
-    """The steps of a run on this model, which gets the preset's dtypes; `train` are settings of the section."""
+    """The steps of a run on this model, which gets the preset's dtypes; `train` are settings of the
+    section.
+    """
     from functools import partial
 
     from isotype.config.schema import TrainSection
@@ -107,11 +129,22 @@ def stepper(model, preset: str = "fp32", **train):
     apply_precision(model, precision, device_type="cpu")
     sums = GradientAccumulator(model.parameters(), dtype=precision.grads)
     optimizer = build_optimizer(model, section, precision, sums.gradient)
-    return Stepper(model, optimizer, sums, precision, section, partial(batch_loss_sum, dtype=precision.loss))
+    return Stepper(
+        model, optimizer, sums, precision, section, partial(batch_loss_sum, dtype=precision.loss)
+    )
 
 
-def quantised(model, *, compute: torch.dtype = torch.bfloat16, kind: str = "nf4", double: bool = True, storage: torch.dtype = torch.uint8):
-    """Every linear layer but the head as bitsandbytes' own, as transformers loads them: `kind` is nf4, fp4 or int8."""
+def quantised(
+    model,
+    *,
+    compute: torch.dtype = torch.bfloat16,
+    kind: str = "nf4",
+    double: bool = True,
+    storage: torch.dtype = torch.uint8,
+):
+    """Every linear layer but the head as bitsandbytes' own, as transformers loads them: `kind` is
+    nf4, fp4 or int8.
+    """
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     head = model.get_output_embeddings()
@@ -122,13 +155,23 @@ def quantised(model, *, compute: torch.dtype = torch.bfloat16, kind: str = "nf4"
             sizes = child.in_features, child.out_features, child.bias is not None
             if kind == "int8":
                 layer = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
-                layer.weight = bitsandbytes.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+                layer.weight = bitsandbytes.nn.Int8Params(
+                    child.weight.data, requires_grad=False, has_fp16_weights=False
+                )
             else:
                 layer = bitsandbytes.nn.Linear4bit(
-                    *sizes, compute_dtype=compute, compress_statistics=double, quant_type=kind, quant_storage=storage
+                    *sizes,
+                    compute_dtype=compute,
+                    compress_statistics=double,
+                    quant_type=kind,
+                    quant_storage=storage,
                 )
                 layer.weight = bitsandbytes.nn.Params4bit(
-                    child.weight.data, requires_grad=False, compress_statistics=double, quant_type=kind, quant_storage=storage
+                    child.weight.data,
+                    requires_grad=False,
+                    compress_statistics=double,
+                    quant_type=kind,
+                    quant_storage=storage,
                 )
             if child.bias is not None:
                 layer.bias = child.bias

@@ -28,7 +28,10 @@ def trained_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(folder: Path) -> list[tuple[Any, ...]]:
-    return [tuple(row.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")) for row in metrics(folder)]
+    return [
+        tuple(row.get(key) for key in ("step", "loss", "grad_norm", "eval_loss"))
+        for row in metrics(folder)
+    ]
 
 
 def same_tensors(a: Path, b: Path) -> None:
@@ -46,15 +49,23 @@ def same_result(a: Path, b: Path) -> None:
 def close_runs(one: Path, two: Path, *, loss: float, weight: float) -> None:
     """Losses and trained weights of two runs, absolutely; what they counted is equal."""
     for key in ("loss", "eval_loss"):
-        assert max(abs(a - b) for a, b in zip(metrics(one, key), metrics(two, key), strict=True)) <= loss, key
+        assert (
+            max(abs(a - b) for a, b in zip(metrics(one, key), metrics(two, key), strict=True))
+            <= loss
+        ), key
     assert metrics(one, "tokens", "supervised") == metrics(two, "tokens", "supervised")
     ours, theirs = trained_tensors(one), trained_tensors(two)
     assert ours.keys() == theirs.keys()
-    assert max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours) <= weight
+    assert (
+        max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
+        <= weight
+    )
 
 
 def same_records(one: Path, two: Path, *, sums: str) -> None:
-    """Nothing was replaced otherwise, no dtype is another one, and what the second run's processes summed was seen."""
+    """Nothing was replaced otherwise, no dtype is another one, and what the second run's processes
+    summed was seen.
+    """
     assert read(one, "manifest") == read(two, "manifest")
     first, second = read(one, "precision"), read(two, "precision")
     assert second["violations"] == []

@@ -26,7 +26,12 @@ def test_expect_returns_its_tensor_or_refuses_a_wrong_dtype_or_shape():
     x = torch.zeros(2, 3, dtype=torch.bfloat16)
     for spec in ("bf16[T 3]", "fp32|bf16[*n 3]", "float[...]"):
         assert isotype.expect(x, spec) is x
-    for spec, error in (("fp32[T D]", DtypeError), ("bf16[T D E]", ShapeError), ("bf16[T 4]", ShapeError), ("bf16[T T]", ShapeError)):
+    for spec, error in (
+        ("fp32[T D]", DtypeError),
+        ("bf16[T D E]", ShapeError),
+        ("bf16[T 4]", ShapeError),
+        ("bf16[T T]", ShapeError),
+    ):
         with pytest.raises(error):
             isotype.expect(x, spec)
     for text in ("bf16", "bf17[T]", "bf16[*a *b]"):

@@ -1,7 +1,8 @@
-"""Two of the five failures of other tools that this project began with, each as a user would meet it.
+"""Two of the five failures of other tools that this project began with, each as a user would meet
+it.
 
-Fused LoRA under autocast is in tests/lora, a fused head in bf16 in tests/optimize/test_trainers.py, bf16 weights with fp32 gradients in
-tests/training/test_run.py.
+Fused LoRA under autocast is in tests/lora, a fused head in bf16 in tests/optimize/test_trainers.py,
+bf16 weights with fp32 gradients in tests/training/test_run.py.
 """
 
 import copy
@@ -39,7 +40,9 @@ def step_with_kernels(model, inputs, cast):
     with torch.autocast(DEVICE, cast), optimized_head.deferring():
         logits = model(input_ids=inputs["input_ids"]).logits
         scaled = logits / 0.5
-        loss = torch.nn.functional.cross_entropy(scaled.view(-1, scaled.shape[-1]), inputs["labels"].view(-1))
+        loss = torch.nn.functional.cross_entropy(
+            scaled.view(-1, scaled.shape[-1]), inputs["labels"].view(-1)
+        )
     loss.backward()
     return loss.detach(), model.lm_head.weight.grad
 
@@ -66,11 +69,15 @@ def compare_large_vocabulary(cast, device):
     want, theirs = step_with_kernels(model, inputs, cast)
     with torch.autocast(device, enabled=False):
         logits = exact(input_ids=inputs["input_ids"]).logits / 0.5
-        truth = torch.nn.functional.cross_entropy(logits.view(-1, 65_600), inputs["labels"].view(-1))
+        truth = torch.nn.functional.cross_entropy(
+            logits.view(-1, 65_600), inputs["labels"].view(-1)
+        )
     truth.backward()
     assert got.dtype == want.dtype == torch.float32
     assert abs(got.double() - truth) <= FACTOR * abs(want.double() - truth) + 1e-3
-    assert error(grad, exact.lm_head.weight.grad) <= FACTOR * error(theirs, exact.lm_head.weight.grad)
+    assert error(grad, exact.lm_head.weight.grad) <= FACTOR * error(
+        theirs, exact.lm_head.weight.grad
+    )
 
 
 # 3. QLoRA in SFTTrainer: `generate` in a callback ran outside autocast, and failed in bf16
@@ -81,7 +88,11 @@ class Generates(TrainerCallback):
         self.seen = []
 
     def on_step_end(self, args, state, control, model=None, **_):
-        self.seen.append(model.generate(input_ids=torch.arange(3, 9)[None], max_new_tokens=3, do_sample=True, pad_token_id=0))
+        self.seen.append(
+            model.generate(
+                input_ids=torch.arange(3, 9)[None], max_new_tokens=3, do_sample=True, pad_token_id=0
+            )
+        )
 
 
 def test_sft_trainer_qlora_generates_in_a_callback(tmp_path):
@@ -92,15 +103,25 @@ def test_sft_trainer_qlora_generates_in_a_callback(tmp_path):
     columns = {name: t.tolist() for name, t in batch(16).items() if name != "attention_mask"}
 
     def run(model, callbacks):
-        config = trl.SFTConfig(**arguments(tmp_path, bf16=True, max_length=32, dataset_kwargs={"skip_prepare_dataset": True}))
+        config = trl.SFTConfig(
+            **arguments(
+                tmp_path, bf16=True, max_length=32, dataset_kwargs={"skip_prepare_dataset": True}
+            )
+        )
         trainer = trl.SFTTrainer(
-            model, args=config, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer(), callbacks=callbacks
+            model,
+            args=config,
+            train_dataset=Dataset.from_dict(columns),
+            processing_class=tokenizer(),
+            callbacks=callbacks,
         )
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
     def qlora():
-        prepared = prepare_model_for_kbit_training(quantised(tiny("llama")), use_gradient_checkpointing=False)
+        prepared = prepare_model_for_kbit_training(
+            quantised(tiny("llama")), use_gradient_checkpointing=False
+        )
         prepared.lm_head.to(torch.bfloat16)
         return lora(prepared)
 

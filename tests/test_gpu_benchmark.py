@@ -1,4 +1,6 @@
-"""benchmarks/gpu.py: a part that fails, hangs or is not reached stops nothing else, and a second run takes up what is left."""
+"""benchmarks/gpu.py: a part that fails, hangs or is not reached stops nothing else, and a second
+run takes up what is left.
+"""
 
 import json
 import re
@@ -30,8 +32,20 @@ def lines(folder, what="benchmarks"):
 def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_path, capsys):
     flag = tmp_path / "flag"
     parts = [
-        gpu.Part("good", ("-c", "import sys, json; json.dump([1], open(sys.argv[2], 'w')); print('made')"), 30, rows=True),
-        gpu.Part("bad", ("-c", f"import sys, pathlib; sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 'no such kernel')"), 30),
+        gpu.Part(
+            "good",
+            ("-c", "import sys, json; json.dump([1], open(sys.argv[2], 'w')); print('made')"),
+            30,
+            rows=True,
+        ),
+        gpu.Part(
+            "bad",
+            (
+                "-c",
+                f"import sys, pathlib; sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 'no such kernel')",
+            ),
+            30,
+        ),
         gpu.Part("hanging", ("-S", "-c", "import time; print('begun'); time.sleep(900)"), 4),
     ]
     monkeypatch.setitem(gpu.COMMANDS, "benchmarks", lambda a: parts)
@@ -42,12 +56,19 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
     assert (bad["rc"], bad["output"].strip()) == (1, "no such kernel")
     assert (hanging["rc"], hanging["output"]) == (124, "begun\n")
     flag.touch()
-    assert started(gpu, monkeypatch, "benchmarks", "--out", str(out), "--part", "bad", "--part", "good") == 0
+    assert (
+        started(
+            gpu, monkeypatch, "benchmarks", "--out", str(out), "--part", "bad", "--part", "good"
+        )
+        == 0
+    )
     assert [line["part"] for line in lines(out)] == ["good", "bad", "hanging", "bad"]
     assert "1 done, 1 before; failed: none" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["visit", "probe", "tests", "profile", "goal", "ops", "benchmarks"])
+@pytest.mark.parametrize(
+    "what", ["visit", "probe", "tests", "profile", "goal", "ops", "benchmarks"]
+)
 def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_path, capsys, what):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "installed", lambda name: True)
@@ -55,16 +76,28 @@ def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_p
     monkeypatch.setattr(sys, "argv", ["gpu.py", what, "--out", str(tmp_path / "out")])
     assert gpu.main() == 2
     said = capsys.readouterr()
-    assert re.fullmatch(rf"gpu.py {what}: no GPU \(torch .*\): .* runs .* here; --list says what there is\n", said.err)
+    assert re.fullmatch(
+        rf"gpu.py {what}: no GPU \(torch .*\): .* runs .* here; --list says what there is\n",
+        said.err,
+    )
     assert not said.out
     assert not (tmp_path / "out").exists()
 
 
-def test_a_visit_does_every_part_once_and_writes_a_table_of_what_it_found(gpu, monkeypatch, tmp_path, capsys):
+def test_a_visit_does_every_part_once_and_writes_a_table_of_what_it_found(
+    gpu, monkeypatch, tmp_path, capsys
+):
     def op(peer, seconds):
         return {"case": "rope", "peer": peer, "times": [seconds], "peak": None, "failed": ""}
 
-    step = {"model": "tiny", "base": "nf4", "tokens": 32, "recompute": "layers", "peak bytes": 2**30, "tokens/s": 100}
+    step = {
+        "model": "tiny",
+        "base": "nf4",
+        "tokens": 32,
+        "recompute": "layers",
+        "peak bytes": 2**30,
+        "tokens/s": 100,
+    }
     made = {
         "probe": [("probe", {"device": {"name": "H100"}}, "")],
         "tests": [("kernels-1", None, "= 3 passed, 1 skipped in 2.0s ="), ("runs", None, "= 1 failed, 2 passed in 9.0s =")],
@@ -79,14 +112,26 @@ def test_a_visit_does_every_part_once_and_writes_a_table_of_what_it_found(gpu, m
             "import sys, json; rows, said = json.loads(sys.argv[1]); json.dump(rows, open(sys.argv[3], 'w')); "
             "print(said); sys.exit('failed' in said)"
         )
-        return [gpu.Part(name, ("-c", code, json.dumps([rows, said])), 30, rows=True) for name, rows, said in found]
+        return [
+            gpu.Part(name, ("-c", code, json.dumps([rows, said])), 30, rows=True)
+            for name, rows, said in found
+        ]
 
     for name, found in made.items():
         monkeypatch.setitem(gpu.COMMANDS, name, lambda a, found=found: parts(found))
     monkeypatch.syspath_prepend(SCRIPT.parent)
     assert started(gpu, monkeypatch, "visit", "--out", str(tmp_path)) == 1
     ran = re.findall(r"^--- ([\w-]+)$", capsys.readouterr().out, re.M)
-    assert ran == ["probe", "kernels-1", "profile-none", "qlora-8b-isotype", "qlora-8b-peft", "elementwise", "runs", "train"]
+    assert ran == [
+        "probe",
+        "kernels-1",
+        "profile-none",
+        "qlora-8b-isotype",
+        "qlora-8b-peft",
+        "elementwise",
+        "runs",
+        "train",
+    ]
     page = (tmp_path / "visit.md").read_text()
     for row in (
         "| kernels-1 | 3 passed, 1 skipped | 0 |", "| tiny nf4 | 32 | isotype, layers | 100 | 1.50 | 1.00 | 1.00 |",

@@ -1,4 +1,6 @@
-"""The arrows between modules: no circles, and no room imports one above it. Imports in functions and for type checkers count too."""
+"""The arrows between modules: no circles, and no room imports one above it. Imports in functions
+and for type checkers count too.
+"""
 
 import ast
 from graphlib import TopologicalSorter
@@ -35,13 +37,38 @@ LEVELS = [
     {"cli"},
     {"isotype", "__main__"},
 ]
-# arrows that design.md forbids whatever the levels say: the doctor uses no part of the engine, the loop no task, the engine no doctor
+# arrows that design.md forbids whatever the levels say: the doctor uses no part of the engine, the
+# loop no task, the engine no doctor
 FORBIDDEN = [
-    ("doctor", {"ops", "lora", "optimize", "training", "tasks", "model", "inference", "data", "runs", "testing"}),
+    (
+        "doctor",
+        {
+            "ops",
+            "lora",
+            "optimize",
+            "training",
+            "tasks",
+            "model",
+            "inference",
+            "data",
+            "runs",
+            "testing",
+        },
+    ),
     ("training", {"tasks"}),
     *(
         (room, {"doctor", "testing"})
-        for room in ("precision", "observe", "ops", "lora", "optimize", "model", "training", "tasks", "distributed")
+        for room in (
+            "precision",
+            "observe",
+            "ops",
+            "lora",
+            "optimize",
+            "model",
+            "training",
+            "tasks",
+            "distributed",
+        )
     ),
 ]
 
@@ -55,16 +82,25 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """What the module's text imports, wherever it stands: `from .a import b` is a module `a.b` where there is one, else `a`."""
+    """What the module's text imports, wherever it stands: `from .a import b` is a module `a.b`
+    where there is one, else `a`.
+    """
     found = set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            parent = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            parent = (
+                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                if node.level
+                else ""
+            )
             base = ".".join(filter(None, (parent, node.module)))
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names}
+            found |= {
+                f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
+                for alias in node.names
+            }
     return {other for other in found if other in known and other != name}
 
 
@@ -83,7 +119,9 @@ def test_no_modules_import_one_another_in_a_circle(arrows):
 
 
 def test_every_room_has_a_level(arrows):
-    assert {room(name) for name in arrows} <= set().union(*LEVELS), "give the new room its line in LEVELS"
+    assert {room(name) for name in arrows} <= set().union(*LEVELS), (
+        "give the new room its line in LEVELS"
+    )
 
 
 def test_arrows_between_rooms_point_downwards(arrows):
@@ -92,7 +130,9 @@ def test_arrows_between_rooms_point_downwards(arrows):
         f"{name} imports {other}"
         for name, others in arrows.items()
         for other in others
-        if name != "isotype" and room(name) != room(other) and level[room(other)] >= level[room(name)]
+        if name != "isotype"
+        and room(name) != room(other)
+        and level[room(other)] >= level[room(name)]
     ]
     forbidden = [
         f"{name} imports {other}"
@@ -101,6 +141,15 @@ def test_arrows_between_rooms_point_downwards(arrows):
         for above, below in FORBIDDEN
         if room(name) == above and room(other) in below
     ]
-    kinds = {name: name.split(".")[2] for name in arrows if name.startswith(("isotype.tasks.language", "isotype.tasks.diffusion"))}
-    forbidden += [f"{name} imports {other}" for name in kinds for other in arrows[name] & kinds.keys() if kinds[name] != kinds[other]]
+    kinds = {
+        name: name.split(".")[2]
+        for name in arrows
+        if name.startswith(("isotype.tasks.language", "isotype.tasks.diffusion"))
+    }
+    forbidden += [
+        f"{name} imports {other}"
+        for name in kinds
+        for other in arrows[name] & kinds.keys()
+        if kinds[name] != kinds[other]
+    ]
     assert sorted(upwards + forbidden) == []

@@ -1,8 +1,8 @@
-"""The wheel: it holds what users need and nothing else, the doctor's first commands run from it with the base dependencies alone, and
-mypy sees its types.
+"""The wheel: it holds what users need and nothing else, the doctor's first commands run from it
+with the base dependencies alone, and mypy sees its types.
 
-No network: the base dependencies are those of this environment, found by the wheel's own metadata and linked into an empty environment.
-Nothing else (torch, numpy, pytest) can be imported there.
+No network: the base dependencies are those of this environment, found by the wheel's own metadata
+and linked into an empty environment. Nothing else (torch, numpy, pytest) can be imported there.
 """
 
 import os
@@ -47,7 +47,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(
+        ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
     options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -90,7 +92,9 @@ def needed(requirements: list[str]) -> set[str]:
 
 def link(name: str, packages: Path) -> None:
     found = distribution(name)
-    for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+    for top in {
+        file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")
+    }:
         target = packages / top
         if not target.exists():
             target.symlink_to(Path(str(found.locate_file(top))))
@@ -105,17 +109,46 @@ def test_it_holds_the_package_and_its_licence_only(wheel):
     info = f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info/"
     assert {name.partition("/")[0] for name in names} == {"isotype", info.rstrip("/")}
     assert f"{info}licenses/LICENSE" in names
-    ours = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/isotype").rglob("*") if path.is_file()}
+    ours = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src/isotype").rglob("*")
+        if path.is_file()
+    }
     ours = {name for name in ours if "__pycache__" not in name}
-    assert {name for name in names if name.startswith("isotype/")} == ours, "package-data in pyproject.toml names what is no Python file"
+    assert {name for name in names if name.startswith("isotype/")} == ours, (
+        "package-data in pyproject.toml names what is no Python file"
+    )
     kinds = {Path(name).suffix for name in ours}
-    assert kinds <= {".py", ".md", ".html", ".json", ".css", ".js", ".jinja", ".cpp", ".h", ".tsv", ".txt", ".typed", ".yaml", ""}
-    assert not [name for name in names if re.search(r"(^|/)(tests?|fixtures|conftest\.py|benchmarks)(/|$)", name)]
+    assert kinds <= {
+        ".py",
+        ".md",
+        ".html",
+        ".json",
+        ".css",
+        ".js",
+        ".jinja",
+        ".cpp",
+        ".h",
+        ".tsv",
+        ".txt",
+        ".typed",
+        ".yaml",
+        "",
+    }
+    assert not [
+        name
+        for name in names
+        if re.search(r"(^|/)(tests?|fixtures|conftest\.py|benchmarks)(/|$)", name)
+    ]
 
 
 COMMANDS = (
     (["--help"], 0, "doctor"),
-    (["doctor", "explain", "mat1 and mat2 must have the same dtype, but got Float and BFloat16"], 1, "dtype"),
+    (
+        ["doctor", "explain", "mat1 and mat2 must have the same dtype, but got Float and BFloat16"],
+        1,
+        "dtype",
+    ),
     (["doctor", "check", "lora.yml"], 1, "lora.yml:5"),
     (["doctor", "bad.py"], 1, "CF018"),
     (["import", "lora.yml", "--json"], 0, '"tool": "axolotl"'),
@@ -124,32 +157,67 @@ COMMANDS = (
 )
 
 
-def test_first_commands_run_with_base_dependencies_and_nothing_else(environment, tmp_path, subtests):
-    (tmp_path / "lora.yml").write_text("base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\nadapter: lora\nbf16: true\nfp16: true\n")
+def test_first_commands_run_with_base_dependencies_and_nothing_else(
+    environment, tmp_path, subtests
+):
+    (tmp_path / "lora.yml").write_text(
+        "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\nadapter: lora\nbf16: true\nfp16: true\n"
+    )
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "run.yaml").write_text("model: {name: a/b}\ndata: {train: rows.jsonl}\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))
+    }
     for command, status, told in COMMANDS:
         run = [str(environment), "-m", "isotype", *command]
-        done = subprocess.run(run, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=900, check=False)
+        done = subprocess.run(
+            run, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=900, check=False
+        )
         with subtests.test(" ".join(command)):
             assert "Traceback" not in done.stderr, done.stderr[-2000:]
             assert told in done.stdout + done.stderr
             assert done.returncode == status, done.stdout + done.stderr
     code = "import importlib.util as u; print([n for n in ('torch', 'numpy', 'transformers', 'pytest', 'triton') if u.find_spec(n)])"
-    done = subprocess.run([str(environment), "-I", "-c", code], capture_output=True, text=True, timeout=900, check=True)
+    done = subprocess.run(
+        [str(environment), "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.skipif(find_spec("mypy") is None, reason="needs mypy")
 def test_a_users_file_sees_classes_and_functions_of_the_installed_wheel(environment, tmp_path):
-    """The misspelt role is the one error in the file, and nothing that the package exports is Any. torch is not there, and is Any."""
+    """The misspelt role is the one error in the file, and nothing that the package exports is Any.
+    torch is not there, and is Any.
+    """
     (tmp_path / "user.py").write_text(USER, encoding="utf-8")
-    settings = ["--follow-imports=silent", "--ignore-missing-imports", "--no-error-summary", "--config-file=", "--cache-dir=cache"]
-    command = [sys.executable, "-m", "mypy", *settings, f"--python-executable={environment}", "user.py"]
-    clean = {key: value for key, value in os.environ.items() if key not in ("MYPYPATH", "PYTHONPATH")}
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=900, check=False)
+    settings = [
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "--no-error-summary",
+        "--config-file=",
+        "--cache-dir=cache",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        *settings,
+        f"--python-executable={environment}",
+        "user.py",
+    ]
+    clean = {
+        key: value for key, value in os.environ.items() if key not in ("MYPYPATH", "PYTHONPATH")
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=900, check=False
+    )
     lines = [line.partition(": ")[2] for line in done.stdout.splitlines()]
     shown = [line.split('"')[1] for line in lines if line.startswith("note: Revealed")]
     assert shown[0] == "isotype.precision.precision.Precision", done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""Tiny random vision-language models of every family that a page of the docs lists, with a tokenizer that has their image tokens."""
+"""Tiny random vision-language models of every family that a page of the docs lists, with a
+tokenizer that has their image tokens.
+"""
 
 import copy
 from functools import cache
@@ -17,7 +19,13 @@ _TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 512,
 }  # fmt: skip
-_EYE: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": PATCH}
+_EYE: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": PATCH,
+}
 _QWEN_EYE: dict[str, Any] = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": PATCH,
 }  # fmt: skip
@@ -34,7 +42,8 @@ _IDEFICS = {
     "scale_factor": 2,
 }
 
-# text, eye: of the two configurations; tokens: key -> the token whose id it is; all else lies in the outer configuration
+# text, eye: of the two configurations; tokens: key -> the token whose id it is; all else lies in
+# the outer configuration
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text": {"sliding_window": 64, "query_pre_attn_scalar": 8}, "eye": {**_EYE, "image_size": PICTURE}, "mm_tokens_per_image": 4,
@@ -83,10 +92,16 @@ SHUT = ("mm_input_projection_weight", "cross_attn_attn_gate", "cross_attn_mlp_ga
 def _tokenizer() -> Any:
     from isotype.quickstart.text import train_tokenizer
 
-    words = [f"what colour is the {shape}? it is {colour}." for shape in ("square", "disc") for colour in ("red", "green", "blue")]
+    words = [
+        f"what colour is the {shape}? it is {colour}."
+        for shape in ("square", "disc")
+        for colour in ("red", "green", "blue")
+    ]
     made = train_tokenizer(words * 2, vocabulary=300)
     made.add_special_tokens({"bos_token": "<|begin|>"})
-    made.add_special_tokens({"additional_special_tokens": list(TOKENS)}, replace_extra_special_tokens=False)
+    made.add_special_tokens(
+        {"additional_special_tokens": list(TOKENS)}, replace_extra_special_tokens=False
+    )
     return made
 
 
@@ -104,10 +119,18 @@ def tiny_vlm(family: str, *, seed: int = 0, **text: Any) -> Any:
 
     tokens, made = _tokenizer(), dict(FAMILIES[family])
     ids = {key: tokens.convert_tokens_to_ids(token) for key, token in made.pop("tokens").items()}
-    special = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
+    special = {
+        "pad_token_id": tokens.pad_token_id,
+        "bos_token_id": tokens.bos_token_id,
+        "eos_token_id": tokens.eos_token_id,
+    }
     size = {"vocab_size": len(tokens)}
     config = AutoConfig.for_model(
-        family, text_config={**_TEXT, **size, **special, **made.pop("text"), **text}, vision_config=made.pop("eye"), **ids, **made
+        family,
+        text_config={**_TEXT, **size, **special, **made.pop("text"), **text},
+        vision_config=made.pop("eye"),
+        **ids,
+        **made,
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -168,19 +191,29 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 def saved_with_processor(family: str, folder: Path, *, seed: int = 0, **text: Any) -> Path:
-    """The same with the files of a processor, written by hand as repositories have them: processors of some families need torchvision."""
+    """The same with the files of a processor, written by hand as repositories have them: processors
+    of some families need torchvision.
+    """
     import json
 
     made = PROCESSORS[family]
     tiny_vlm(family, seed=seed, **text).save_pretrained(folder)
     tokens = tokenizer()
     # Llama 3.2's processor adds a beginning where a text has none
-    tokens.chat_template = ("{{ bos_token }}" if family == "mllama" else "") + _CHAT.replace("MARK", made["mark"])
+    tokens.chat_template = ("{{ bos_token }}" if family == "mllama" else "") + _CHAT.replace(
+        "MARK", made["mark"]
+    )
     tokens.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    config["extra_special_tokens"] = {**made.get("names", {})} or config.get("extra_special_tokens", {})
+    config["extra_special_tokens"] = {**made.get("names", {})} or config.get(
+        "extra_special_tokens", {}
+    )
     file.write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps({**made["images"], "processor_class": made["processor_class"]}))
-    (folder / "processor_config.json").write_text(json.dumps({**made.get("processor", {}), "processor_class": made["processor_class"]}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({**made["images"], "processor_class": made["processor_class"]})
+    )
+    (folder / "processor_config.json").write_text(
+        json.dumps({**made.get("processor", {}), "processor_class": made["processor_class"]})
+    )
     return folder

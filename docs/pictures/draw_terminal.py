@@ -1,4 +1,6 @@
-"""Draws a command's output as a picture: `python docs/pictures/draw_terminal.py OUT.png FOLDER isotype doctor check .` (run in FOLDER)."""
+"""Draws a command's output as a picture: `python docs/pictures/draw_terminal.py OUT.png FOLDER
+isotype doctor check .` (run in FOLDER).
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,29 @@ COLOURS = {"error": "#ff7b72", "warning": "#e3b341", "note": "#79c0ff", "fix": "
 def draw(out: str, shown: str, text: str) -> None:
     lines = [f"$ {shown}"]
     for line in text.rstrip().splitlines():
-        lines += wrap(line, 120, subsequent_indent=" " * 13, drop_whitespace=False, replace_whitespace=False) or [""]
+        lines += wrap(
+            line, 120, subsequent_indent=" " * 13, drop_whitespace=False, replace_whitespace=False
+        ) or [""]
     width, height = max(map(len, lines)) * 0.073 + 0.3, len(lines) * 0.17 + 0.25
     figure = plt.figure(figsize=(width, height), dpi=110, facecolor="#0d1117")
     for number, line in enumerate(lines):
         first = (line.split() or [""])[0]
         colour = COLOURS.get(first, "#8b949e" if number == 0 else "#e6edf3")
-        figure.text(0.15 / width, 1 - (0.25 + number * 0.17) / height, line, color=colour, family="monospace", size=8.6, parse_math=False)
+        figure.text(
+            0.15 / width,
+            1 - (0.25 + number * 0.17) / height,
+            line,
+            color=colour,
+            family="monospace",
+            size=8.6,
+            parse_math=False,
+        )
     figure.savefig(out, facecolor=figure.get_facecolor())
 
 
 if __name__ == "__main__":
     out, folder, *command = sys.argv[1:]
-    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False
+    )
     draw(out, " ".join(command), done.stdout)

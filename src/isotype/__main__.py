@@ -1,4 +1,6 @@
-"""`isotype` and `python -m isotype`. Ctrl-C while a command is imported ends with status 130, as it does later."""
+"""`isotype` and `python -m isotype`. Ctrl-C while a command is imported ends with status 130, as it
+does later.
+"""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Dtypes as words: `fp32 bf16 fp16 nf4`, the same in configuration, code, messages and documents. Imports no torch.
+"""Dtypes as words: `fp32 bf16 fp16 nf4`, the same in configuration, code, messages and documents.
+Imports no torch.
 
 Legend of a tensor spec: `bf16[T D]`, `F[*n d]` (F a free float dtype), `int[T]`, `any[...]`.
 """
@@ -44,15 +45,26 @@ _ALIASES = {
 }  # fmt: skip
 FLOATS = ("fp64", "fp32", "bf16", "fp16")
 TRAINING_FLOATS = ("fp32", "bf16", "fp16")
-NO_FP8_PRODUCTS = "fp8 products are refused until they are measured on a GPU that has them: precision.base: fp8 is a frozen base in fp8"
+NO_FP8_PRODUCTS = (
+    "fp8 products are refused until they are measured on a GPU that has them: precision.base: fp8"
+    " is a frozen base in fp8"
+)
 
 
 def parse(text: str) -> str:
-    """The canonical name of a dtype in any common spelling (`torch.bfloat16`, `BFloat16`, `c10::Half`, `f32`).
+    """The canonical name of a dtype in any common spelling (`torch.bfloat16`, `BFloat16`,
+    `c10::Half`, `f32`).
 
     Raises  ValueError naming the known words.
     """
-    word = str(text).strip().lower().removeprefix("torch.").removeprefix("c10::").removesuffix("tensor")
+    word = (
+        str(text)
+        .strip()
+        .lower()
+        .removeprefix("torch.")
+        .removeprefix("c10::")
+        .removesuffix("tensor")
+    )
     word = _ALIASES.get(word, word)
     if word not in _TABLE:
         raise ValueError(f"unknown dtype {text!r}: expected one of {' '.join(FLOATS)} nf4")
@@ -82,7 +94,9 @@ def to_torch(dtype: str) -> torch.dtype:
 
 
 def torch_word(dtype: str) -> str:
-    """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; an unknown word is returned unchanged."""
+    """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; an unknown word is
+    returned unchanged.
+    """
     return _TABLE.get(dtype, (None,))[0] or dtype
 
 
@@ -97,7 +111,9 @@ def eps(dtype: str) -> float:
 
 
 def significant_bits(dtype: str) -> int:
-    """The number of significant bits, with the leading one. Whole numbers up to 2 to this power are exact."""
+    """The number of significant bits, with the leading one. Whole numbers up to 2 to this power are
+    exact.
+    """
     return _TABLE[parse(dtype)][3] + 1
 
 
@@ -108,8 +124,10 @@ _SPEC = re.compile(r"^\s*(?P<dtype>[A-Za-z_][A-Za-z0-9_|]*)\s*\[(?P<dims>[^\]]*)
 class TensorSpec:
     """A declared dtype and shape: `bf16[T D]`.
 
-    dtype  one word, several joined by `|`, `any`, `float`, `int`, or a capital letter that binds to the first dtype met
-    dims   a name binds to the first size met, a number must match, `*name` and `...` stand for any run of dimensions
+    dtype  one word, several joined by `|`, `any`, `float`, `int`, or a capital letter that binds to
+           the first dtype met
+    dims   a name binds to the first size met, a number must match, `*name` and `...` stand for any
+           run of dimensions
     """
 
     dtype: str
@@ -122,9 +140,15 @@ class TensorSpec:
             raise ValueError(f"tensor spec {text!r}: expected something like 'bf16[T D]'")
         dims = tuple(match["dims"].replace(",", " ").split())
         if sum(d.startswith("*") or d == "..." for d in dims) > 1:
-            raise ValueError(f"tensor spec {text!r}: at most one of *name or ... may stand for a run of dimensions")
+            raise ValueError(
+                f"tensor spec {text!r}: at most one of *name or ... may stand for a run of"
+                " dimensions"
+            )
         words = match["dtype"].split("|")
-        if not (len(words) == 1 and (words[0] in ("any", "float", "int") or (len(words[0]) == 1 and words[0].isupper()))):
+        if not (
+            len(words) == 1
+            and (words[0] in ("any", "float", "int") or (len(words[0]) == 1 and words[0].isupper()))
+        ):
             words = [parse(word) for word in words]
         return cls("|".join(words), dims)
 
@@ -150,17 +174,25 @@ class TensorSpec:
         return None if observed in self.dtype.split("|") else self.dtype
 
     def shape_fault(self, shape: tuple[int, ...], bound: dict[str, Any]) -> str | None:
-        """A sentence about the first dimension that breaks the spec, else None; binds names in `bound`."""
+        """A sentence about the first dimension that breaks the spec, else None; binds names in
+        `bound`.
+        """
         run = next((i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None)
         fixed = len(self.dims) - (run is not None)
         if (run is None and len(shape) != fixed) or len(shape) < fixed:
-            return f"{len(shape)} dimensions where {self} has {'at least ' if run is not None else ''}{fixed}"
+            return (
+                f"{len(shape)} dimensions where {self} has"
+                f" {'at least ' if run is not None else ''}{fixed}"
+            )
         if run is None:
             pairs = list(zip(self.dims, shape))
         else:
             tail = len(self.dims) - run - 1
             middle = tuple(shape[run : len(shape) - tail])
-            pairs = [*zip(self.dims[:run], shape[:run]), *zip(self.dims[run + 1 :], shape[len(shape) - tail :])]
+            pairs = [
+                *zip(self.dims[:run], shape[:run]),
+                *zip(self.dims[run + 1 :], shape[len(shape) - tail :]),
+            ]
             if self.dims[run] != "...":
                 expected = bound.setdefault(self.dims[run], middle)
                 if expected != middle:
@@ -186,7 +218,11 @@ def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
     got = f"{observed}[{' '.join(map(str, x.shape))}]"
     wrong_dtype = declared.dtype_fault(observed, bound)
     if wrong_dtype is not None:
-        raise DtypeError(f"{name_of} is {got}, declared {spec}: dtype {observed} where {wrong_dtype} was declared", code="DT001")
+        raise DtypeError(
+            f"{name_of} is {got}, declared {spec}: dtype {observed} where {wrong_dtype} was"
+            " declared",
+            code="DT001",
+        )
     wrong_shape = declared.shape_fault(tuple(x.shape), bound)
     if wrong_shape is not None:
         raise ShapeError(f"{name_of} is {got}, declared {spec}: {wrong_shape}", code="SH001")

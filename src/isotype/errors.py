@@ -1,13 +1,16 @@
 """Errors a user meets, each with a code, the exit status of the command line, and a page.
 
-`UsageError` and its children are the caller's mistake: the command line prints one line and exits 2.
+`UsageError` and its children are the caller's mistake: the command line prints one line and exits
+2.
 """
 
 from __future__ import annotations
 
 
 class IsotypeError(Exception):
-    """Base of every error Isotype raises on purpose. `code` names its page (`isotype doctor explain CODE`)."""
+    """Base of every error Isotype raises on purpose. `code` names its page (`isotype doctor explain
+    CODE`).
+    """
 
     exit_status = 1
     shown_elsewhere = False

@@ -1,7 +1,9 @@
-"""`Finding`: the form in which every part of Isotype reports a fault, such as the doctor and the preflight.
+"""`Finding`: the form in which every part of Isotype reports a fault, such as the doctor and the
+preflight.
 
-A `Finding` answers five questions: what (code, message), where (place), why (cause), what was declared, what to do (fix). Every command of
-the doctor answers with `answer`: the worst first on one screen, or one JSON object; the exit status says whether it is bad.
+A `Finding` answers five questions: what (code, message), where (place), why (cause), what was
+declared, what to do (fix). Every command of the doctor answers with `answer`: the worst first on
+one screen, or one JSON object; the exit status says whether it is bad.
 """
 
 from __future__ import annotations
@@ -60,8 +62,10 @@ class Place:
 class Finding:
     """One fault, its place, its cause and its fix.
 
-    code      stable, two or three letters and three digits; `isotype doctor explain CODE` prints its page
-    severity  error: it fails or trains wrongly; warning: it will, for some caller; note: worth knowing
+    code      stable, two or three letters and three digits; `isotype doctor explain CODE` prints
+              its page
+    severity  error: it fails or trains wrongly; warning: it will, for some caller; note: worth
+              knowing
     details   further facts, each a label and a value, printed one a line
     """
 
@@ -97,7 +101,13 @@ class Finding:
     def render(self) -> str:
         """The finding as plain text, one fact a line."""
         facts: list[tuple[str, str | None]] = [("where", str(self.place)), *self.details]
-        facts += [("declared", self.declared), ("observed", self.observed), ("cause", self.cause), ("fix", self.fix), ("more", self.page)]
+        facts += [
+            ("declared", self.declared),
+            ("observed", self.observed),
+            ("cause", self.cause),
+            ("fix", self.fix),
+            ("more", self.page),
+        ]
         width = max(len(label) for label, _ in facts) + 2
         lines = [f"{self.severity} {self.code} {self.message}"]
         for label, value in facts:
@@ -126,22 +136,45 @@ def as_text(findings: Sequence[Finding], *, subject: str) -> str:
     blocks = [f.render() for f in ordered[:SCREEN]]
     if more := ordered[SCREEN:]:
         blocks.append("\n".join(f"{f.severity} {f.code} {f.place}: {f.message}" for f in more))
-    total = ", ".join(counted(n, str(severity)) for severity, n in sorted(Counter(f.severity for f in findings).items(), reverse=True))
+    total = ", ".join(
+        counted(n, str(severity))
+        for severity, n in sorted(Counter(f.severity for f in findings).items(), reverse=True)
+    )
     return "\n\n".join([*blocks, f"{subject}: {total}"])
 
 
 def threshold(fail_on: str) -> Severity:
-    """The severity of `--fail-on`, from which on a command exits with 1. Raises  UsageError for another word."""
+    """The severity of `--fail-on`, from which on a command exits with 1. Raises  UsageError for
+    another word.
+    """
     try:
         return Severity.parse(fail_on)
     except ValueError as error:
         raise UsageError(f"--fail-on: {error}") from None
 
 
-def answer(findings: Sequence[Finding], *, subject: str, json_output: bool, fail_on: Severity = Severity.ERROR, **extra: Any) -> int:
-    """Prints the findings, as text or as `{"findings": [...], "version": ...}` with `extra`, and returns the exit status."""
+def answer(
+    findings: Sequence[Finding],
+    *,
+    subject: str,
+    json_output: bool,
+    fail_on: Severity = Severity.ERROR,
+    **extra: Any,
+) -> int:
+    """Prints the findings, as text or as `{"findings": [...], "version": ...}` with `extra`, and
+    returns the exit status.
+    """
     if json_output:
-        print(json.dumps({"findings": [f.as_json() for f in worst_first(findings)], **extra, "version": __version__}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "findings": [f.as_json() for f in worst_first(findings)],
+                    **extra,
+                    "version": __version__,
+                },
+                indent=1,
+            )
+        )
     else:
         print(as_text(findings, subject=subject))
     return int(any(f.severity >= fail_on for f in findings))

@@ -1,10 +1,12 @@
-"""A method of one instance that replaces its class's, and a line on what became of a module. `optimize` and `apply_precision` put such
-methods on modules.
+"""A method of one instance that replaces its class's, and a line on what became of a module.
+`optimize` and `apply_precision` put such methods on modules.
 
-A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file can be written but not
-read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too.
+A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not
+have: such a file can be written but not read. And once another library has wrapped the method,
+taking it out of the `__dict__` would take the wrapper too.
 
-Whether the class still has the method that was replaced is asked once a step (`stands`), not at a call. Imports no torch.
+Whether the class still has the method that was replaced is asked once a step (`stands`), not at a
+call. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,21 +20,46 @@ from typing import Any
 
 
 class InstanceMethod:
-    """`function(instance, ...)`; a deep copy or a pickle of the instance carries it along, bound to the copy.
+    """`function(instance, ...)`; a deep copy or a pickle of the instance carries it along, bound to
+    the copy.
 
-    function   `make`, or with arguments `make(the class's method, *arguments)`, which is made again where a pickle is read
+    function   `make`, or with arguments `make(the class's method, *arguments)`, which is made again
+               where a pickle is read
     make       importable by its name, which is what a pickle holds
     name       the method's
     before     what the instance had in its place when this one was put there; None for its class's
-    over       the class's method that the function computes; None where the class had another one as this was pickled
+    over       the class's method that the function computes; None where the class had another one
+               as this was pickled
     """
 
-    # no __dict__: functools.update_wrapper, which other libraries call, would copy its content to their wrapper
-    __slots__ = ("__weakref__", "arguments", "before", "function", "instance", "make", "name", "over")
+    # no __dict__: functools.update_wrapper, which other libraries call, would copy its content to
+    # their wrapper
+    __slots__ = (
+        "__weakref__",
+        "arguments",
+        "before",
+        "function",
+        "instance",
+        "make",
+        "name",
+        "over",
+    )
 
-    def __init__(self, make: Callable[..., Any], instance: Any, name: str = "forward", arguments: tuple[Any, ...] | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        instance: Any,
+        name: str = "forward",
+        arguments: tuple[Any, ...] | None = None,
+    ) -> None:
         self.over: Any = getattr(type(instance), name)
-        self.make, self.arguments, self.instance, self.name, self.before = make, arguments, instance, name, None
+        self.make, self.arguments, self.instance, self.name, self.before = (
+            make,
+            arguments,
+            instance,
+            name,
+            None,
+        )
         self.function = make if arguments is None else make(self.over, *arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,11 +69,14 @@ class InstanceMethod:
         made = memo[id(self)] = object.__new__(type(self))
         for slot in self.__slots__[1:]:
             value = getattr(self, slot)
-            setattr(made, slot, copy.deepcopy(value, memo) if slot in ("instance", "before") else value)
+            setattr(
+                made, slot, copy.deepcopy(value, memo) if slot in ("instance", "before") else value
+            )
         return made
 
     def __getstate__(self) -> tuple[Any, ...]:
-        # `over` is looked up where it is read: a pickle would hold it by its name, under which a class may have another method by then
+        # `over` is looked up where it is read: a pickle would hold it by its name, under which a
+        # class may have another method by then
         return self.stands, (self.make, self.instance, self.name, self.arguments), self.before
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -60,10 +90,13 @@ class InstanceMethod:
     def stands(self) -> bool:
         """Whether the class has the method that it had, or transformers' wrapper of it.
 
-        FSDP2 gives each unit a class of its own, and transformers wraps the forward that a subclass of its decoder layers inherits.
+        FSDP2 gives each unit a class of its own, and transformers wraps the forward that a subclass
+        of its decoder layers inherits.
         """
         own = getattr(type(self.instance), self.name)
-        return own is self.over or (self.over is not None and _within_checkpointing(own) is _within_checkpointing(self.over))
+        return own is self.over or (
+            self.over is not None and _within_checkpointing(own) is _within_checkpointing(self.over)
+        )
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -75,7 +108,8 @@ class InstanceMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        # the signature of the class's method: trainers read from it which columns of the data a model takes
+        # the signature of the class's method: trainers read from it which columns of the data a
+        # model takes
         return inspect.signature(self.own())
 
     def own(self) -> MethodType:
@@ -88,8 +122,9 @@ class InstanceMethod:
         self.instance.__dict__[self.name] = self
 
     def take_back(self) -> None:
-        """Restores what was there before. A wrapper that other code has put around this method stays, and then calls what was there
-        before."""
+        """Restores what was there before. A wrapper that other code has put around this method
+        stays, and then calls what was there before.
+        """
         attributes = self.instance.__dict__
         there: Any = self.own() if self.before is None else self.before
         if attributes.get(self.name) is self:
@@ -107,7 +142,9 @@ class InstanceMethod:
 
 
 def _within_checkpointing(method: Any) -> Any:
-    while getattr(method, "__globals__", {}).get("__name__") == "transformers.modeling_layers" and hasattr(method, "__wrapped__"):
+    while getattr(method, "__globals__", {}).get(
+        "__name__"
+    ) == "transformers.modeling_layers" and hasattr(method, "__wrapped__"):
         method = method.__wrapped__
     return method
 
@@ -116,12 +153,14 @@ MARK = "_isotype_settings"
 
 
 def put(module: Any, forward: Callable[..., Any], settings: Any, entries: int = 1) -> None:
-    """`forward(self, ...)`, or a method made for the instance, becomes its forward; `settings` is what it reads back with `settings_of`.
+    """`forward(self, ...)`, or a method made for the instance, becomes its forward; `settings` is
+    what it reads back with `settings_of`.
 
     entries  the number of entries of the manifest that it belongs to
     """
     method = forward if isinstance(forward, InstanceMethod) else InstanceMethod(forward, module)
-    # in the instance's __dict__, past Any's __setattr__, which would register a module found in settings
+    # in the instance's __dict__, past Any's __setattr__, which would register a module found in
+    # settings
     module.__dict__[MARK] = settings, entries, method
     method.put()
 
@@ -138,8 +177,9 @@ def method_of(module: Any) -> InstanceMethod | None:
 
 
 def take_back(module: Any) -> int:
-    """Undoes `put`, also below what others have put around it since. Returns the number of its entries in the manifest, 0 where there was
-    nothing to undo."""
+    """Undoes `put`, also below what others have put around it since. Returns the number of its
+    entries in the manifest, 0 where there was nothing to undo.
+    """
     if MARK not in module.__dict__:
         return 0
     _, entries, method = module.__dict__.pop(MARK)
@@ -152,8 +192,8 @@ def take_back(module: Any) -> int:
 class Placement:
     """One module, and the op that runs there now.
 
-    part    norm, layer, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or foreign; of a denoiser also block,
-            modulated norm, joint attention, activation
+    part    norm, layer, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or
+            foreign; of a denoiser also block, modulated norm, joint attention, activation
     module  its path in the model; "" is the model itself
     kind    its class; of a LoRA layer, the class of its base layer
     op      the op; None where the module runs its own code

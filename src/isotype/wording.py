@@ -17,7 +17,10 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
     """A line for each row, its cells in columns; those in the columns `right` stand at their right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return ["  ".join(put(cell, width) for put, cell, width in zip(columns, row, widths)).rstrip() for row in rows]
+    return [
+        "  ".join(put(cell, width) for put, cell, width in zip(columns, row, widths)).rstrip()
+        for row in rows
+    ]
 
 
 def plain(value: float) -> str:
@@ -40,7 +43,9 @@ def size(count: float) -> str:
     """Bytes: `1.2 GB` (10^9)."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
+            return (
+                f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
+            )
         count /= 1000
     return f"{count:.1f} TB"
 
@@ -70,9 +75,15 @@ def count(value: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of the error's message, else its kind. A line that only announces a list, as torch's does, gives the next one."""
+    """Of the error's message, else its kind. A line that only announces a list, as torch's does,
+    gives the next one.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0] if lines else type(error).__name__
+    return (
+        lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0]
+        if lines
+        else type(error).__name__
+    )
 
 
 _CONTROL = [n for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"]
@@ -80,16 +91,24 @@ _SHOWN = dict.fromkeys(_CONTROL, "�") | {ord("\r"): None}
 
 
 def printable(text: str) -> str:
-    """Without the control characters that move a terminal's cursor, ring, or start a sequence that changes its colours or title."""
+    """Without the control characters that move a terminal's cursor, ring, or start a sequence that
+    changes its colours or title.
+    """
     return text.translate(_SHOWN)
 
 
 def near_file(name: str, there: Iterable[str]) -> str | None:
-    """The name most like `name`, if the two are alike without their endings: `a.jsonl` is not like `b.jsonl`."""
+    """The name most like `name`, if the two are alike without their endings: `a.jsonl` is not like
+    `b.jsonl`.
+    """
     asked, stems = name.casefold(), {other: _stem(other.casefold()) for other in there}
     close = set(get_close_matches(_stem(asked), set(stems.values()), n=len(stems) or 1))
     alike = [other for other, stem in stems.items() if stem in close]
-    return max(alike, key=lambda other: SequenceMatcher(None, asked, other.casefold()).ratio(), default=None)
+    return max(
+        alike,
+        key=lambda other: SequenceMatcher(None, asked, other.casefold()).ratio(),
+        default=None,
+    )
 
 
 def _stem(name: str) -> str:

@@ -13,7 +13,9 @@ from tests.commands import invoke, isotype
 def repository(tmp_path: Path) -> Path:
     (tmp_path / ".git").mkdir()
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "args.json").write_text('{\n "output_dir": "o",\n "fp16": true,\n "bf16": true\n}\n')
+    (tmp_path / "configs" / "args.json").write_text(
+        '{\n "output_dir": "o",\n "fp16": true,\n "bf16": true\n}\n'
+    )
     return tmp_path
 
 
@@ -34,9 +36,14 @@ def test_json_has_findings_and_records(repository: Path):
 
 
 def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
-    (repository / "configs" / "args.json").write_text('{"mixed_precision": "bf16", "downcast_bf16": true, "compute_environment": "x"}')
+    (repository / "configs" / "args.json").write_text(
+        '{"mixed_precision": "bf16", "downcast_bf16": true, "compute_environment": "x"}'
+    )
     assert isotype("doctor", "check", "configs", cwd=repository).returncode == 0
-    assert isotype("doctor", "check", "configs", "--fail-on", "warning", cwd=repository).returncode == 1
+    assert (
+        isotype("doctor", "check", "configs", "--fail-on", "warning", cwd=repository).returncode
+        == 1
+    )
 
 
 # --- `isotype doctor explain`: codes, files, standard input.
@@ -48,14 +55,18 @@ ERROR = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and
 def test_standard_input_a_file_and_pasted_text_say_the_same(tmp_path: Path):
     log = tmp_path / "train.log"
     log.write_text(ERROR + "\n")
-    answers = [isotype("doctor", "explain", "--json", *given, input=ERROR) for given in ([], [log], [ERROR])]
+    answers = [
+        isotype("doctor", "explain", "--json", *given, input=ERROR)
+        for given in ([], [log], [ERROR])
+    ]
     findings = [json.loads(a.stdout)["findings"][0] for a in answers]
     assert {f["code"] for f in findings} == {"EX001"}
     assert [a.returncode for a in answers] == [1, 1, 1]
     assert findings[1]["place"] == {"file": str(log), "line": 1}
 
 
-# --- `isotype doctor trace`: scripts with arguments, functions of a file, JSON on stdout only, exit statuses, one-line errors.
+# --- `isotype doctor trace`: scripts with arguments, functions of a file, JSON on stdout only, exit
+# statuses, one-line errors.
 
 
 FAULTY = """
@@ -163,7 +174,10 @@ def ops(tmp_path) -> Path:
 
 
 def test_conform_takes_build_by_default_and_right_code_exits_0(ops):
-    faulty, right = invoke("doctor", "conform", ops), invoke("doctor", "conform", f"{ops}:build_right")
+    faulty, right = (
+        invoke("doctor", "conform", ops),
+        invoke("doctor", "conform", f"{ops}:build_right"),
+    )
     assert (faulty.exit_code, right.exit_code) == (1, 0), right.output
     assert "Linear.backward" in faulty.stdout
     assert "no findings" in right.stdout
@@ -174,9 +188,17 @@ def test_conform_finds_the_fault_of_each_real_case_and_passes_its_mend(shared):
         found = invoke("doctor", "conform", case / "case.py", "--json")
         assert found.exit_code == 1, case.name
         expected = json.loads((case / "expect.json").read_text())
-        named = [f for f in json.loads(found.stdout)["findings"] if f["place"].get("symbol") == expected["culprit"]]
-        assert any(abs(f["place"]["line"] - expected["culprit_line"]) <= 2 for f in named), case.name
-        assert invoke("doctor", "conform", case / "fixed.py", "--fail-on", "warning").exit_code == 0, case.name
+        named = [
+            f
+            for f in json.loads(found.stdout)["findings"]
+            if f["place"].get("symbol") == expected["culprit"]
+        ]
+        assert any(abs(f["place"]["line"] - expected["culprit_line"]) <= 2 for f in named), (
+            case.name
+        )
+        assert (
+            invoke("doctor", "conform", case / "fixed.py", "--fail-on", "warning").exit_code == 0
+        ), case.name
 
 
 @pytest.mark.parametrize(

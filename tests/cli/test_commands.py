@@ -23,7 +23,9 @@ def test_the_schema_forbids_unknown_keys_and_describes_every_key():
 
 def test_init_does_not_overwrite_a_file(tmp_path):
     file = tmp_path / "run.yaml"
-    assert str(file) in ask("init", str(file), "--preset", "qlora", "--model", "m", "--data", "d.jsonl")
+    assert str(file) in ask(
+        "init", str(file), "--preset", "qlora", "--model", "m", "--data", "d.jsonl"
+    )
     before = file.read_text()
     assert load(file).config.precision.preset == "nf4-lora"
     with pytest.raises(UsageError, match="exists already"):
@@ -96,7 +98,9 @@ def test_a_target_of_memory_makes_auto_recompute(shared, tmp_path, monkeypatch):
     free = json.loads(ask("plan", *SETTINGS, f"model.tokenizer={folder}"))
     assert free["checkpointing"]["train.gradient_checkpointing"] == "none"
     target = 0.9 * free["memory"]["peak"] / 2**20
-    less = json.loads(ask("plan", *SETTINGS, f"model.tokenizer={folder}", f"train.memory={target:.2f}MiB"))
+    less = json.loads(
+        ask("plan", *SETTINGS, f"model.tokenizer={folder}", f"train.memory={target:.2f}MiB")
+    )
     assert less["checkpointing"]["train.gradient_checkpointing"] != "none"
     assert less["memory"]["peak"] < free["memory"]["peak"]
     assert "train.memory" in less["checkpointing"]["reason"]
@@ -105,7 +109,8 @@ def test_a_target_of_memory_makes_auto_recompute(shared, tmp_path, monkeypatch):
 # --- Ctrl-C ends a command with status 130 and without a traceback, while it is imported too.
 
 
-# sends SIGINT to its own process in place of the first import of a module, where a slow disk would have a user do it
+# sends SIGINT to its own process in place of the first import of a module, where a slow disk would
+# have a user do it
 INTERRUPTING = """
 import os, signal, sys
 

@@ -1,4 +1,6 @@
-"""Commands that must answer at once: no torch, no transformers, and little CPU time, measured against this machine's own speed."""
+"""Commands that must answer at once: no torch, no transformers, and little CPU time, measured
+against this machine's own speed.
+"""
 
 import json
 import subprocess
@@ -7,7 +9,9 @@ from functools import cache
 
 import pytest
 
-MOST = 4.0  # times the import of the libraries below; the commands take 1.1 to 2 of them, and torch's import is ten times more
+# times the import of the libraries below; the commands take 1.1 to 2 of them, and torch's import is
+# ten times more
+MOST = 4.0
 ATTEMPTS = 8  # a busy machine only ever adds
 YARDSTICK = """
 import resource
@@ -33,8 +37,15 @@ print(json.dumps({"status": status, "heavy": heavy, "seconds": used.ru_utime + u
 
 @cache
 def cpu_seconds() -> float:
-    """What an answer may take here: the least of a few imports of the libraries that every command needs, MOST times."""
-    runs = [subprocess.run([sys.executable, "-c", YARDSTICK], capture_output=True, text=True, timeout=900) for _ in range(3)]
+    """What an answer may take here: the least of a few imports of the libraries that every command
+    needs, MOST times.
+    """
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", YARDSTICK], capture_output=True, text=True, timeout=900
+        )
+        for _ in range(3)
+    ]
     return MOST * min(float(ended.stdout) for ended in runs)
 
 
@@ -44,7 +55,10 @@ def run(*arguments: str, given: str = "", attempts: int = ATTEMPTS) -> dict:
     for _ in range(attempts):
         command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
         ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=900)
-        answer = json.loads(ended.stderr.splitlines()[-1]) | {"stdout": ended.stdout, "stderr": ended.stderr}
+        answer = json.loads(ended.stderr.splitlines()[-1]) | {
+            "stdout": ended.stdout,
+            "stderr": ended.stderr,
+        }
         quickest = min(quickest, answer, key=lambda one: one["seconds"])
         if quickest["seconds"] < cpu_seconds():
             break
@@ -79,7 +93,12 @@ def test_the_doctors_static_commands_too(arguments, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("train", "no-such.yaml"), ("train", "--resume", "nowhere"), ("train", "--model", "m", "--data", "none.jsonl"), ("eval", "nowhere")],
+    [
+        ("train", "no-such.yaml"),
+        ("train", "--resume", "nowhere"),
+        ("train", "--model", "m", "--data", "none.jsonl"),
+        ("eval", "nowhere"),
+    ],
 )
 def test_mistakes_are_reported_before_torch_is_imported(arguments):
     answer = run(*arguments, attempts=1)
@@ -89,7 +108,8 @@ def test_mistakes_are_reported_before_torch_is_imported(arguments):
     assert "Traceback" not in answer["stderr"]
 
 
-# --- What an installation without extras can do: every command starts, and says which extra it misses.
+# --- What an installation without extras can do: every command starts, and says which extra it
+# misses.
 
 
 WITHOUT_EXTRAS = """
@@ -111,11 +131,22 @@ main()
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "--model", "m", "--data", "stdlib"], ["doctor", "conform", "x.py:f"], ["eval", ".", "stdlib"]]
+    "arguments",
+    [
+        ["train", "--model", "m", "--data", "stdlib"],
+        ["doctor", "conform", "x.py:f"],
+        ["eval", ".", "stdlib"],
+    ],
 )
 def test_a_missing_extra_is_named(arguments, tmp_path):
     (tmp_path / "config.json").write_text("{}")  # a model's folder, as far as can be told
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *arguments], capture_output=True, text=True, timeout=900, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=tmp_path,
+    )
     assert done.returncode == 2, done.stderr
     assert "pip install 'isotype[train]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,1 +1,3 @@
-"""Run folders, configurations and adapters that earlier versions wrote; later versions must go on reading them."""
+"""Run folders, configurations and adapters that earlier versions wrote; later versions must go on
+reading them.
+"""

@@ -1,4 +1,6 @@
-"""What an earlier version wrote is resumed, reported, merged, evaluated and trained again, with the numbers it had."""
+"""What an earlier version wrote is resumed, reported, merged, evaluated and trained again, with the
+numbers it had.
+"""
 
 import json
 import shutil
@@ -31,7 +33,10 @@ def written(request, tmp_path, monkeypatch) -> Path:
 def test_a_run_is_resumed_where_it_was(written, name):
     before = metrics(written / name)
     checkpoints = written / name / "checkpoints"
-    tensors, state = load_file(checkpoints / "step_4/tensors.safetensors"), json.loads((checkpoints / "step_4/state.json").read_text())
+    tensors, state = (
+        load_file(checkpoints / "step_4/tensors.safetensors"),
+        json.loads((checkpoints / "step_4/state.json").read_text()),
+    )
     loaded = load(Path(name, "resolved.yaml"), ["train.steps=5"], {}, resolved=True)
     assert train(loaded, resume=Path(name)) == 0
     after = metrics(written / name)
@@ -59,16 +64,18 @@ def test_its_report_can_be_made(written, name):
 def test_its_configurations_mean_what_they_meant(written, name):
     given = load(Path(f"{name}.yaml"), [], {}).config.model_dump()
     resolved = load(Path(name, "resolved.yaml"), [], {}, resolved=True).config.model_dump()
-    assert {key: value for key, value in resolved["train"].items() if key != "gradient_checkpointing"} == {
-        key: value for key, value in given["train"].items() if key != "gradient_checkpointing"
-    }
+    assert {
+        key: value for key, value in resolved["train"].items() if key != "gradient_checkpointing"
+    } == {key: value for key, value in given["train"].items() if key != "gradient_checkpointing"}
     assert resolved["data"] == given["data"]
     assert resolved["adapter"] == given["adapter"]
 
 
 def test_its_configuration_trains_a_new_run(written):
     assert train(load(Path("lora.yaml"), [], {"run.folder": "again"})) == 0
-    assert metrics(written / "again", "loss") == pytest.approx(metrics(written / "lora", "loss"), rel=0.01)
+    assert metrics(written / "again", "loss") == pytest.approx(
+        metrics(written / "lora", "loss"), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("folder", ["lora", "lora/adapter"])
@@ -86,7 +93,11 @@ def test_its_model_is_loaded(written):
 
 
 def test_its_adapter_is_gone_on_with(written):
-    loaded = load(Path("lora.yaml"), ["adapter.start_from=lora/adapter", "train.steps=1"], {"run.folder": "more"})
+    loaded = load(
+        Path("lora.yaml"),
+        ["adapter.start_from=lora/adapter", "train.steps=1"],
+        {"run.folder": "more"},
+    )
     assert train(loaded) == 0
     first = next(row for row in metrics(written / "more") if "eval_loss" in row)
     assert first["eval_loss"] == pytest.approx(metrics(written / "lora")[-1]["eval_loss"], rel=0.01)

@@ -1,6 +1,8 @@
-"""Writes what this version leaves behind, for later versions to read: `python -m tests.compatibility.write NAME`.
+"""Writes what this version leaves behind, for later versions to read: `python -m
+tests.compatibility.write NAME`.
 
-A written folder is never written again: the code of its day made it. Every path in it is relative to the folder itself.
+A written folder is never written again: the code of its day made it. Every path in it is relative
+to the folder itself.
 """
 
 import json
@@ -12,7 +14,9 @@ import torch
 
 HERE = Path(__file__).parent
 
-PAIRS = [(f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(4) for b in range(6)]
+PAIRS = [
+    (f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(4) for b in range(6)
+]
 CONFIGURATION = """\
 model:
   name: base
@@ -40,7 +44,9 @@ run:
 
 
 def write(target: Path) -> None:
-    """A base, its data, two configurations, and the finished run of each: LoRA, and full fine-tuning in bf16 with rounding."""
+    """A base, its data, two configurations, and the finished run of each: LoRA, and full
+    fine-tuning in bf16 with rounding.
+    """
     from isotype.config.load import load
     from isotype.quickstart.text import train_tokenizer
     from isotype.tasks.choose import train
@@ -49,11 +55,25 @@ def write(target: Path) -> None:
     target.mkdir()
     os.chdir(target)
     tokenizer = train_tokenizer([f"{q} {a}" for q, a in PAIRS] * 2, vocabulary=300)
-    sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id")} | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    model = tiny(**{**sizes, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id})
+    sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id")} | {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+    }
+    model = tiny(
+        **{
+            **sizes,
+            "vocab_size": len(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+    )
     model.to(torch.bfloat16).save_pretrained("base")
     tokenizer.save_pretrained("base")
-    rows = ({"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in PAIRS)
+    rows = (
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in PAIRS
+    )
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for folder, kind, preset in (("lora", "lora", "bf16-lora"), ("full", "none", "bf16-pure")):
         file = Path(f"{folder}.yaml")
@@ -61,7 +81,16 @@ def write(target: Path) -> None:
         assert train(load(file, [], {})) == 0
         environment = Path(folder, "env.json")
         known = json.loads(environment.read_text())
-        environment.write_text(json.dumps({"isotype": known["isotype"], "python": known["python"], "packages": known["packages"]}) + "\n")
+        environment.write_text(
+            json.dumps(
+                {
+                    "isotype": known["isotype"],
+                    "python": known["python"],
+                    "packages": known["packages"],
+                }
+            )
+            + "\n"
+        )
         Path(folder, ".lock").unlink(missing_ok=True)
 
 

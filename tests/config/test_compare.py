@@ -10,15 +10,25 @@ BASE = load(None, ["model.name=m", "data.train=d"]).config
 
 
 def test_each_key_may_or_may_not_change_on_resume():
-    allowed = {"train.steps=9": True, "data.on_bad_row=skip": True, "train.seed=1": False, "model.name=n": False, "adapter.r=8": False}
+    allowed = {
+        "train.steps=9": True,
+        "data.on_bad_row=skip": True,
+        "train.seed=1": False,
+        "model.name=n": False,
+        "adapter.r=8": False,
+    }
     for override, may in allowed.items():
         changes = compare(BASE, load(None, ["model.name=m", "data.train=d", override]).config)
         assert [(c.key, c.allowed) for c in changes] == [(override.partition("=")[0], may)]
 
 
 def test_a_renamed_folder_is_not_said_to_be_another_model():
-    model, seed = compare(BASE, load(None, ["model.name=moved/m", "data.train=d", "train.seed=1"]).config)
-    assert str(model) == "model.name: m -> moved/m (another one, unless it was only moved or renamed)"
+    model, seed = compare(
+        BASE, load(None, ["model.name=moved/m", "data.train=d", "train.seed=1"]).config
+    )
+    assert (
+        str(model) == "model.name: m -> moved/m (another one, unless it was only moved or renamed)"
+    )
     assert str(seed).endswith("(what was trained so far had the old one)")
 
 
@@ -30,7 +40,15 @@ def test_auto_is_compared_as_what_it_is_here():
 
 
 def test_what_auto_chose_to_recompute_is_no_change():
-    resolved = load(None, ["model.name=m", "data.train=d", "train.gradient_checkpointing=layers", "train.keep_attention=true"]).config
+    resolved = load(
+        None,
+        [
+            "model.name=m",
+            "data.train=d",
+            "train.gradient_checkpointing=layers",
+            "train.keep_attention=true",
+        ],
+    ).config
     assert compare(resolved, BASE) == []
     (change, kept) = compare(BASE, resolved)
     assert (change.key, kept.key) == ("train.gradient_checkpointing", "train.keep_attention")

@@ -1,4 +1,6 @@
-"""Loading: every mistake in one line with file, line and key; values typed; sources kept; nothing but UsageError, whatever the text."""
+"""Loading: every mistake in one line with file, line and key; values typed; sources kept; nothing
+but UsageError, whatever the text.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from isotype.config.load import load
 from isotype.errors import UsageError
 from tests.commands import invoke
 
-QUIET = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(
+    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture
@@ -35,7 +39,11 @@ def complaints(*given, **options) -> list[str]:
 
 def test_values_and_where_they_came_from(write):
     path = write("model:\n  name: here\ntrain:\n  learning_rate: 1e-4\n  steps: 20\n")
-    loaded = load(path, ["train.steps=30", "data.train=[a.jsonl, b.jsonl]"], {"run.folder": "out", "data.eval": None})
+    loaded = load(
+        path,
+        ["train.steps=30", "data.train=[a.jsonl, b.jsonl]"],
+        {"run.folder": "out", "data.eval": None},
+    )
     assert loaded.config.train.learning_rate == 1e-4
     assert loaded.config.train.steps == 30
     assert loaded.config.data.train == ["a.jsonl", "b.jsonl"]
@@ -51,15 +59,30 @@ def test_values_and_where_they_came_from(write):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("train:\n  lerning_rate: 1", "run.yaml:2 train.lerning_rate: unknown key, did you mean train.learning_rate?"),
+        (
+            "train:\n  lerning_rate: 1",
+            "run.yaml:2 train.lerning_rate: unknown key, did you mean train.learning_rate?",
+        ),
         ("train:\n  r: 8", "run.yaml:2 train.r: unknown key, did you mean adapter.r?"),
         ("trian:\n  steps: 8", "run.yaml:1 trian: unknown section, did you mean train?"),
         ("steps: 8", "run.yaml:1 steps: unknown section, did you mean train.steps?"),
-        ("train:\n  batch_size: many", "run.yaml:2 train.batch_size: expected a whole number of at least 1, got many"),
-        ("train:\n  steps: true", "run.yaml:2 train.steps: expected a whole number of at least 1 (or nothing), got true"),
+        (
+            "train:\n  batch_size: many",
+            "run.yaml:2 train.batch_size: expected a whole number of at least 1, got many",
+        ),
+        (
+            "train:\n  steps: true",
+            "run.yaml:2 train.steps: expected a whole number of at least 1 (or nothing), got true",
+        ),
         ("train:\n  epochs: .inf", "run.yaml:2 train.epochs: expected a number above 0, got .inf"),
-        ("adapter:\n  dropout: 1", "run.yaml:2 adapter.dropout: expected a number of at least 0 and below 1, got 1"),
-        ("model:\n  attention: fast", "run.yaml:2 model.attention: expected one of auto sdpa eager flash flex, got fast"),
+        (
+            "adapter:\n  dropout: 1",
+            "run.yaml:2 adapter.dropout: expected a number of at least 0 and below 1, got 1",
+        ),
+        (
+            "model:\n  attention: fast",
+            "run.yaml:2 model.attention: expected one of auto sdpa eager flash flex, got fast",
+        ),
         (
             "precision:\n  grads: torch.float",
             "run.yaml:2 precision.grads: expected one of fp32 bf16 fp16 (or nothing), got torch.float, did you mean fp32?",
@@ -73,15 +96,33 @@ def test_values_and_where_they_came_from(write):
             "train:\n  schedule: cosin",
             "run.yaml:2 train.schedule: expected one of cosine linear constant wsd, got cosin, did you mean cosine?",
         ),
-        ("model:\n  revision: 1.0", "run.yaml:2 model.revision: expected text (or nothing), got 1.0; write it in quotes"),
-        ("data:\n  train: [1, 2]", "run.yaml:2 data.train: expected text or a list of text or mappings (or nothing), got [1, 2]"),
+        (
+            "model:\n  revision: 1.0",
+            "run.yaml:2 model.revision: expected text (or nothing), got 1.0; write it in quotes",
+        ),
+        (
+            "data:\n  train: [1, 2]",
+            "run.yaml:2 data.train: expected text or a list of text or mappings (or nothing), got [1, 2]",
+        ),
         ("train:\n  steps: 1\n  steps: 2", "run.yaml:3 train.steps: given twice, first in line 2"),
         ("train:\n  steps: 1\ntrain:\n  seed: 2", "run.yaml:3 train: given twice, first in line 1"),
         ("train: 7", "run.yaml:1 train: expected keys below it, got 7"),
-        ("model: org/name", "run.yaml:1 model: expected keys below it, got org/name, did you mean model.name?"),
-        ("finetuning_type: lora", "run.yaml:1 finetuning_type: unknown section; here it is adapter.kind"),
-        ("--learning_rate: 1e-4", "run.yaml:1 --learning_rate: unknown section, did you mean train.learning_rate?"),
-        ("train:\n  checkpoint_every: 3", "run.yaml:2 train.checkpoint_every: unknown key; here it is run.save_every"),
+        (
+            "model: org/name",
+            "run.yaml:1 model: expected keys below it, got org/name, did you mean model.name?",
+        ),
+        (
+            "finetuning_type: lora",
+            "run.yaml:1 finetuning_type: unknown section; here it is adapter.kind",
+        ),
+        (
+            "--learning_rate: 1e-4",
+            "run.yaml:1 --learning_rate: unknown section, did you mean train.learning_rate?",
+        ),
+        (
+            "train:\n  checkpoint_every: 3",
+            "run.yaml:2 train.checkpoint_every: unknown key; here it is run.save_every",
+        ),
         ("- a\n- b", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         (
             "# nothing\n",
@@ -93,7 +134,10 @@ def test_values_and_where_they_came_from(write):
         ("train:\n\tsteps: 1", "run.yaml:2: broken YAML: "),
         ("model: [a", "run.yaml:1: broken YAML: "),
         ("a: 1\n---\nb: 2", "run.yaml:2: broken YAML: "),
-        ("train:\n  seed: !!python/object:os.system {}", "run.yaml:2 train.seed: expected a whole number, got {}"),
+        (
+            "train:\n  seed: !!python/object:os.system {}",
+            "run.yaml:2 train.seed: expected a whole number, got {}",
+        ),
     ],
 )
 def test_each_mistake_is_one_line_with_its_place(write, text, said):
@@ -115,16 +159,23 @@ def test_files_that_are_no_configuration_are_refused(tmp_path, write):
     assert complaints(tmp_path / "no.yaml")[0].endswith("no such file; isotype init writes one")
     write("train: {}")
     assert complaints(tmp_path / "other.yaml")[0].endswith("no such file; isotype init writes one")
-    assert complaints(tmp_path / "runn.yaml")[0].endswith("did you mean " + str(tmp_path / "run.yaml") + "?")
+    assert complaints(tmp_path / "runn.yaml")[0].endswith(
+        "did you mean " + str(tmp_path / "run.yaml") + "?"
+    )
     assert complaints(tmp_path)[0] == "run.yaml: is a folder, expected a YAML file"
     (tmp_path / "resolved.yaml").write_text("train: {}")
     assert complaints(tmp_path)[1].split()[:2] == ["fix", "--resume"]
     (tmp_path / "config.json").write_text("{}")
     assert complaints(tmp_path)[1].split()[:2] == ["fix", "--model"]
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')
-    assert complaints(tmp_path / "chats.jsonl") == ["run.yaml: expected a YAML file", "  fix       --data run.yaml"]
+    assert complaints(tmp_path / "chats.jsonl") == [
+        "run.yaml: expected a YAML file",
+        "  fix       --data run.yaml",
+    ]
     (tmp_path / "binary.yaml").write_bytes(b"\x80\x02\xff\xfe")
-    assert complaints(tmp_path / "binary.yaml")[0].endswith("not text (UTF-8): expected a YAML file")
+    assert complaints(tmp_path / "binary.yaml")[0].endswith(
+        "not text (UTF-8): expected a YAML file"
+    )
     (tmp_path / "nul.yaml").write_bytes(b"train:\n  seed: 1\x00\n")
     assert "broken YAML" in complaints(tmp_path / "nul.yaml")[0]
     with (tmp_path / "big.yaml").open("wb") as big:
@@ -133,7 +184,11 @@ def test_files_that_are_no_configuration_are_refused(tmp_path, write):
 
 
 def test_yaml_words_that_mean_other_things_in_yaml_1_1(write):
-    loaded = load(write("adapter:\n  kind: none\nrun:\n  samples: [no, on, 'null']\ntrain:\n  learning_rate: 2e-5\n  deterministic: yes\n"))
+    loaded = load(
+        write(
+            "adapter:\n  kind: none\nrun:\n  samples: [no, on, 'null']\ntrain:\n  learning_rate: 2e-5\n  deterministic: yes\n"
+        )
+    )
     assert loaded.config.adapter.kind == "none"
     assert loaded.config.run.samples == ["no", "on", "null"]
     assert loaded.config.train.learning_rate == 2e-5
@@ -141,7 +196,9 @@ def test_yaml_words_that_mean_other_things_in_yaml_1_1(write):
 
 
 def test_keys_of_a_mapping_can_be_overridden_one_by_one():
-    loaded = load(None, ["model.config.model_type=llama", "model.config.hidden_size=64", "model.init=random"])
+    loaded = load(
+        None, ["model.config.model_type=llama", "model.config.hidden_size=64", "model.init=random"]
+    )
     assert loaded.config.model.config == {"model_type": "llama", "hidden_size": 64}
     assert complaints(None, ["model.config=folder", "model.config.hidden_size=64"]) == [
         "command line model.config.hidden_size: model.config is folder, not a mapping (command line)"
@@ -154,7 +211,9 @@ def test_a_preset_wins_over_the_file_for_precision_only(write):
     assert loaded.config.precision.preset == "bf16-pure"
     assert loaded.config.adapter.kind == "none"
     assert loaded.config.train.learning_rate == 1e-3
-    assert loaded.sources["precision.preset"] == loaded.sources["adapter.kind"] == "--preset full-bf16"
+    assert (
+        loaded.sources["precision.preset"] == loaded.sources["adapter.kind"] == "--preset full-bf16"
+    )
     assert complaints(None, preset="bf17") == ["--preset bf17: unknown; one of lora qlora full full-bf16 auto fp32 bf16-mixed bf16-lora "
                                                "nf4-lora bf16-pure fp16-mixed"]  # fmt: skip
 
@@ -170,13 +229,18 @@ def test_epochs_of_the_command_line_replace_the_steps_of_the_file(write):
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 
 
 @QUIET
-@given(st.dictionaries(st.sampled_from(list(keys())), VALUES, max_size=5), st.lists(st.text(max_size=20), max_size=2))
+@given(
+    st.dictionaries(st.sampled_from(list(keys())), VALUES, max_size=5),
+    st.lists(st.text(max_size=20), max_size=2),
+)
 def test_any_value_of_any_key_is_taken_or_refused(flags, overrides):
     try:
         load(None, overrides, flags)
@@ -186,8 +250,16 @@ def test_any_value_of_any_key_is_taken_or_refused(flags, overrides):
 
 def test_checkpointing_takes_other_tools_words_and_those_of_old_runs(write):
     for word, means in (("true", "layers"), ("false", "none"), ("auto", "auto")):
-        assert load(write(f"train:\n  gradient_checkpointing: {word}\n")).config.train.gradient_checkpointing == means
-        assert load(None, [f"train.gradient_checkpointing={word}"]).config.train.gradient_checkpointing == means
+        assert (
+            load(
+                write(f"train:\n  gradient_checkpointing: {word}\n")
+            ).config.train.gradient_checkpointing
+            == means
+        )
+        assert (
+            load(None, [f"train.gradient_checkpointing={word}"]).config.train.gradient_checkpointing
+            == means
+        )
 
 
 def test_the_number_of_complaints_shown_is_bounded(write):
@@ -217,16 +289,34 @@ def test_other_tools_names_are_known(write):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("dpo:\n  beta: 0.1", "run.yaml:1 dpo: train.objective names what is learnt, and the section preference"),
-        ("train:\n  deepspeed: ds.json", "run.yaml:2 train.deepspeed: sharding by DeepSpeed is not offered; "),
+        (
+            "dpo:\n  beta: 0.1",
+            "run.yaml:1 dpo: train.objective names what is learnt, and the section preference",
+        ),
+        (
+            "train:\n  deepspeed: ds.json",
+            "run.yaml:2 train.deepspeed: sharding by DeepSpeed is not offered; ",
+        ),
         (
             "parallel:\n  kind: tensor",
             "run.yaml:2 parallel.kind: expected one of auto replicate shard hybrid, got tensor; tensor parallelism",
         ),
-        ("parallel:\n  context_parallel_size: 2", "run.yaml:2 parallel.context_parallel_size: context parallelism is not offered yet; "),
-        ("parallel:\n  param_dtype: bf16", "run.yaml:2 parallel.param_dtype: not offered: it rounds adapters, norms and their gradients; "),
-        ("parallel:\n  reduce_dtype: fp32", "run.yaml:2 parallel.reduce_dtype: unknown key; here it is precision.reduce"),
-        ("model:\n  rope_scaling: {factor: 2}", "run.yaml:2 model.rope_scaling: unknown key; here it is model.rope_parameters"),
+        (
+            "parallel:\n  context_parallel_size: 2",
+            "run.yaml:2 parallel.context_parallel_size: context parallelism is not offered yet; ",
+        ),
+        (
+            "parallel:\n  param_dtype: bf16",
+            "run.yaml:2 parallel.param_dtype: not offered: it rounds adapters, norms and their gradients; ",
+        ),
+        (
+            "parallel:\n  reduce_dtype: fp32",
+            "run.yaml:2 parallel.reduce_dtype: unknown key; here it is precision.reduce",
+        ),
+        (
+            "model:\n  rope_scaling: {factor: 2}",
+            "run.yaml:2 model.rope_scaling: unknown key; here it is model.rope_parameters",
+        ),
     ],
 )
 def test_a_setting_that_is_not_offered_is_refused_by_name(write, text, said):
@@ -238,7 +328,10 @@ def test_a_setting_that_is_not_offered_is_refused_by_name(write, text, said):
 
 def test_another_tools_word_for_a_value_is_known(write):
     for word, ours in (("FSDP2", "shard"), ("hsdp", "hybrid"), ("ddp", "replicate")):
-        with pytest.raises(UsageError, match=f"run.yaml:2 parallel.kind: expected one of .*, got {word}, did you mean {ours}\\?"):
+        with pytest.raises(
+            UsageError,
+            match=f"run.yaml:2 parallel.kind: expected one of .*, got {word}, did you mean {ours}\\?",
+        ):
             load(write(f"parallel:\n  kind: {word}"))
 
 

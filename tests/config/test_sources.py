@@ -6,7 +6,9 @@ from isotype.config.sources import near_model, short_names, where_looked
 def test_sources_are_named_for_a_line():
     assert short_names(None) == ""
     assert short_names("hf:org/set") == "set"
-    assert short_names(["data/", {"name": "b/c.csv", "weight": 2}, {"weight": 1}]) == "data, c.csv, ?"
+    assert (
+        short_names(["data/", {"name": "b/c.csv", "weight": 2}, {"weight": 1}]) == "data, c.csv, ?"
+    )
 
 
 def test_a_mistyped_model_suggests_the_existing_folder(tmp_path, monkeypatch):
@@ -17,12 +19,20 @@ def test_a_mistyped_model_suggests_the_existing_folder(tmp_path, monkeypatch):
             (tmp_path / name / "config.json").write_text("{}")
     assert near_model("llama-tinny") == near_model("./llama-tiny-") == ", did you mean llama-tiny?"
     assert near_model("models/bse") == ", did you mean models/base?"
-    assert [near_model(name) for name in ("org/name", "else", "a/b\0/c", "~nobody-here/x", "/nowhere/base")] == [""] * 5
+    assert [
+        near_model(name)
+        for name in ("org/name", "else", "a/b\0/c", "~nobody-here/x", "/nowhere/base")
+    ] == [""] * 5
 
 
 def test_a_relative_folder_is_told_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "project/models/base").mkdir(parents=True)
-    assert where_looked("models/base", tmp_path / "project/run.yaml").endswith(f"not at the file; it is {tmp_path}/project/models/base")
-    assert where_looked("models/base") == f"; it was looked for as {tmp_path}/models/base: relative names begin in the working directory"
+    assert where_looked("models/base", tmp_path / "project/run.yaml").endswith(
+        f"not at the file; it is {tmp_path}/project/models/base"
+    )
+    assert (
+        where_looked("models/base")
+        == f"; it was looked for as {tmp_path}/models/base: relative names begin in the working directory"
+    )
     assert where_looked(str(tmp_path / "gone")) == ""

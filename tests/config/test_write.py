@@ -16,7 +16,9 @@ from isotype.config.yaml_text import read_value, write_value
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+)
 
 
 @settings(deadline=None, max_examples=150)
@@ -28,7 +30,23 @@ def test_a_value_written_reads_back(value):
 
 
 def test_text_that_looks_like_something_else_stays_text():
-    for value in ("a: b", "# x", "1e-4", "null", "", " x", "no", "x #y", "2024-01-01", "0o7", "\u2028", "é", "[a]", "a\nb", "~"):
+    for value in (
+        "a: b",
+        "# x",
+        "1e-4",
+        "null",
+        "",
+        " x",
+        "no",
+        "x #y",
+        "2024-01-01",
+        "0o7",
+        "\u2028",
+        "é",
+        "[a]",
+        "a\nb",
+        "~",
+    ):
         assert read_value(write_value(value)) == value
 
 
@@ -39,9 +57,15 @@ def test_numbers_are_numbers_in_yaml_1_1_too():
 
 def test_resolved_yaml_loads_as_the_same_run_and_keeps_its_sources(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("model:\n  name: m\nprecision:\n  grads: fp32\nrun:\n  samples: ['a: b  # c', 'x']\n")
+    file.write_text(
+        "model:\n  name: m\nprecision:\n  grads: fp32\nrun:\n  samples: ['a: b  # c', 'x']\n"
+    )
     loaded = load(file, ["train.steps=7", 'model.config={"a": [1, "b: c"]}'], preset="qlora")
-    text = resolved_yaml(loaded, {"precision.base": "preset nf4-lora"}, {"precision.base": "nf4", "precision.preset": "nf4-lora"})
+    text = resolved_yaml(
+        loaded,
+        {"precision.base": "preset nf4-lora"},
+        {"precision.base": "nf4", "precision.preset": "nf4-lora"},
+    )
     again_file = tmp_path / "resolved.yaml"
     again_file.write_text(text)
     again = load(again_file, resolved=True)
@@ -57,7 +81,11 @@ def test_resolved_yaml_loads_as_the_same_run_and_keeps_its_sources(tmp_path):
 def test_an_auto_preset_is_written_as_what_it_became(tmp_path):
     loaded = load(None, [], {"model.name": "m"})
     file = tmp_path / "resolved.yaml"
-    file.write_text(resolved_yaml(loaded, {"precision.preset": "auto: it has bf16"}, {"precision.preset": "bf16-lora"}))
+    file.write_text(
+        resolved_yaml(
+            loaded, {"precision.preset": "auto: it has bf16"}, {"precision.preset": "bf16-lora"}
+        )
+    )
     assert load(file).config.precision.preset == "bf16-lora"
     assert "# auto: it has bf16" in file.read_text()
 
@@ -86,7 +114,10 @@ def test_every_commented_line_of_init_is_the_default(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("\n".join(line for line in lines if not line.startswith("  # ")) + "\n")
     uncommented = load(file)
-    assert uncommented.config == load(None, [], {"model.name": "path/to/model", "data.train": "stdlib"}).config
+    assert (
+        uncommented.config
+        == load(None, [], {"model.name": "path/to/model", "data.train": "stdlib"}).config
+    )
     assert {key for key, where in uncommented.sources.items() if where == "default"} == {
         key for key in keys() if not applies(key, LANGUAGE)
     }
@@ -94,4 +125,6 @@ def test_every_commented_line_of_init_is_the_default(tmp_path):
 
 def test_the_documentation_is_the_schema():
     file = Path(__file__).parents[2] / "docs" / "configuration.md"
-    assert file.read_text(encoding="utf-8") == reference_markdown(), "isotype init --schema --markdown > docs/configuration.md"
+    assert file.read_text(encoding="utf-8") == reference_markdown(), (
+        "isotype init --schema --markdown > docs/configuration.md"
+    )

@@ -1,4 +1,5 @@
-"""Tokenizers of four families, trained on the spot, with chat templates in each family's style: what stock templates do, in few lines.
+"""Tokenizers of four families, trained on the spot, with chat templates in each family's style:
+what stock templates do, in few lines.
 
 None has a `{% generation %}` block, like the stock ones.
 """
@@ -19,8 +20,9 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# As Qwen3's: thoughts come from the content or a key, are written behind the last question, empty or not, and left out before it, so that
-# to render a prefix gives something else than a prefix of the rendering.
+# As Qwen3's: thoughts come from the content or a key, are written behind the last question, empty
+# or not, and left out before it, so that to render a prefix gives something else than a prefix of
+# the rendering.
 THINKING = """\
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -69,17 +71,41 @@ MISTRAL = """\
 {%- endif %}
 {%- endfor %}"""
 
-END_OF_TURN = {"chatml": "<|im_end|>", "thinking": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>"}
+END_OF_TURN = {
+    "chatml": "<|im_end|>",
+    "thinking": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "mistral": "</s>",
+}
 _SPECIAL = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "thinking": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "llama3": [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ],
     "gemma": ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
     "mistral": ["<unk>", "<s>", "</s>"],
 }
 _BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
-_EOS = {"chatml": "<|im_end|>", "thinking": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<eos>", "mistral": "</s>"}
-_TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL}
+_EOS = {
+    "chatml": "<|im_end|>",
+    "thinking": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<eos>",
+    "mistral": "</s>",
+}
+_TEMPLATES = {
+    "chatml": CHATML,
+    "thinking": THINKING,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "mistral": MISTRAL,
+}
 _CORPUS = [
     "The quick brown fox jumps over the lazy dog.\n\n",
     "What is the answer? It is forty-two, as always.\n",
@@ -88,30 +114,53 @@ _CORPUS = [
 
 
 def tokenizer_of(family: str, *, template: bool = True) -> PreTrainedTokenizerFast:
-    """A small tokenizer of a family: byte-level BPE, or, like Gemma's and Mistral's, with spaces as ▁ and bytes as a fallback."""
+    """A small tokenizer of a family: byte-level BPE, or, like Gemma's and Mistral's, with spaces as
+    ▁ and bytes as a fallback.
+    """
     special = _SPECIAL[family]
     if family in ("gemma", "mistral"):
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=special[0], fuse_unk=True))
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if family == "mistral" else "never", split=False)
-        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            prepend_scheme="first" if family == "mistral" else "never", split=False
+        )
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
         alphabet = [f"<0x{i:02X}>" for i in range(256)]
-        trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special + alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=600, special_tokens=special + alphabet, show_progress=False
+        )
     else:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in special]
+    )
     if bos := _BOS.get(family):
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=_BOS.get(family), eos_token=_EOS[family], pad_token=special[0])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=_BOS.get(family),
+        eos_token=_EOS[family],
+        pad_token=special[0],
+    )
     made.chat_template = _TEMPLATES[family] if template else None
     return made
 
 
 @pytest.fixture(scope="session")
 def families() -> SimpleNamespace:
-    """`of(family)` is a family's tokenizer with its template, one for all tests; `new(family, template=)` is a fresh one."""
-    return SimpleNamespace(of=cache(tokenizer_of), new=tokenizer_of, end_of_turn=END_OF_TURN, templates=_TEMPLATES)
+    """`of(family)` is a family's tokenizer with its template, one for all tests; `new(family,
+    template=)` is a fresh one.
+    """
+    return SimpleNamespace(
+        of=cache(tokenizer_of), new=tokenizer_of, end_of_turn=END_OF_TURN, templates=_TEMPLATES
+    )

@@ -1,4 +1,6 @@
-"""Where answers lie when a template is unusual (tools, thinking, answers first, an end token only at the end) or has a name of ours."""
+"""Where answers lie when a template is unusual (tools, thinking, answers first, an end token only
+at the end) or has a name of ours.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ END_AT_END = """\
 {%- if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"""
 
 
-def learnt(families: SimpleNamespace, template: str, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Tally]:
+def learnt(
+    families: SimpleNamespace, template: str, messages: list[dict[str, Any]], tools: Any = None
+) -> tuple[str, Tally]:
     tokenizer, tally = families.of("chatml"), Tally()
-    encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=ChatTemplate(tokenizer, template, "file"))
+    encoder = Encoder(
+        tokenizer,
+        max_length=512,
+        loss_on="assistant",
+        template=ChatTemplate(tokenizer, template, "file"),
+    )
     found = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
     tally.bad.refuse(sound=1)
     ((_, row, _),) = found
@@ -40,8 +49,12 @@ def said(*turns: str) -> list[dict[str, Any]]:
 
 def test_tool_calls_are_part_of_the_answer(families: SimpleNamespace) -> None:
     messages = said("u the weather?", "a let me see", "t rain", "a it rains")
-    messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
-    tools = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
+    messages[1]["tool_calls"] = [
+        {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    ]
+    tools = [
+        {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
+    ]
     text, _ = learnt(families, TOOLS, messages, tools)
     assert text == "let me see\n<call>weather</call><|im_end|>it rains<|im_end|>"
 
@@ -57,7 +70,9 @@ def test_tool_calls_are_part_of_the_answer(families: SimpleNamespace) -> None:
     ],
     ids=["an answer first", "two answers in a row", "thoughts", "the same answer twice"],
 )  # fmt: skip
-def test_answers_wherever_they_stand(families: SimpleNamespace, template: str, turns: tuple[str, ...], wanted: str) -> None:
+def test_answers_wherever_they_stand(
+    families: SimpleNamespace, template: str, turns: tuple[str, ...], wanted: str
+) -> None:
     text = families.templates["chatml"] if template == "no system" else families.templates[template]
     if template == "no system":
         text = "{%- for" + text.split("{%- for")[1]
@@ -71,8 +86,14 @@ def test_an_end_token_only_at_the_end(families: SimpleNamespace) -> None:
 
 
 def test_a_template_that_drops_the_answer_is_refused(families: SimpleNamespace) -> None:
-    with pytest.raises(UsageError, match=r"x:1: the chat template renders nothing for messages\[1\]"):
-        learnt(families, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", said("u hi", "a hello"))
+    with pytest.raises(
+        UsageError, match=r"x:1: the chat template renders nothing for messages\[1\]"
+    ):
+        learnt(
+            families,
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            said("u hi", "a hello"),
+        )
 
 
 def test_no_template_and_no_end_token_is_refused(families: SimpleNamespace) -> None:
@@ -93,7 +114,11 @@ def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name:
     tokenizer = tokenizer_for(families, name)
     template = chat_template(tokenizer, name)
     encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=template)
-    turns = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"})
+    turns = (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": "me"},
+    )
     ((_, row, _),) = list(encoder.rows([Example("x:1", messages=turns)], tally := Tally()))
     end = NAMED[name].end or tokenizer.eos_token
     assert tally.end_of_turn == {end: 1}
@@ -104,13 +129,21 @@ def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name:
     prompt = template.render(turns[:2], generation_prompt=True)
     assert "be brief" in prompt
     assert list(row.input_ids[: row.prompt_length]) == encoder.ids(prompt)
-    two = template.render([{"role": "system", "content": "answer in French"}, *turns[:2]], generation_prompt=True)
+    two = template.render(
+        [{"role": "system", "content": "answer in French"}, *turns[:2]], generation_prompt=True
+    )
     assert "answer in French" in two
     assert "be brief" in two
 
 
 def test_a_missing_token_is_named_with_its_fix(families: SimpleNamespace) -> None:
-    with pytest.raises(UsageError, match=r'chatml: the tokenizer has no token "<\|im_start\|>", "<\|im_end\|>"(.|\n)*model\.add_tokens'):
+    with pytest.raises(
+        UsageError,
+        match=r'chatml: the tokenizer has no token "<\|im_start\|>", "<\|im_end\|>"(.|\n)*model\.add_tokens',
+    ):
         chat_template(families.new("mistral", template=False), "chatml")
-    with pytest.raises(UsageError, match=r"chatnl: no such file, and no template of that name(.|\n)*did you mean chatml"):
+    with pytest.raises(
+        UsageError,
+        match=r"chatnl: no such file, and no template of that name(.|\n)*did you mean chatml",
+    ):
         chat_template(families.new("mistral"), "chatnl")

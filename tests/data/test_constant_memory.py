@@ -31,20 +31,33 @@ def peak(work: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize(
     ("settings", "bytes_a_row"),
-    [({"stream": True, "shuffle_buffer": 256, "eval_split": 0.0}, 50), ({"cache": "kept"}, 250), ({"cache": "none"}, None)],
+    [
+        ({"stream": True, "shuffle_buffer": 256, "eval_split": 0.0}, 50),
+        ({"cache": "kept"}, 250),
+        ({"cache": "none"}, None),
+    ],
     ids=["stream", "cached", "in memory"],
 )
 def test_more_rows_take_no_more_memory(
-    families: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], bytes_a_row: int | None
+    families: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    bytes_a_row: int | None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("isotype.data.cache._CHUNK", 1 << 14)  # a checksum reads 4 MiB at a time, more than these files have
+    # a checksum reads 4 MiB at a time, more than these files have
+    monkeypatch.setattr("isotype.data.cache._CHUNK", 1 << 14)
     for count in (FEW, MANY):
-        lines = (json.dumps({"text": f"number {i:05} of the rows " * 6}) + "\n" for i in range(count))
+        lines = (
+            json.dumps({"text": f"number {i:05} of the rows " * 6}) + "\n" for i in range(count)
+        )
         Path(f"{count}.jsonl").write_text("".join(lines))
 
     def work(count: int) -> None:
-        loaded = load_data(DataSection(train=f"{count}.jsonl", **settings), families.of("chatml"), seed=0)
+        loaded = load_data(
+            DataSection(train=f"{count}.jsonl", **settings), families.of("chatml"), seed=0
+        )
         stream = loaded.stream or RowStream(loaded.train, seed=0, shuffle=False)
         for _ in range(count // 50):
             stream.take(45)
@@ -54,6 +67,8 @@ def test_more_rows_take_no_more_memory(
         entry.unlink()
     grown = (peak(lambda: work(MANY)) - peak(lambda: work(FEW))) / (MANY - FEW)
     if bytes_a_row is None:
-        assert grown > 300, "rows in memory grow by 5 bytes a token: else this test would see nothing"
+        assert grown > 300, (
+            "rows in memory grow by 5 bytes a token: else this test would see nothing"
+        )
     else:
         assert grown < bytes_a_row, f"{grown:.0f} bytes a row"

@@ -14,16 +14,23 @@ from isotype.data.formats import Example
 from isotype.data.rows import IGNORED, Row
 
 FAMILIES = ("chatml", "thinking", "llama3", "gemma", "mistral")
-# Any text but the marks of templates, which a tokenizer reads as special tokens, ▁, which stands for a space in two of the tokenizers, and
-# the two private-use characters by which a turn's words are found.
-words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>[]▁\0\U000f0f0e\U000f0f0f"), min_size=1, max_size=40).filter(
-    lambda t: t.strip() == t
-)
+# Any text but the marks of templates, which a tokenizer reads as special tokens, ▁, which stands
+# for a space in two of the tokenizers, and the two private-use characters by which a turn's words
+# are found.
+words = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="<>[]▁\0\U000f0f0e\U000f0f0f"),
+    min_size=1,
+    max_size=40,
+).filter(lambda t: t.strip() == t)
 
 
 def encoder_of(families: SimpleNamespace, family: str, **changes: object) -> Encoder:
     tokenizer = families.of(family)
-    wanted: dict = {"max_length": 4096, "loss_on": "assistant", "template": chat_template(tokenizer, None)} | changes
+    wanted: dict = {
+        "max_length": 4096,
+        "loss_on": "assistant",
+        "template": chat_template(tokenizer, None),
+    } | changes
     return Encoder(tokenizer, **wanted)
 
 
@@ -33,7 +40,12 @@ def row_of(encoder: Encoder, example: Example) -> Row:
 
 
 def chat(*turns: str) -> Example:
-    return Example("x:1", messages=tuple({"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)))
+    return Example(
+        "x:1",
+        messages=tuple(
+            {"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)
+        ),
+    )
 
 
 def learnt(encoder: Encoder, row: Row) -> str:
@@ -54,35 +66,52 @@ def answers_alone_are_learnt(families: SimpleNamespace, family: str, turns: list
     assert row.labels[row.prompt_length] != IGNORED
     assert set(row.labels[: row.prompt_length]) == {IGNORED}
     assert encoder.template is not None
-    prompt = encoder.template.render([{"role": "user", "content": turns[0]}], generation_prompt=True)
-    assert list(row.input_ids[: row.prompt_length]) == encoder.ids(prompt), "not what generation gets"
+    prompt = encoder.template.render(
+        [{"role": "user", "content": turns[0]}], generation_prompt=True
+    )
+    assert list(row.input_ids[: row.prompt_length]) == encoder.ids(prompt), (
+        "not what generation gets"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_labels_are_the_answers_and_their_end_of_turn(families: SimpleNamespace, family: str) -> None:
-    answers_alone_are_learnt(families, family, ["What is bf16?", "A float.", "How long?", "16 bits."])
+def test_labels_are_the_answers_and_their_end_of_turn(
+    families: SimpleNamespace, family: str
+) -> None:
+    answers_alone_are_learnt(
+        families, family, ["What is bf16?", "A float.", "How long?", "16 bits."]
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
-def test_labels_are_the_answers_of_any_conversation(families: SimpleNamespace, family: str, turns: list[str]) -> None:
+def test_labels_are_the_answers_of_any_conversation(
+    families: SimpleNamespace, family: str, turns: list[str]
+) -> None:
     answers_alone_are_learnt(families, family, turns)
 
 
 def test_no_beginning_of_text_is_doubled(families: SimpleNamespace) -> None:
     for family in FAMILIES:
         tokenizer = families.of(family)
-        for example, template in ((chat("hi", "yes"), chat_template(tokenizer, None)), (Example("x:1", text="plain text"), None)):
+        for example, template in (
+            (chat("hi", "yes"), chat_template(tokenizer, None)),
+            (Example("x:1", text="plain text"), None),
+        ):
             ids = row_of(encoder_of(families, family, template=template), example).input_ids
             assert ids.count(tokenizer.bos_token_id) == (0 if tokenizer.bos_token is None else 1)
 
 
-def test_an_answer_that_would_change_its_prompts_tokens_is_tokenised_apart(families: SimpleNamespace) -> None:
+def test_an_answer_that_would_change_its_prompts_tokens_is_tokenised_apart(
+    families: SimpleNamespace,
+) -> None:
     tokenizer = families.of("chatml")
     encoder, tally = encoder_of(families, "chatml"), Tally()
-    assert len(encoder.ids("\n\n")) == 1, "the tokenizer must merge the two line ends for this test to mean anything"
+    assert len(encoder.ids("\n\n")) == 1, (
+        "the tokenizer must merge the two line ends for this test to mean anything"
+    )
     ((_, row, _),) = list(encoder.rows([chat("hi", "\n\nyes")], tally))
     assert tally.borders == 1
     assert learnt(encoder, row) == "\n\nyes<|im_end|>"
@@ -98,9 +127,13 @@ def test_a_tokenizer_in_python_alone_works() -> None:
         "{% if add_generation_prompt %}<turn>assistant: {% endif %}"
     )
     assert not tokenizer.is_fast
-    encoder = Encoder(tokenizer, max_length=200, loss_on="assistant", template=chat_template(tokenizer, None))
+    encoder = Encoder(
+        tokenizer, max_length=200, loss_on="assistant", template=chat_template(tokenizer, None)
+    )
     tally = Tally()
     ((_, row, _),) = list(encoder.rows([chat("how?", "so, ünd so", "why?", "thus")], tally))
     assert learnt(encoder, row) == "so, ünd so</s>thus</s>"
     assert tally.end_of_turn == {"</s>": 2}
-    assert list(row.input_ids) == encoder.ids(encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages))
+    assert list(row.input_ids) == encoder.ids(
+        encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages)
+    )

@@ -1,4 +1,6 @@
-"""Rows of every format become the same conversations, and what is no training row is refused with its place."""
+"""Rows of every format become the same conversations, and what is no training row is refused with
+its place.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from isotype.data.read import Record
 from isotype.errors import UsageError
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 
 
 def read(row: Any, form: str = "auto", columns: dict[str, str] | None = None) -> Any:
@@ -29,7 +37,10 @@ def called(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"type": "function", **more, "function": {"name": "add", "arguments": arguments}}
 
 
-SYSTEM, RESULT = {"role": "system", "content": "be kind"}, {"role": "function", "name": "add", "content": "5"}
+SYSTEM, RESULT = (
+    {"role": "system", "content": "be kind"},
+    {"role": "function", "name": "add", "content": "5"},
+)
 CALL = {"role": "assistant", "content": "", "tool_calls": [called({"a": 2})]}
 ROWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sharegpt": ({"conversations": from_gpt("hi", "yes"), "id": 1}, (ASK, ANSWER)),
@@ -75,7 +86,10 @@ def test_of_a_pair_of_messages_only_the_completion_is_learnt() -> None:
 
 
 def test_columns_rename_and_hide() -> None:
-    found = read({"question": "a", "answer": "b", "prompt": "not this"}, columns={"prompt": "question", "completion": "answer"})
+    found = read(
+        {"question": "a", "answer": "b", "prompt": "not this"},
+        columns={"prompt": "question", "completion": "answer"},
+    )
     assert (found.prompt, found.completion) == ("a", "b")
     row = {"chosen": [ASK, ANSWER], "rejected": []}
     assert read(row, columns={"messages": "chosen"}).messages == (ASK, ANSWER)
@@ -83,27 +97,66 @@ def test_columns_rename_and_hide() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "the row has chosen and rejected: preference pairs"),
+    (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "the row has chosen and rejected: preference pairs",
+    ),
     ({"messages": [ASK, ANSWER], "chosen": 1, "rejected": 2}, "the row has chosen and rejected"),
-    ({"prompt": "a", "completion": "b", "label": False}, "the row has a label that is true or false"),
-    ({"question": "a", "answer": "b"}, "the row has question and answer; if these are question and answer: data.c"),
-    ({"conversations": [{"from": "narrator", "value": "a"}]}, "conversations[0].from: unknown role 'narrator'"),
-    ({"conversations": [{"from": "gpt", "vaule": "a"}]}, "conversations[0] has no value, but 'vaule'"),
+    (
+        {"prompt": "a", "completion": "b", "label": False},
+        "the row has a label that is true or false",
+    ),
+    (
+        {"question": "a", "answer": "b"},
+        "the row has question and answer; if these are question and answer: data.c",
+    ),
+    (
+        {"conversations": [{"from": "narrator", "value": "a"}]},
+        "conversations[0].from: unknown role 'narrator'",
+    ),
+    (
+        {"conversations": [{"from": "gpt", "vaule": "a"}]},
+        "conversations[0] has no value, but 'vaule'",
+    ),
     ({"conversations": [{"from": "human", "value": "a"}]}, "conversations has no assistant turn"),
     ({"conversations": "text"}, "conversations must be a list"),
     ({"instruction": "a", "output": ""}, "output is empty: the row has no target"),
     ({"instruction": "", "output": "b"}, "instruction and input are both empty"),
-    ({"instruction": "a", "output": "b", "history": ["c"]}, "history must be a list of [question, answer]"),
-    ({"prompt": [ASK], "completion": "b"}, "prompt and completion must both be text, or both lists"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages[0].content[0] must"),
-    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0]"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0]: tool_calls belong to an assistant"),
-    ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "messages: the key 'content' is given twice"),
+    (
+        {"instruction": "a", "output": "b", "history": ["c"]},
+        "history must be a list of [question, answer]",
+    ),
+    (
+        {"prompt": [ASK], "completion": "b"},
+        "prompt and completion must both be text, or both lists",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages[0].content[0] must",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]},
+        "messages[0].tool_calls[0]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+        "messages[0]: tool_calls belong to an assistant",
+    ),
+    (
+        {"messages": '[{"role": "user", "content": "a", "content": "b"}]'},
+        "messages: the key 'content' is given twice",
+    ),
     ({"messages": [ASK, ANSWER], "tools": ["{}", "add"]}, "tools[1] must be an object, got text"),
     ({"instruction": "a", "output": ["b", "c"]}, "output must be text, got a list"),
-    ({"conversation_id": 1, "role": "user", "content": "a"}, "the row has conversation_id, role, content: one turn of a"),
+    (
+        {"conversation_id": 1, "role": "user", "content": "a"},
+        "the row has conversation_id, role, content: one turn of a",
+    ),
     ({"role": "user", "text": "a"}, "the row has role, text: one turn of a conversation"),
-    ({"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}, "one table, as pandas' to_json() writes it"),
+    (
+        {"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}},
+        "one table, as pandas' to_json() writes it",
+    ),
     ({"dialog": [ASK, ANSWER]}, "dialog is a list of turns: data.columns: {messages: dialog}"),
 ]
 
@@ -116,7 +169,12 @@ def test_what_is_no_row_is_refused_with_its_place() -> None:
 
 
 def test_an_answer_that_is_json_is_text() -> None:
-    for answer in ('["Paris", "London"]', '[{"name": "add", "arguments": {}}]', "[1, 2]", '{"a": 1, "a": 2}'):
+    for answer in (
+        '["Paris", "London"]',
+        '[{"name": "add", "arguments": {}}]',
+        "[1, 2]",
+        '{"a": 1, "a": 2}',
+    ):
         found = read({"prompt": "[3, 4]", "completion": answer})
         assert (found.prompt, found.completion, found.messages) == ("[3, 4]", answer, None)
     cells = {"prompt": json.dumps([ASK]), "completion": json.dumps([ANSWER])}
@@ -124,13 +182,21 @@ def test_an_answer_that_is_json_is_text() -> None:
 
 
 def test_tools_are_alike_however_they_are_written() -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "function": {"name": "sub"}}]
+    tools = [
+        {"type": "function", "function": {"name": "add"}},
+        {"type": "function", "function": {"name": "sub"}},
+    ]
     for written in (tools, json.dumps(tools), [json.dumps(tool) for tool in tools]):
         assert read({"messages": [ASK, ANSWER], "tools": written}).tools == tools
 
 
 def test_a_missing_column_is_named() -> None:
-    with pytest.raises(UsageError, match=r"x\.jsonl:3: no key 'ansewr', but 'answer': data\.columns\.completion: answer"):
-        read({"question": "a", "answer": "b"}, columns={"prompt": "question", "completion": "ansewr"})
+    with pytest.raises(
+        UsageError,
+        match=r"x\.jsonl:3: no key 'ansewr', but 'answer': data\.columns\.completion: answer",
+    ):
+        read(
+            {"question": "a", "answer": "b"}, columns={"prompt": "question", "completion": "ansewr"}
+        )
     with pytest.raises(UsageError, match=r"data\.columns\.promt: unknown key"):
         read({"question": "a"}, columns={"promt": "question"})

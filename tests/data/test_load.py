@@ -42,22 +42,37 @@ def load(families: SimpleNamespace) -> Any:
 
 
 def chat(question: str, answer: str, **extra: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **extra}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ],
+        **extra,
+    }
 
 
 CHATS = [chat(f"question {i}", f"answer {i}") for i in range(40)]
 
 
-def test_chats_are_split_counted_and_sampled(write: Any, load: Any, families: SimpleNamespace) -> None:
+def test_chats_are_split_counted_and_sampled(
+    write: Any, load: Any, families: SimpleNamespace
+) -> None:
     loaded = load(train=write("chats.jsonl", CHATS), eval_split=0.1)
     assert (len(loaded.train), len(loaded.eval)) == (36, 4)
     facts = loaded.facts
     assert facts["train"]["files"][0]["format"] == "messages"
     assert facts["train"]["files"][0]["why"] == "the first row (chats.jsonl:1) has the key messages"
     assert facts["train"]["tokens"] == sum(len(row.input_ids) for row in loaded.train)
-    assert facts["train"]["supervised_tokens"] == sum(sum(label != IGNORED for label in row.labels) for row in loaded.train)
+    assert facts["train"]["supervised_tokens"] == sum(
+        sum(label != IGNORED for label in row.labels) for row in loaded.train
+    )
     assert facts["tokens"]["end_of_turn"] == {"<|im_end|>": 40}
-    assert facts["template"] == {"source": "tokenizer", "has_generation_block": False, "kwargs": {}, "thoughts": "template"}
+    assert facts["template"] == {
+        "source": "tokenizer",
+        "has_generation_block": False,
+        "kwargs": {},
+        "thoughts": "template",
+    }
     assert facts["notes"] == []
     assert loaded.chat_template == families.of("chatml").chat_template
     json.dumps(facts)
@@ -65,7 +80,9 @@ def test_chats_are_split_counted_and_sampled(write: Any, load: Any, families: Si
     for prompt in loaded.prompts:
         number = prompt.text.removeprefix("question ")
         assert prompt.reference == f"answer {number}"
-        assert tokenizer.decode(prompt.input_ids).endswith(f"question {number}<|im_end|>\n<|im_start|>assistant\n")
+        assert tokenizer.decode(prompt.input_ids).endswith(
+            f"question {number}<|im_end|>\n<|im_start|>assistant\n"
+        )
     assert len(loaded.prompts) == 4
 
 
@@ -83,31 +100,43 @@ def test_copies_of_a_row_are_never_on_both_sides(write: Any, load: Any) -> None:
 
 
 def test_rows_in_both_files_are_counted(write: Any, load: Any) -> None:
-    loaded = load(train=write("train.jsonl", CHATS), eval=write("eval.jsonl", [*CHATS[:3], chat("new", "one")]))
+    loaded = load(
+        train=write("train.jsonl", CHATS),
+        eval=write("eval.jsonl", [*CHATS[:3], chat("new", "one")]),
+    )
     assert loaded.facts["duplicates_between"] == 3
     assert any("3 evaluation rows are also training rows" in note for note in loaded.facts["notes"])
 
 
 def test_prompts_on_both_sides_are_counted(write: Any, load: Any) -> None:
-    rows = [chat(f"question {i}", "yes") for i in range(40)] + [chat(f"question {i}", "no") for i in range(40)]
+    rows = [chat(f"question {i}", "yes") for i in range(40)] + [
+        chat(f"question {i}", "no") for i in range(40)
+    ]
     name = write("chats.jsonl", rows)
     loaded = load(train=name, eval_split=0.1)
-    prompts = [{row.input_ids[: row.prompt_length] for row in side} for side in (loaded.train, loaded.eval)]
+    prompts = [
+        {row.input_ids[: row.prompt_length] for row in side} for side in (loaded.train, loaded.eval)
+    ]
     shared = sum(row.input_ids[: row.prompt_length] in prompts[0] for row in loaded.eval)
     assert loaded.facts["duplicates_between"] == 0 < shared == loaded.facts["prompts_between"]
     assert any(
-        note.startswith(f"{shared} evaluation rows have the prompt of a training row, with another") for note in loaded.facts["notes"]
+        note.startswith(f"{shared} evaluation rows have the prompt of a training row, with another")
+        for note in loaded.facts["notes"]
     )
 
     assert load(train=name, stream=True, eval_split=0.2).facts["prompts_between"] > 0
 
 
-def test_prompt_and_completion_use_the_chat_template_where_there_is_one(write: Any, load: Any, families: SimpleNamespace) -> None:
+def test_prompt_and_completion_use_the_chat_template_where_there_is_one(
+    write: Any, load: Any, families: SimpleNamespace
+) -> None:
     rows = [{"prompt": f"say {i}", "completion": f"it is {i}"} for i in range(3)]
     name = write("pairs.jsonl", rows)
     tokenizer = families.of("chatml")
     text = tokenizer.decode(load(train=name).train[0].input_ids)
-    assert text.endswith("<|im_start|>user\nsay 0<|im_end|>\n<|im_start|>assistant\nit is 0<|im_end|>\n")
+    assert text.endswith(
+        "<|im_start|>user\nsay 0<|im_end|>\n<|im_start|>assistant\nit is 0<|im_end|>\n"
+    )
     plain = families.new("mistral", template=False)
     loaded = load_data(DataSection(train=name), plain, seed=0)
     assert plain.decode(loaded.train[0].input_ids) == "<s> say 0it is 0</s>"
@@ -115,15 +144,22 @@ def test_prompt_and_completion_use_the_chat_template_where_there_is_one(write: A
     assert plain.decode(loaded.prompts[0].input_ids) == "<s> say 0"
 
 
-def test_chats_without_any_template_use_the_plain_default(write: Any, families: SimpleNamespace) -> None:
+def test_chats_without_any_template_use_the_plain_default(
+    write: Any, families: SimpleNamespace
+) -> None:
     tokenizer = families.new("llama3", template=False)
     loaded = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0)
     row = loaded.train[0]
-    assert tokenizer.decode(row.input_ids) == "<|begin_of_text|>User: question 0\nAssistant: answer 0<|eot_id|>\n"
+    assert (
+        tokenizer.decode(row.input_ids)
+        == "<|begin_of_text|>User: question 0\nAssistant: answer 0<|eot_id|>\n"
+    )
     assert tokenizer.decode([i for i in row.labels if i != IGNORED]) == " answer 0<|eot_id|>"
     assert loaded.facts["template"]["source"] == "default"
     # What a run saves in its tokenizer renders the same rows in plain transformers.
-    again = tokenizer.apply_chat_template(CHATS[0]["messages"], chat_template=loaded.chat_template, return_dict=True)["input_ids"]
+    again = tokenizer.apply_chat_template(
+        CHATS[0]["messages"], chat_template=loaded.chat_template, return_dict=True
+    )["input_ids"]
     assert tuple(again) == row.input_ids
 
 
@@ -141,7 +177,9 @@ def test_a_template_file_replaces_the_tokenizers(write: Any, load: Any) -> None:
         load(train=write("text.jsonl", [{"text": "some text"}]), chat_template="mine.jinja")
 
 
-def test_a_template_that_marks_what_is_learnt_is_told(write: Any, families: SimpleNamespace) -> None:
+def test_a_template_that_marks_what_is_learnt_is_told(
+    write: Any, families: SimpleNamespace
+) -> None:
     tokenizer = families.new("chatml")
     marked = "{%- generation %}{{ m.content }}<|im_end|>{%- endgeneration %}"
     tokenizer.chat_template = (
@@ -151,11 +189,19 @@ def test_a_template_that_marks_what_is_learnt_is_told(write: Any, families: Simp
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     loaded = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0)
-    assert any("the template marks with {% generation %} what is learnt" in note for note in loaded.facts["notes"])
+    assert any(
+        "the template marks with {% generation %} what is learnt" in note
+        for note in loaded.facts["notes"]
+    )
 
 
 def test_formats_are_per_file(write: Any, load: Any) -> None:
-    loaded = load(train=[write("chats.jsonl", CHATS[:4]), write("texts.json", json.dumps([{"text": "plain words"}] * 2).encode())])
+    loaded = load(
+        train=[
+            write("chats.jsonl", CHATS[:4]),
+            write("texts.json", json.dumps([{"text": "plain words"}] * 2).encode()),
+        ]
+    )
     assert [f["format"] for f in loaded.facts["train"]["files"]] == ["messages", "text"]
     assert len(loaded.train) == 6
 
@@ -171,7 +217,9 @@ def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
     rows = [chat("hi", "yes " * 90), chat("word " * 90, "yes"), chat("a", "b")]
     loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.0)
     assert loaded.facts["train"]["truncated"] == 1
-    assert loaded.facts["train"]["dropped"] == [{"why": "no answer left within data.max_length 48", "rows": 1, "first": "chats.jsonl:2"}]
+    assert loaded.facts["train"]["dropped"] == [
+        {"why": "no answer left within data.max_length 48", "rows": 1, "first": "chats.jsonl:2"}
+    ]
     assert len(loaded.facts["notes"]) == 2
 
 
@@ -244,7 +292,10 @@ MESSY = [
 
 
 def messy_file() -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in MESSY).encode() + b'{"messages": \n{"text": "caf\xe9"}\n'
+    return (
+        "".join(json.dumps(row) + "\n" for row in MESSY).encode()
+        + b'{"messages": \n{"text": "caf\xe9"}\n'
+    )
 
 
 def test_all_kinds_of_bad_rows_are_reported_together(write: Any, load: Any) -> None:
@@ -270,10 +321,15 @@ def test_bad_rows_are_left_out_and_counted(write: Any, load: Any) -> None:
     loaded = load(train=write("x.jsonl", messy_file()), on_bad_row="skip", eval_split=0.0)
     assert len(loaded.train) == 13
     assert sum(loaded.facts["train"]["bad_rows"].values()) == 65
-    assert loaded.facts["train"]["dropped"] == [{"why": "the answer is empty", "rows": 2, "first": "x.jsonl:76"}]
+    assert loaded.facts["train"]["dropped"] == [
+        {"why": "the answer is empty", "rows": 2, "first": "x.jsonl:76"}
+    ]
     assert len(loaded.bad_rows) == 67
     notes = " ".join(loaded.facts["notes"])
-    assert "65 bad training rows are left out (data.on_bad_row: skip): 60 x messages[N] has no content" in notes
+    assert (
+        "65 bad training rows are left out (data.on_bad_row: skip): 60 x messages[N] has no content"
+        in notes
+    )
     assert "2 training rows dropped: the answer is empty (first: x.jsonl:76)" in notes
 
 
@@ -295,23 +351,36 @@ def documents(loaded: LoadedData, tokenizer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("settings", [{"packing": True}, {"max_length": 16}])
-def test_sources_by_a_pattern_are_learnt_as_they_are(write: Any, load: Any, families: SimpleNamespace, settings: dict[str, Any]) -> None:
+def test_sources_by_a_pattern_are_learnt_as_they_are(
+    write: Any, load: Any, families: SimpleNamespace, settings: dict[str, Any]
+) -> None:
     for name, text in (SOURCES | {"__init__.py": ""}).items():
         write(f"src/{name}", text)
     loaded = load(train="src/**/*.py", eval_split=0.0, **settings)
     assert documents(loaded, families.of("chatml")) == sorted(SOURCES.values())
 
 
-def test_a_file_of_another_ending_is_text_where_that_is_said(write: Any, load: Any, families: SimpleNamespace) -> None:
-    for name, content in {"a.foo": "one\r\ntwo", "b.foo": "three", "c.py.gz": gzip.compress(b"x = 1\r\n")}.items():
+def test_a_file_of_another_ending_is_text_where_that_is_said(
+    write: Any, load: Any, families: SimpleNamespace
+) -> None:
+    for name, content in {
+        "a.foo": "one\r\ntwo",
+        "b.foo": "three",
+        "c.py.gz": gzip.compress(b"x = 1\r\n"),
+    }.items():
         write(name, content)
     for name in ("a.foo", "*.foo"):
-        with pytest.raises(UsageError, match=r"foo(.|\n)*data\.format: text, if it is to be learnt as plain text"):
+        with pytest.raises(
+            UsageError, match=r"foo(.|\n)*data\.format: text, if it is to be learnt as plain text"
+        ):
             load(train=name)
     with pytest.raises(UsageError, match=r"name the files by a pattern, as 'src/\*\*/\*\.py'"):
         load(train=".")
     tokenizer = families.of("chatml")
-    assert documents(load(train="*.foo", format="text", eval_split=0.0), tokenizer) == ["one\r\ntwo", "three"]
+    assert documents(load(train="*.foo", format="text", eval_split=0.0), tokenizer) == [
+        "one\r\ntwo",
+        "three",
+    ]
     assert documents(load(train="c.py.gz", eval_split=0.0), tokenizer) == ["x = 1\r\n"]
 
 

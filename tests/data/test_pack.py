@@ -1,4 +1,6 @@
-"""Packing: every row once, none cut, little room left; labels such that no document is predicted from another."""
+"""Packing: every row once, none cut, little room left; labels such that no document is predicted
+from another.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def test_a_packed_row_is_its_documents_one_after_the_other() -> None:
     assert row.documents == (6, 9, 3)
     assert row.input_ids == sum((r.input_ids for r in rows), ())
     starts = {0, 6, 15}
-    expected = [IGNORED if k in starts else label for k, label in enumerate(sum((r.labels for r in rows), ()))]
+    expected = [
+        IGNORED if k in starts else label
+        for k, label in enumerate(sum((r.labels for r in rows), ()))
+    ]
     assert list(row.labels) == expected
     assert row.supervised == sum(r.supervised for r in rows)
     assert packed.facts() == {"rows": 3, "packed_rows": 1, "filled": 1.0, "length": 18}

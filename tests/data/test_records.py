@@ -16,8 +16,14 @@ from isotype.data.records import read_csv, read_json, read_parquet
 from isotype.errors import UsageError
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 # a half of a surrogate pair is refused by itself
@@ -31,14 +37,19 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def rows_of(folder: Path, text: str | bytes) -> list[tuple[int, Any]]:
-    return [(record.line, record.value) for record in read_json(written(folder, "a.json", text), "a.json")]
+    return [
+        (record.line, record.value)
+        for record in read_json(written(folder, "a.json", text), "a.json")
+    ]
 
 
 @pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
 def test_rows_are_those_that_were_written(tmp_path_factory, rows, indent, ascii_only):
-    found = rows_of(tmp_path_factory.mktemp("rows"), json.dumps(rows, indent=indent, ensure_ascii=ascii_only))
+    found = rows_of(
+        tmp_path_factory.mktemp("rows"), json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    )
     assert [value for _, value in found] == rows
     assert [line for line, _ in found] == sorted(line for line, _ in found)
 
@@ -68,14 +79,21 @@ def test_lines_and_places(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n{"a": 3}\n', '[{"a": 1},\n {"a": 1, "b": {"c": 1, "c": 2}},\n {"a": 3}]']
+    "text",
+    [
+        '{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n{"a": 3}\n',
+        '[{"a": 1},\n {"a": 1, "b": {"c": 1, "c": 2}},\n {"a": 3}]',
+    ],
 )
 def test_a_key_given_twice_makes_its_row_alone_a_bad_one(tmp_path, text):
     file = tmp_path / "a.json"
     file.write_text(text)
     records = list(read_json(file, "a.json"))
     assert [record.value for record in records] == [{"a": 1}, None, {"a": 3}]
-    assert (records[1].place, records[1].wrong) == ("a.json:2", "the key 'c' is given twice in one object")
+    assert (records[1].place, records[1].wrong) == (
+        "a.json:2",
+        "the key 'c' is given twice in one object",
+    )
 
 
 def test_objects_written_over_several_lines_are_rows(tmp_path):
@@ -107,7 +125,9 @@ SAVED: list[tuple[str, str, list[Any]]] = [
 
 def test_tables_as_people_save_them(tmp_path: Path) -> None:
     for name, content, wanted in SAVED:
-        assert [(row.line, row.value) for row in read_csv(written(tmp_path, name, content), name)] == wanted
+        assert [
+            (row.line, row.value) for row in read_csv(written(tmp_path, name, content), name)
+        ] == wanted
 
 
 def test_broken_csv_names_its_line(tmp_path: Path) -> None:
@@ -144,7 +164,13 @@ def test_rows_after_a_broken_one_are_read(tmp_path: Path) -> None:
 
 def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
     rows: list[Any] = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "note": None}
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+            ],
+            "note": None,
+        }
     ] * 5
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     found = list(read_parquet(tmp_path / "a.parquet", "a.parquet"))
@@ -156,7 +182,11 @@ def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
 def test_broken_parquet_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["words"] * 500}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
-    for content in (whole[: len(whole) // 2], b"PAR1" + b"\0" * 40, whole[:30] + b"\xff" * 60 + whole[90:]):
+    for content in (
+        whole[: len(whole) // 2],
+        b"PAR1" + b"\0" * 40,
+        whole[:30] + b"\xff" * 60 + whole[90:],
+    ):
         path = written(tmp_path, "b.parquet", content)
         with pytest.raises(UsageError, match=r"b\.parquet, row \d+: broken Parquet"):
             list(read_parquet(path, "b.parquet"))

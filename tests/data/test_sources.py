@@ -1,4 +1,6 @@
-"""What names mean: folders, patterns, compressed files, datasets of the hub's library, the built-in set, rows in memory."""
+"""What names mean: folders, patterns, compressed files, datasets of the hub's library, the built-in
+set, rows in memory.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def lines(rows: list[Any]) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Twelve rows in three files of three kinds, one of them in a folder below, with a README beside them."""
+    """Twelve rows in three files of three kinds, one of them in a folder below, with a README
+    beside them.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "set/deep").mkdir(parents=True)
     (tmp_path / "set/a.jsonl").write_bytes(lines(ROWS[:4]))
@@ -66,28 +70,43 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
 def test_the_files_of_runs_are_no_data(folder: Path) -> None:
     name = "."
     names = found(name).identity()
-    for run, files in {"runs/a": ["resolved.yaml", "metrics.jsonl"], "runs/refused": [".lock", "preflight.json", "bad_rows.jsonl"]}.items():
+    for run, files in {
+        "runs/a": ["resolved.yaml", "metrics.jsonl"],
+        "runs/refused": [".lock", "preflight.json", "bad_rows.jsonl"],
+    }.items():
         (folder / run / "samples").mkdir(parents=True)
         for file in [*files, "samples/step_0.json"]:
             (folder / run / file).write_text('{"step": 1}\n')
     one = found(name)
     assert one.identity() == names
     assert f"{name}: the files of runs are not read (runs/a, runs/refused)" in one.notes
-    with pytest.raises(UsageError, match=r"runs/a/metrics\.jsonl:1: no known format"):  # asked for by its name
+    # asked for by its name
+    with pytest.raises(UsageError, match=r"runs/a/metrics\.jsonl:1: no known format"):
         found("runs/a/*.jsonl")
 
 
 SPLITS: list[tuple[list[str], str | None]] = [
-    (["train.jsonl", "validation.jsonl"], "set: 1 file is named as another split than train and is read like the others (validation"),
+    (
+        ["train.jsonl", "validation.jsonl"],
+        "set: 1 file is named as another split than train and is read like the others (validation",
+    ),
     (["train/a.jsonl", "dev/a.jsonl"], "(dev/a.jsonl)"),
-    (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "(data/test-00000-of-00001.jsonl)"),
-    (["my_train.jsonl", "my-held-out.jsonl", "Eval.jsonl"], "are read like the others (Eval.jsonl, my-held-out.jsonl)"),
+    (
+        ["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"],
+        "(data/test-00000-of-00001.jsonl)",
+    ),
+    (
+        ["my_train.jsonl", "my-held-out.jsonl", "Eval.jsonl"],
+        "are read like the others (Eval.jsonl, my-held-out.jsonl)",
+    ),
     (["train.jsonl", "contest.jsonl", "devices.jsonl", "evaluations/train.jsonl"], None),
     (["test.jsonl", "a.jsonl"], None),
 ]
 
 
-def test_files_named_as_other_splits_beside_train_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_named_as_other_splits_beside_train_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for i, (files, told) in enumerate(SPLITS):
         for k, file in enumerate(files):
             path = tmp_path / f"test{i}/set" / file
@@ -127,16 +146,30 @@ def test_the_limit_counts_over_all_files(folder: Path) -> None:
 
 def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:])})
+    saved = datasets.DatasetDict(
+        {
+            "train": datasets.Dataset.from_list(ROWS[:5]),
+            "test": datasets.Dataset.from_list(ROWS[5:]),
+        }
+    )
     saved.save_to_disk("saved")
     assert asked(found("saved")) == [row["prompt"] for row in ROWS[:5]]
     assert asked(found([{"name": "saved", "split": "test"}])) == [row["prompt"] for row in ROWS[5:]]
-    with pytest.raises(UsageError, match=r"split: has no effect: saved/test is no dataset of the hub \(hf:NAME\), nor a folder"):
+    with pytest.raises(
+        UsageError,
+        match=r"split: has no effect: saved/test is no dataset of the hub \(hf:NAME\), nor a folder",
+    ):
         found([{"name": "saved/test", "split": "test"}])
-    assert asked(found([{"name": "hf:saved", "split": "test"}]), skip=2) == [row["prompt"] for row in ROWS[7:]]
-    with pytest.raises(UsageError, match="hf:saved: no split 'dev': there are train, test") as caught:
+    assert asked(found([{"name": "hf:saved", "split": "test"}]), skip=2) == [
+        row["prompt"] for row in ROWS[7:]
+    ]
+    with pytest.raises(
+        UsageError, match="hf:saved: no split 'dev': there are train, test"
+    ) as caught:
         found([{"name": "hf:saved", "split": "dev"}])
-    assert caught.value.fix == "name one, in data.train or data.eval: [{name: hf:saved, split: train}]"
+    assert (
+        caught.value.fix == "name one, in data.train or data.eval: [{name: hf:saved, split: train}]"
+    )
     (folder / "hub").mkdir()
     (folder / "hub/train.jsonl").write_bytes(lines(ROWS))
     one = found([{"name": "hf:hub", "split": "train[:4]"}])
@@ -156,10 +189,19 @@ WRONG: list[tuple[Any, str]] = [
     ([], "data.train: give at least one file"),
     ([{"name": "a", "wieght": 2}], "data.train[0].wieght: unknown key, did you mean weight?"),
     (["a", {"weight": 2}], "data.train[1].name: expected a file"),
-    ([{"name": "a", "weight": True}, "b"], "data.train[0].weight: expected a number above 0, got True"),
+    (
+        [{"name": "a", "weight": True}, "b"],
+        "data.train[0].weight: expected a number above 0, got True",
+    ),
     ([{"name": "a", "limit": 0}], "data.train[0].limit: expected a whole number of at least 1"),
-    ([{"name": "a", "format": "sharegtp"}], "data.train[0].format: unknown format 'sharegtp', did you mean sharegpt?"),
-    ([{"name": "a", "split": "test"}], "data.train[0].split: has no effect: a is no dataset of the hub"),
+    (
+        [{"name": "a", "format": "sharegtp"}],
+        "data.train[0].format: unknown format 'sharegtp', did you mean sharegpt?",
+    ),
+    (
+        [{"name": "a", "split": "test"}],
+        "data.train[0].split: has no effect: a is no dataset of the hub",
+    ),
     ([{"name": "a", "columns": ["b"]}], "data.train[0].columns: expected a mapping"),
     ([{"name": "a", "weight": 2}], "data.train: weight has no effect with one source"),
 ]
@@ -178,7 +220,9 @@ def test_rows_in_memory_are_those_of_a_file(families, tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
     for made in (ROWS, datasets.Dataset.from_list(ROWS), pandas.DataFrame(ROWS)):
         assert as_source(made) == as_source(ROWS)  # named by its content
-    frame = pandas.DataFrame([*ROWS, {"prompt": "why?"}, {"prompt": "when?", "completion": pandas.NaT}])
+    frame = pandas.DataFrame(
+        [*ROWS, {"prompt": "why?"}, {"prompt": "when?", "completion": pandas.NaT}]
+    )
     loaded = load_data(DataSection(train=as_source(frame)), families.of("chatml"), seed=0)
     assert len(loaded.train) + len(loaded.eval) == 12
     assert loaded.facts["train"]["dropped"]
@@ -201,14 +245,23 @@ def test_the_built_in_set_has_several_thousand_pairs_none_twice() -> None:
     pairs = stdlib_pairs()
     assert len(pairs) > 4000
     assert len({p.question for p in pairs}) == len(pairs)
-    descriptions = {p.name: p.answer for p in pairs if not p.answer.startswith(("Call it as", "It takes no", "`"))}
+    descriptions = {
+        p.name: p.answer
+        for p in pairs
+        if not p.answer.startswith(("Call it as", "It takes no", "`"))
+    }
     assert len(set(descriptions.values())) == len(descriptions)
     assert "whitespace" in descriptions["textwrap.dedent"]
     calls = {p.name: p.answer for p in pairs if p.answer.startswith("Call it as")}
-    assert calls["json.encoder.JSONEncoder.iterencode"] == "Call it as `iterencode(o, _one_shot=False)`."
+    assert (
+        calls["json.encoder.JSONEncoder.iterencode"]
+        == "Call it as `iterencode(o, _one_shot=False)`."
+    )
 
 
-def test_a_log_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_gets_a_line_every_half_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = iter(range(0, 10_000, 8))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     assert list(progress.watched(range(20), "reading x.jsonl")) == [*range(20)]
@@ -223,4 +276,6 @@ def test_the_time_left_of_a_file_is_estimated_from_its_first_lines(tmp_path: Pat
     spec = SourceSpec(name=str(tmp_path / "rows.jsonl"))
     assert abs(source(spec, needs_answer=True).about_rows - 30_000) < 30
     assert source(replace(spec, limit=7), needs_answer=True).about_rows == 7
-    assert progress.progress("reading", 400, 1600, 10.0) == "reading: 400 rows, 40/s, 25%, 0:30 left"
+    assert (
+        progress.progress("reading", 400, 1600, 10.0) == "reading: 400 rows, 40/s, 25%, 0:30 left"
+    )

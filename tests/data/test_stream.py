@@ -16,17 +16,29 @@ from isotype.errors import RunError, UsageError
 
 
 def row(name: str, i: int) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": f"answer {i} " * (i % 4 + 1)}]}
+    return {
+        "messages": [
+            {"role": "user", "content": f"{name} {i}"},
+            {"role": "assistant", "content": f"answer {i} " * (i % 4 + 1)},
+        ]
+    }
 
 
 @pytest.fixture
 def load(families: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     for name, count in (("many", 90), ("few", 25)):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row(name, i)) + "\n" for i in range(count)))
+        Path(f"{name}.jsonl").write_text(
+            "".join(json.dumps(row(name, i)) + "\n" for i in range(count))
+        )
 
     def load(train: Any = "many.jsonl", **section: Any) -> LoadedData:
-        settings = {"stream": True, "shuffle_buffer": 16, "max_length": 64, "eval_split": 0.1} | section
+        settings = {
+            "stream": True,
+            "shuffle_buffer": 16,
+            "max_length": 64,
+            "eval_split": 0.1,
+        } | section
         return load_data(DataSection(train=train, **settings), families.of("chatml"), seed=4)
 
     return load
@@ -35,7 +47,11 @@ def load(families: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 WEIGHTED = [{"name": "many.jsonl", "weight": 3}, {"name": "few.jsonl", "weight": 1}]
 
 
-@pytest.mark.parametrize(("train", "packing"), [("many.jsonl", False), (WEIGHTED, True)], ids=["one", "weighted and packed"])
+@pytest.mark.parametrize(
+    ("train", "packing"),
+    [("many.jsonl", False), (WEIGHTED, True)],
+    ids=["one", "weighted and packed"],
+)
 def test_a_resumed_stream_goes_on_with_the_same_row(load: Any, train: Any, packing: bool) -> None:
     whole = load(train, packing=packing).stream
     expected = [whole.take(3) for _ in range(60)]
@@ -55,12 +71,19 @@ def test_a_pass_has_every_row_once_and_none_that_is_held_out(load: Any) -> None:
     loaded = load(shuffle_buffer=45)
     taken = loaded.stream.take(90 - len(loaded.eval))
     assert loaded.eval
-    assert len({r.input_ids for r in taken}) == len(taken), "a row came twice before the others came once"
+    assert len({r.input_ids for r in taken}) == len(taken), (
+        "a row came twice before the others came once"
+    )
     assert not {r.input_ids for r in taken} & {r.input_ids for r in loaded.eval}
     order = [taken.index(r) for r in sorted(taken, key=lambda r: r.input_ids)]
     assert order != sorted(order)
     in_order = load(shuffle=False).stream.take(3)
-    assert in_order == [r for r in load(shuffle=False, eval_split=0.0).stream.take(16) if r not in loaded.eval][:3]
+    assert (
+        in_order
+        == [r for r in load(shuffle=False, eval_split=0.0).stream.take(16) if r not in loaded.eval][
+            :3
+        ]
+    )
 
 
 def test_weights_are_kept_in_every_block(load: Any, families: SimpleNamespace) -> None:
@@ -78,14 +101,19 @@ def test_a_row_that_cannot_be_read_stops_the_run_with_its_place(load: Any) -> No
     with Path("many.jsonl").open("a") as file:
         file.write("{broken\n")
     stream = load(eval_split=0.0).stream
-    with pytest.raises(RunError, match=r"the stream cannot be read on: many\.jsonl:91: broken JSON"):
+    with pytest.raises(
+        RunError, match=r"the stream cannot be read on: many\.jsonl:91: broken JSON"
+    ):
         stream.take(100)
 
 
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        (["many.jsonl", "few.jsonl"], "data.train: a stream of several sources needs a weight for each"),
+        (
+            ["many.jsonl", "few.jsonl"],
+            "data.train: a stream of several sources needs a weight for each",
+        ),
         ("book.txt", "book.txt: data.stream takes rows"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Settings of a chat template, and which turns and thoughts of a conversation are learnt, with a template like Qwen3's."""
+"""Settings of a chat template, and which turns and thoughts of a conversation are learnt, with a
+template like Qwen3's.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def turns(*answers: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-IN_CONTENT = turns({"content": "<think>\nhm\n</think>\n\none"}, {"content": "<think>\nso\n</think>\n\ntwo"})
-BESIDE = turns({"content": "one", "reasoning_content": "hm"}, {"content": "two", "reasoning_content": "so"})
+IN_CONTENT = turns(
+    {"content": "<think>\nhm\n</think>\n\none"}, {"content": "<think>\nso\n</think>\n\ntwo"}
+)
+BESIDE = turns(
+    {"content": "one", "reasoning_content": "hm"}, {"content": "two", "reasoning_content": "so"}
+)
 PLAIN_ANSWERS = turns({"content": "one"}, {"content": "two"})
 HM, SO, NOTHING = ("<think>\n" + thought + "\n</think>\n\n" for thought in ("hm", "so", ""))
 
@@ -43,8 +49,14 @@ def load(families: SimpleNamespace, tmp_path: Path) -> Any:
         tokenizer = families.new("chatml")
         tokenizer.chat_template = families.templates.get(template, template)
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        loaded = load_data(DataSection(train=str(tmp_path / "rows.jsonl"), **section), tokenizer, seed=0)
-        learnt = tokenizer.decode([label for label in loaded.train[0].labels if label != IGNORED]) if len(loaded.train) else ""
+        loaded = load_data(
+            DataSection(train=str(tmp_path / "rows.jsonl"), **section), tokenizer, seed=0
+        )
+        learnt = (
+            tokenizer.decode([label for label in loaded.train[0].labels if label != IGNORED])
+            if len(loaded.train)
+            else ""
+        )
         return loaded, learnt
 
     return load
@@ -54,7 +66,9 @@ def load(families: SimpleNamespace, tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("thoughts", "first", "second"), [("last", "", SO), ("all", HM, SO), ("none", "", "")], ids=["last", "all", "none"]
 )  # fmt: skip
-def test_which_thoughts_are_learnt(load: Any, template: str, thoughts: str, first: str, second: str) -> None:
+def test_which_thoughts_are_learnt(
+    load: Any, template: str, thoughts: str, first: str, second: str
+) -> None:
     if not second and template is QWEN3:
         second = NOTHING  # the template's own
     for rows in (IN_CONTENT, BESIDE):
@@ -62,26 +76,39 @@ def test_which_thoughts_are_learnt(load: Any, template: str, thoughts: str, firs
         assert learnt == f"{first}one<|im_end|>{second}two<|im_end|>"
         assert loaded.facts["template"]["thoughts"] == thoughts
         assert not [note for note in loaded.facts["notes"] if "reasoning" in note]
-    usual, chosen = (load(template, PLAIN_ANSWERS, **section)[0] for section in ({}, {"thoughts": thoughts}))
+    usual, chosen = (
+        load(template, PLAIN_ANSWERS, **section)[0] for section in ({}, {"thoughts": thoughts})
+    )
     assert list(usual.train) == list(chosen.train)
 
 
 def test_thoughts_are_learnt_where_the_prompt_ends_in_empty_ones(load: Any) -> None:
     _, learnt = load(QWEN3, BESIDE, template_kwargs={"enable_thinking": False})
-    assert learnt == "one<|im_end|>so\n</think>\n\ntwo<|im_end|>"  # the tag and its line end are those of the prompt
+    # the tag and its line end are those of the prompt
+    assert learnt == "one<|im_end|>so\n</think>\n\ntwo<|im_end|>"
 
 
 def test_thoughts_that_no_setting_can_keep_or_remove_are_bad_rows(load: Any) -> None:
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: last keeps them"):
+    with pytest.raises(
+        UsageError,
+        match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: last keeps them",
+    ):
         load(NEVER, IN_CONTENT, thoughts="last")
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: messages\[1\].content has <think> or </think> without the other one"):
+    with pytest.raises(
+        UsageError,
+        match=r"rows.jsonl:1: messages\[1\].content has <think> or </think> without the other one",
+    ):
         load(PLAIN, turns({"content": "hm</think>one"}), thoughts="none")
-    loaded, learnt = load(PLAIN, turns({"content": "<think>hm</think>"}), turns({"content": "one"}), thoughts="none")
+    loaded, learnt = load(
+        PLAIN, turns({"content": "<think>hm</think>"}), turns({"content": "one"}), thoughts="none"
+    )
     assert learnt == "one<|im_end|>"
     assert loaded.facts["train"]["dropped"][0]["why"] == "the answer is empty"
 
 
-def test_a_setting_reaches_rows_prompts_and_the_template_of_the_result(load: Any, families: SimpleNamespace) -> None:
+def test_a_setting_reaches_rows_prompts_and_the_template_of_the_result(
+    load: Any, families: SimpleNamespace
+) -> None:
     usual, learnt = load(QWEN3, PLAIN_ANSWERS)
     assert learnt == f"one<|im_end|>{NOTHING}two<|im_end|>"
     (note,) = [note for note in usual.facts["notes"] if "empty thoughts" in note]
@@ -92,11 +119,14 @@ def test_a_setting_reaches_rows_prompts_and_the_template_of_the_result(load: Any
     assert not [note for note in loaded.facts["notes"] if "empty thoughts" in note]
     assert loaded.facts["template"]["kwargs"] == {"enable_thinking": False}
     tokenizer = families.new("chatml")
-    assert tokenizer.decode(loaded.prompts[0].input_ids).endswith(f"<|im_start|>assistant\n{NOTHING}")
+    assert tokenizer.decode(loaded.prompts[0].input_ids).endswith(
+        f"<|im_start|>assistant\n{NOTHING}"
+    )
     tokenizer.chat_template = loaded.chat_template  # as a result's tokenizer has it
     asked = [{"role": "user", "content": "q"}]
     off, on = (
-        tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **k) for k in ({}, {"enable_thinking": True})
+        tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **k)
+        for k in ({}, {"enable_thinking": True})
     )
     assert off.endswith(NOTHING)
     assert not on.endswith(NOTHING)
@@ -104,11 +134,14 @@ def test_a_setting_reaches_rows_prompts_and_the_template_of_the_result(load: Any
 
 def test_settings_without_effect_are_refused(load: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"data.template_kwargs.enable_thinkin: the chat template \(tokenizer\) reads no such setting"
+        UsageError,
+        match=r"data.template_kwargs.enable_thinkin: the chat template \(tokenizer\) reads no such setting",
     ) as told:
         load(QWEN3, PLAIN_ANSWERS, template_kwargs={"enable_thinkin": False})
     assert "enable_thinking" in (told.value.fix or "")
-    with pytest.raises(UsageError, match=r"data.template_kwargs.enable_thinking: .* is no value of JSON"):
+    with pytest.raises(
+        UsageError, match=r"data.template_kwargs.enable_thinking: .* is no value of JSON"
+    ):
         load(QWEN3, PLAIN_ANSWERS, template_kwargs={"enable_thinking": float("nan")})
     for name in ("messages", "eos_token", "add_generation_prompt"):
         with pytest.raises(UsageError, match=f"data.template_kwargs.{name}: "):
@@ -118,8 +151,16 @@ def test_settings_without_effect_are_refused(load: Any) -> None:
             load(QWEN3, {"text": "some text"}, **section)
 
 
-KEYS: list[tuple[str, Any]] = [("weight", 0), ("weight", 0.0), ("train", False), ("training", False)]
-WORDS = {"messages": ("role", "content", "user", "assistant"), "conversations": ("from", "value", "human", "gpt")}
+KEYS: list[tuple[str, Any]] = [
+    ("weight", 0),
+    ("weight", 0.0),
+    ("train", False),
+    ("training", False),
+]
+WORDS = {
+    "messages": ("role", "content", "user", "assistant"),
+    "conversations": ("from", "value", "human", "gpt"),
+}
 
 
 @pytest.mark.parametrize("key", WORDS)
@@ -128,15 +169,24 @@ def test_marked_turn_is_not_learnt(load: Any, key: str) -> None:
     for flag, off in KEYS:
         for left_out in ("left out", ""):
             said = [("q", {}), (left_out, {flag: off}), ("r", {}), ("learnt", {flag: None})]
-            row = [{who: (asks, answers)[i % 2], text: one, **marks} for i, (one, marks) in enumerate(said)]
+            row = [
+                {who: (asks, answers)[i % 2], text: one, **marks}
+                for i, (one, marks) in enumerate(said)
+            ]
             loaded, learnt = load(PLAIN, {key: row})
             assert learnt == "learnt<|im_end|>"
             assert [note for note in loaded.facts["notes"] if "none is held out" not in note] == []
 
 
 def test_marks_that_leave_nothing_or_a_part_to_learn(load: Any) -> None:
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: messages\[1\].weight must be 0 or 1, true or false, got 0.5"):
+    with pytest.raises(
+        UsageError,
+        match=r"rows.jsonl:1: messages\[1\].weight must be 0 or 1, true or false, got 0.5",
+    ):
         load(PLAIN, turns({"content": "a", "weight": 0.5}))
     loaded, _ = load(PLAIN, turns({"content": "a", "weight": 0}), turns({"content": "a"}))
     assert len(loaded.train) == 1
-    assert "1 training row dropped: all of its answers are marked as not learnt (first: " in " ".join(loaded.facts["notes"])
+    assert (
+        "1 training row dropped: all of its answers are marked as not learnt (first: "
+        in " ".join(loaded.facts["notes"])
+    )

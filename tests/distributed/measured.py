@@ -1,10 +1,12 @@
-"""The memory of one process, alone or of those that share a model: `python -m tests.distributed.measured loading|steps CONFIG RESULT TINY`.
+"""The memory of one process, alone or of those that share a model: `python -m
+tests.distributed.measured loading|steps CONFIG RESULT TINY`.
 
-A first, small run is taken before and given back, so that libraries, connections and caches of matrix products are not counted; malloc
-returns what is freed. RESULT gets, by rank:
+A first, small run is taken before and given back, so that libraries, connections and caches of
+matrix products are not counted; malloc returns what is freed. RESULT gets, by rank:
 
-loading  the anonymous memory in bytes that reading the model took at most, and in the end (TINY is the first run's configuration). Mapped
-         pages of files are not counted: the system drops them where memory is short
+loading  the anonymous memory in bytes that reading the model took at most, and in the end (TINY is
+         the first run's configuration). Mapped pages of files are not counted: the system drops
+         them where memory is short
 steps    the planned peak of two steps and the measured ones
 """
 
@@ -65,7 +67,12 @@ def steps(world: World, file: str, folder: Path) -> object:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         for step in range(1, count + 1):
-            prepared.stepper([batch] * len(prepared.batching.own), step=step, learning_rate=1e-4, watch_changes=False)
+            prepared.stepper(
+                [batch] * len(prepared.batching.own),
+                step=step,
+                learning_rate=1e-4,
+                watch_changes=False,
+            )
         return task, prepared
 
     kept = trained(1)
@@ -88,7 +95,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     assert return_freed_blocks()
     processes = join("cpu", timeout=600)
-    found = {"loading": loading, "steps": steps}[what](processes, config, Path(result).parent, *more)
+    found = {"loading": loading, "steps": steps}[what](
+        processes, config, Path(result).parent, *more
+    )
     if processes.first:
         Path(result).write_text(json.dumps(found))
     processes.close()

@@ -10,7 +10,9 @@ from typing import Any
 from isotype.distributed.launch import FAREWELL
 from tests.warm import ROOT, interpreter
 
-GUARD = 850  # seconds: only a hang takes so long, also on a machine that has much else to do; tests that wait have `timeout(900)`
+# seconds: only a hang takes so long, also on a machine that has much else to do; tests that wait
+# have `timeout(900)`
+GUARD = 850
 
 _LAUNCH = """import sys
 import isotype.distributed.launch as module
@@ -20,17 +22,32 @@ sys.exit(module.launch(sys.argv[3:], int(sys.argv[2])))"""
 
 def environment() -> dict[str, str]:
     """That of a shell that nobody launched."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return kept | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def start(count: int, *arguments: str, farewell: float = FAREWELL) -> subprocess.Popen[str]:
     """`python ARGUMENTS` as so many processes, under the launcher of `isotype train --processes`.
 
-    farewell  seconds that the others have after one has failed: few where they are known not to end by themselves
+    farewell  seconds that the others have after one has failed: few where they are known not to end
+              by themselves
     """
     command = [sys.executable, "-c", _LAUNCH, str(farewell), str(count), interpreter(), *arguments]
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -46,8 +63,17 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def run(count: int, config: Path | None = None, **given: Any) -> tuple[int, str]:
     """A run of `worker` on so many processes."""
-    paths = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    return ended(start(count, "-m", "tests.distributed.worker", json.dumps({"config": config and str(config), **paths})))
+    paths = {
+        name: str(value) if isinstance(value, Path) else value for name, value in given.items()
+    }
+    return ended(
+        start(
+            count,
+            "-m",
+            "tests.distributed.worker",
+            json.dumps({"config": config and str(config), **paths}),
+        )
+    )
 
 
 def succeeds(count: int, config: Path | None = None, **given: Any) -> str:

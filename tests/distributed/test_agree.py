@@ -1,4 +1,6 @@
-"""Which process of a run this is, what is compared before the first step, and which rows a process computes."""
+"""Which process of a run this is, what is compared before the first step, and which rows a process
+computes.
+"""
 
 import pytest
 import torch
@@ -32,14 +34,23 @@ class Others(World):
 def test_a_process_that_differs_is_named():
     refuse_differences(Others({}, {}), versions="torch 2", data="abc")
     with pytest.raises(UsageError, match=r"rank 2 \(node7\) and rank 0 .* have different data"):
-        refuse_differences(Others({}, {"host": "node7", "data": "abd"}), versions="torch 2", data="abc")
+        refuse_differences(
+            Others({}, {"host": "node7", "data": "abd"}), versions="torch 2", data="abc"
+        )
     with pytest.raises(UsageError, match="different versions: torch 1 and torch 2"):
         refuse_differences(Others({"versions": "torch 1"}), versions="torch 2", data="abc")
 
 
 def test_the_setting_that_differs_is_named():
-    mine, its = (lines_of(RunConfig.model_validate({"train": {"seed": seed}, "parallel": {"timeout": 9 + seed}})) for seed in (0, 1))
-    with pytest.raises(UsageError, match=r"different configuration: train\.seed: 1 and train\.seed: 0"):
+    mine, its = (
+        lines_of(
+            RunConfig.model_validate({"train": {"seed": seed}, "parallel": {"timeout": 9 + seed}})
+        )
+        for seed in (0, 1)
+    )
+    with pytest.raises(
+        UsageError, match=r"different configuration: train\.seed: 1 and train\.seed: 0"
+    ):
         refuse_differences(Others({"configuration": its}), configuration=mine)
 
 
@@ -47,7 +58,9 @@ def test_another_seed_has_another_fingerprint():
     def made(seed):
         torch.manual_seed(seed)
         drawn = ((torch.rand(7, 5) * 100).to(dtype) for dtype in (torch.bfloat16, torch.uint8))
-        return nn.ParameterList([*(nn.Parameter(t, requires_grad=False) for t in drawn), nn.Parameter(torch.ones(()))])
+        return nn.ParameterList(
+            [*(nn.Parameter(t, requires_grad=False) for t in drawn), nn.Parameter(torch.ones(()))]
+        )
 
     assert fingerprint_of_weights(made(0)) == fingerprint_of_weights(made(0))
     assert fingerprint_of_weights(made(0)) != fingerprint_of_weights(made(1))
@@ -60,7 +73,9 @@ def test_a_folder_that_another_machine_does_not_see(monkeypatch, tmp_path):
         def gather(self, value):
             return [value, [False, "node7"]]
 
-    with pytest.raises(UsageError, match=r"is not the same folder for rank 1 on node7 as for rank 0") as refused:
+    with pytest.raises(
+        UsageError, match=r"is not the same folder for rank 1 on node7 as for rank 0"
+    ) as refused:
         refuse_folder_of_another_machine(Blind({}), tmp_path)
     assert "--out FOLDER" in refused.value.fix
     assert list(tmp_path.iterdir()) == []
@@ -90,7 +105,13 @@ def test_without_a_launcher_there_is_one_process():
 
 def test_variables_of_torchrun_and_accelerate_give_rank_and_launcher():
     found = find_rank(TORCHRUN)
-    assert (found.rank, found.size, found.local_rank, found.local_size, found.launcher) == (3, 4, 1, 2, "torchrun")
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.launcher) == (
+        3,
+        4,
+        1,
+        2,
+        "torchrun",
+    )
     assert find_rank(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
 
 
@@ -99,14 +120,18 @@ def test_variables_that_contradict_each_other_are_refused(subtests):
         ({"RANK": "0"}, "WORLD_SIZE is not set, and others of a launcher's variables are"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 is not one of WORLD_SIZE=4"),
         (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a number"),
-        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR does not say where they meet"),
+        (
+            {k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"},
+            "MASTER_ADDR does not say where they meet",
+        ),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, "SLURM started 8 tasks"),
     ):
         with subtests.test(said), pytest.raises(UsageError, match=said):
             find_rank(environ)
 
 
-# --- The rows of a step are the same on any number of processes; rows of several shapes take a micro-batch for each shape.
+# --- The rows of a step are the same on any number of processes; rows of several shapes take a
+# micro-batch for each shape.
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 16))
@@ -118,13 +143,18 @@ def test_every_row_is_computed_once(batch_size, accumulate, size):
         return
     shares = [Batching.of(train, rank=rank, size=size) for rank in range(size)]
     assert [n for share in shares for n in share.own] == list(range(shares[0].total))
-    assert all(share.rows * share.total == batch_size * accumulate and share.rows <= batch_size for share in shares)
+    assert all(
+        share.rows * share.total == batch_size * accumulate and share.rows <= batch_size
+        for share in shares
+    )
     if accumulate % size == 0:  # the micro-batches are those of one process
         assert (shares[0].rows, shares[0].total) == (batch_size, accumulate)
 
 
 def test_the_nearest_numbers_are_named():
-    with pytest.raises(UsageError, match=r"5 processes cannot share 12 rows.*\n.*4 or 6 processes can"):
+    with pytest.raises(
+        UsageError, match=r"5 processes cannot share 12 rows.*\n.*4 or 6 processes can"
+    ):
         Batching.of(TrainSection(batch_size=4, accumulate=3), size=5)
     with pytest.raises(UsageError, match="4 processes can"):
         Batching.of(TrainSection(batch_size=4), size=8)

@@ -1,4 +1,6 @@
-"""Mixtures of experts on two real processes (gloo), which replicate or share the model, against one process."""
+"""Mixtures of experts on two real processes (gloo), which replicate or share the model, against one
+process.
+"""
 
 import pytest
 from transformers import AutoTokenizer
@@ -14,20 +16,32 @@ STEPS = {"steps": 4, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "e
 FULL = {"adapter": {"kind": "none"}}
 CASES = {
     "fp32 lora": ({"precision": {"preset": "fp32"}}, 2e-6, 2e-5),
-    "fp32 lora balanced": ({"precision": {"preset": "fp32"}, "train": {"aux_loss": 0.5}}, 2e-6, 2e-5),
+    "fp32 lora balanced": (
+        {"precision": {"preset": "fp32"}, "train": {"aux_loss": 0.5}},
+        2e-6,
+        2e-5,
+    ),
     "fp32 full": ({"precision": {"preset": "fp32"}, **FULL}, 2e-6, 2e-5),
-    "bf16-lora recomputed": ({"precision": {"preset": "bf16-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
+    "bf16-lora recomputed": (
+        {"precision": {"preset": "bf16-lora"}, "train": {"gradient_checkpointing": "layers"}},
+        2e-5,
+        2e-3,
+    ),
     "bf16-mixed full": ({"precision": {"preset": "bf16-mixed"}, **FULL}, 2e-5, 2e-3),
 }
 
 
 @pytest.fixture
 def mixture(workshop, configured, tmp_path):
-    """`mixture(family, folder, ...)`: the configuration of a run on a tiny mixture of which every pass leaves experts without a row."""
+    """`mixture(family, folder, ...)`: the configuration of a run on a tiny mixture of which every
+    pass leaves experts without a row.
+    """
 
     def make(family, folder, **sections):
         # a pass has one row of at most 64 tokens, and 24 experts that fit none
-        changes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 80) | {"num_experts_per_tok": 1}
+        changes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 80) | {
+            "num_experts_per_tok": 1
+        }
         base = save_with_tokenizer(family, workshop.base, tmp_path / family, **changes)
         sections["train"] = STEPS | sections.get("train", {})
         return configured(folder, **{**sections, "model": {"name": str(base)}})
@@ -41,7 +55,11 @@ def cases():
         for kind in ("shard", "replicate"):
             for family in MIXTURES:
                 if not (case == "fp32 lora balanced" and family == "deepseek_v3"):
-                    marks = [] if (case, kind, family) == ("fp32 full", "shard", "gpt_oss") else pytest.mark.full
+                    marks = (
+                        []
+                        if (case, kind, family) == ("fp32 full", "shard", "gpt_oss")
+                        else pytest.mark.full
+                    )
                     yield pytest.param(case, kind, family, marks=marks)
 
 
@@ -56,7 +74,10 @@ def test_two_processes_make_the_run_of_one(case, kind, family, mixture, tmp_path
     same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
 
 
-PACKED = {"gpt_oss": ("mxfp4", {"num_local_experts": 4}), "deepseek_v3": ("fp8-block", {"moe_intermediate_size": 48})}
+PACKED = {
+    "gpt_oss": ("mxfp4", {"num_local_experts": 4}),
+    "deepseek_v3": ("fp8-block", {"moe_intermediate_size": 48}),
+}
 
 
 @pytest.mark.slow
@@ -70,10 +91,23 @@ PACKED = {"gpt_oss": ("mxfp4", {"num_local_experts": 4}), "deepseek_v3": ("fp8-b
         ),
     ],
 )
-def test_adapters_on_packed_experts_are_those_of_one_process(family, kind, killed, configured, workshop, tmp_path):
+def test_adapters_on_packed_experts_are_those_of_one_process(
+    family, kind, killed, configured, workshop, tmp_path
+):
     tokenizer, (form, sizes) = AutoTokenizer.from_pretrained(workshop.base), PACKED[family]
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": len(tokenizer), "tie_word_embeddings": False, **ids, **sizes}
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": len(tokenizer),
+        "tie_word_embeddings": False,
+        **ids,
+        **sizes,
+    }
     base = tmp_path / family
     write_experts(tiny(family, **sizes), base, form, layers=form != "mxfp4")
     tokenizer.save_pretrained(base)
@@ -91,4 +125,6 @@ def test_adapters_on_packed_experts_are_those_of_one_process(family, kind, kille
         assert run(2, tmp_path / "killed.yaml", fault=[1, 4, "die"])[0] == 1
         succeeds(2, resume=tmp_path / "killed")
         adapter = "adapter/adapter_model.safetensors"
-        assert (tmp_path / "killed" / adapter).read_bytes() == (tmp_path / "two" / adapter).read_bytes()
+        assert (tmp_path / "killed" / adapter).read_bytes() == (
+            tmp_path / "two" / adapter
+        ).read_bytes()

@@ -1,4 +1,6 @@
-"""Runs that other launchers start, and what happens to one of two processes: decided once for both, with one message."""
+"""Runs that other launchers start, and what happens to one of two processes: decided once for both,
+with one message.
+"""
 
 import json
 import socket
@@ -20,17 +22,38 @@ def given(configured, tmp_path):
 
 
 def launched(*options, given):
-    command = [interpreter(), "-m", "torch.distributed.run", *options, "-m", "tests.distributed.worker", json.dumps(given)]
+    command = [
+        interpreter(),
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "-m",
+        "tests.distributed.worker",
+        json.dumps(given),
+    ]
     environ = environment() | {"PYTHON_EXEC": interpreter()}  # that of torchrun's processes
-    return subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def on_two_machines(processes, *, given):
-    """(exit statuses, everything said) of two torchruns on this machine, with so many processes each."""
+    """(exit statuses, everything said) of two torchruns on this machine, with so many processes
+    each.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = ("--nnodes", "2", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    where = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        str(processes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+    )
     both = [launched(*where, given=given) for _ in range(2)]
     (one, first), (other, second) = (ended(process) for process in both)
     return [one, other], first + second
@@ -51,7 +74,8 @@ def test_two_torchruns_are_two_machines(given):
     assert said.count("step 6/6  loss") == 1
 
 
-# --- What happens to one of two processes is decided once for both: one message, one exit status, nothing left running.
+# --- What happens to one of two processes is decided once for both: one message, one exit status,
+# nothing left running.
 
 
 @pytest.fixture
@@ -78,11 +102,16 @@ def test_what_stops_one_process_stops_both_with_one_message(file, tmp_path, faul
 
 
 def test_a_part_of_a_weight_that_is_not_finite_is_named_with_its_process(configured, tmp_path):
-    """The forward gathers the weight: to the first process, which holds none of it, the activations overflow."""
+    """The forward gathers the weight: to the first process, which holds none of it, the activations
+    overflow.
+    """
     configured("run", parallel={"kind": "shard"}, adapter={"kind": "none"})
     status, said = run(2, tmp_path / "run.yaml", fault=[1, 3, "weight"])
     assert status == 1, said
-    assert "NF001 step 3: the loss is not finite, parameter model.norm.weight is not finite (rank 1)" in said
+    assert (
+        "NF001 step 3: the loss is not finite, parameter model.norm.weight is not finite (rank 1)"
+        in said
+    )
 
 
 def test_an_interrupt_of_one_process_saves_and_ends_both(file, tmp_path):
@@ -94,7 +123,9 @@ def test_an_interrupt_of_one_process_saves_and_ends_both(file, tmp_path):
 
 
 def test_what_the_preflight_of_one_process_refuses_all_refuse(configured, tmp_path):
-    """The step that is tried next gathers shared weights: a process that has refused would not come."""
+    """The step that is tried next gathers shared weights: a process that has refused would not
+    come.
+    """
     configured("run", parallel={"kind": "shard"})
     status, said = run(2, tmp_path / "run.yaml", fault=[1, 0, "refuse"])
     assert status == 3, said

@@ -1,4 +1,6 @@
-"""One run on several real processes (gloo): the same rows, losses and result; interrupted, killed and gone on with."""
+"""One run on several real processes (gloo): the same rows, losses and result; interrupted, killed
+and gone on with.
+"""
 
 import json
 import shutil
@@ -17,7 +19,9 @@ from tests.results import close_runs, metrics, same_result
 from tests.warm import interpreter
 
 pytestmark = pytest.mark.timeout(900)
-LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
+LORA = {
+    "train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}
+}
 
 
 @pytest.fixture
@@ -36,14 +40,21 @@ def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
     arguments = ["isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
     program = f"import sys; sys.executable, sys.argv = {interpreter()!r}, {arguments}; from isotype.__main__ import main; main()"
     command = [interpreter(), "-c", program]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 6/6  loss") == 1  # one console
-    assert "2 on one machine, started by isotype, gloo: replicate (auto: a process cannot take more than " in done.stdout
+    assert (
+        "2 on one machine, started by isotype, gloo: replicate (auto: a process cannot take more than "
+        in done.stdout
+    )
     assert ", each computes 2 x 2 rows of each step" in done.stdout
     assert done.stderr == ""
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
-    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]
+    manifests = [
+        json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")
+    ]
     assert manifests[0] == manifests[1]
     assert json.loads((tmp_path / "two/plan.json").read_text())["processes"] == 2
     precision = json.loads((tmp_path / "two/precision.json").read_text())
@@ -64,15 +75,28 @@ def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(file_of, tm
     same_result(whole, tmp_path / "killed")
     # gone on with by one process: the same rows, told that dropout draws differently
     shutil.rmtree(tmp_path / "killed/checkpoints/step_6")
-    (loaded, folder) = load(tmp_path / "killed/resolved.yaml", [], {}, resolved=True), tmp_path / "killed"
+    (loaded, folder) = (
+        load(tmp_path / "killed/resolved.yaml", [], {}, resolved=True),
+        tmp_path / "killed",
+    )
     assert train(loaded, resume=folder) == 0
     assert metrics(folder, "tokens") == metrics(whole, "tokens")
 
 
 def test_a_refusal_before_anything_is_started(file_of, tmp_path):
     file_of("run")
-    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml"), "--processes", "3"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "isotype",
+        "train",
+        str(tmp_path / "run.yaml"),
+        "--processes",
+        "3",
+    ]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False
+    )
     assert done.returncode == 2
     assert "3 processes cannot share 4 rows a step evenly" in done.stderr
     assert "2 or 4 processes can" in done.stderr
@@ -82,7 +106,8 @@ def test_a_refusal_before_anything_is_started(file_of, tmp_path):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "said_of_it"), [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")]
+    ("what", "said_of_it"),
+    [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")],
 )
 def test_a_process_that_does_not_come_is_named(file_of, what, said_of_it):
     process = start(2, "-m", "tests.distributed.worker",
@@ -100,7 +125,9 @@ def test_one_interrupt_of_the_launcher_saves_and_ends_all(file_of, tmp_path):
     process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file)}))
     metrics = tmp_path / "run/metrics.jsonl"
     until = time.monotonic() + GUARD
-    while time.monotonic() < until and not (metrics.is_file() and metrics.read_text().count("loss") > 3):
+    while time.monotonic() < until and not (
+        metrics.is_file() and metrics.read_text().count("loss") > 3
+    ):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     status, said = ended(process)
@@ -116,7 +143,11 @@ def test_processes_end_with_a_launcher_that_is_killed(file_of, tmp_path):
     file = file_of("run", train={"steps": 100_000, "eval_every": 50_000})
     process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file)}))
     until = time.monotonic() + GUARD
-    while time.monotonic() < until and process.poll() is None and not (tmp_path / "run/metrics.jsonl").is_file():
+    while (
+        time.monotonic() < until
+        and process.poll() is None
+        and not (tmp_path / "run/metrics.jsonl").is_file()
+    ):
         time.sleep(0.2)
     children = children_of(process.pid)
     assert len(children) == 2
@@ -158,20 +189,29 @@ def test_no_process_closes_its_connections_before_all_are_through(tmp_path):
     script.write_text(LEAVE)
     status, said = ended(start(3, str(script), str(tmp_path), "2"))  # the last one is late
     assert status == 0, said
-    through, closed = ([float((tmp_path / f"{what}_{rank}").read_text()) for rank in range(3)] for what in ("through", "closed"))
+    through, closed = (
+        [float((tmp_path / f"{what}_{rank}").read_text()) for rank in range(3)]
+        for what in ("through", "closed")
+    )
     assert max(through) <= min(closed)
 
 
 def test_a_process_whose_rows_have_no_picture_adds_nothing_to_the_tower(vlm, tmp_path):
-    """Of each step's two rows one process sees a picture, the other none; tower and language part are those of one process."""
+    """Of each step's two rows one process sees a picture, the other none; tower and language part
+    are those of one process.
+    """
     from PIL import Image
 
     Image.new("RGB", (60, 44), (220, 20, 20)).save(tmp_path / "0.png")
     shown = [{"type": "image", "path": "0.png"}, {"type": "text", "text": "what colour?"}]
     chats = [
-        [{"role": "user", "content": asked}, {"role": "assistant", "content": f"it is {i}."}] for i in range(4) for asked in (shown, "?")
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": f"it is {i}."}]
+        for i in range(4)
+        for asked in (shown, "?")
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
 
     def given(name):
         sections = {

@@ -1,4 +1,6 @@
-"""A model that two real processes share (gloo) against one process: losses, weights, observed dtypes, fused ops in place, checkpoints."""
+"""A model that two real processes share (gloo) against one process: losses, weights, observed
+dtypes, fused ops in place, checkpoints.
+"""
 
 import shutil
 
@@ -21,17 +23,40 @@ pytestmark = pytest.mark.timeout(900)
 FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 4, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
 CASES: dict[str, tuple[dict, float, float]] = {
-    "fp32 full": ({"precision": {"preset": "fp32"}, "run": {"sample_every": 4}, **FULL}, 2e-6, 2e-5),
+    "fp32 full": (
+        {"precision": {"preset": "fp32"}, "run": {"sample_every": 4}, **FULL},
+        2e-6,
+        2e-5,
+    ),
     "fp32 lora": ({"precision": {"preset": "fp32"}}, 2e-6, 2e-5),
     "bf16-mixed full": ({"precision": {"preset": "bf16-mixed"}, **FULL}, 2e-5, 2e-3),
     "bf16-lora": ({"precision": {"preset": "bf16-lora"}}, 2e-5, 2e-3),
-    "bf16-lora recomputed": ({"precision": {"preset": "bf16-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
-    "nf4-lora recomputed": ({"precision": {"preset": "nf4-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
-    "fp8 recomputed": ({"precision": {"preset": "bf16-lora", "base": "fp8"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
+    "bf16-lora recomputed": (
+        {"precision": {"preset": "bf16-lora"}, "train": {"gradient_checkpointing": "layers"}},
+        2e-5,
+        2e-3,
+    ),
+    "nf4-lora recomputed": (
+        {"precision": {"preset": "nf4-lora"}, "train": {"gradient_checkpointing": "layers"}},
+        2e-5,
+        2e-3,
+    ),
+    "fp8 recomputed": (
+        {
+            "precision": {"preset": "bf16-lora", "base": "fp8"},
+            "train": {"gradient_checkpointing": "layers"},
+        },
+        2e-5,
+        2e-3,
+    ),
     "bf16-pure full": ({"precision": {"preset": "bf16-pure"}, **FULL}, 2e-5, 2e-3),
     "fp16-mixed full": ({"precision": {"preset": "fp16-mixed"}, **FULL}, 2e-5, 2e-3),
     "schedule-free full": (
-        {"precision": {"preset": "fp32"}, "train": {"optimizer": "schedule-free", "schedule": "constant"}, **FULL},
+        {
+            "precision": {"preset": "fp32"},
+            "train": {"optimizer": "schedule-free", "schedule": "constant"},
+            **FULL,
+        },
         2e-6,
         2e-5,
     ),
@@ -45,9 +70,13 @@ CASES: dict[str, tuple[dict, float, float]] = {
 def test_trained_weights_of_two_dtypes_in_one_unit_are_refused():
     layer = tiny().model.layers[0]
     layer.input_layernorm.requires_grad_(False).bfloat16()
-    refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))  # frozen ones may have another
+    # frozen ones may have another
+    refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))
     layer.input_layernorm.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"model.layers.0 has trained weights of two dtypes, .* and input_layernorm.weight in bf16"):
+    with pytest.raises(
+        UsageError,
+        match=r"model.layers.0 has trained weights of two dtypes, .* and input_layernorm.weight in bf16",
+    ):
         refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))
 
 
@@ -55,14 +84,18 @@ def test_a_weight_that_two_layers_share_is_refused():
     first, second = tiny().model.layers
     second.mlp.up_proj = first.mlp.up_proj
     of_first = {id(p) for p in first.parameters()}
-    with pytest.raises(UsageError, match=r"model.layers.1.mlp.up_proj.weight is a weight of another layer too"):
+    with pytest.raises(
+        UsageError, match=r"model.layers.1.mlp.up_proj.weight is a weight of another layer too"
+    ):
         refuse_weights_of_another_unit("model.layers.1", second, of_first)
     refuse_weights_of_another_unit("model.layers.1", tiny().model.layers[1], of_first)
 
 
 @pytest.mark.full
 def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_path):
-    """The sums stay fp32 although FSDP narrows them, and rounding noise belongs to the element: the weights are equal bit for bit."""
+    """The sums stay fp32 although FSDP narrows them, and rounding noise belongs to the element: the
+    weights are equal bit for bit.
+    """
     sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
     assert train(configured("one", **sections)) == 0
     configured("two", **sections, parallel={"kind": "shard"})
@@ -70,7 +103,10 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
     assert "gloo: shard (parallel.kind), each computes 2 x 2 rows of each step" in said
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-5, weight=0.0)
     same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
-    parts = [load_file(tmp_path / f"two/checkpoints/step_4/{name}") for name in ("tensors.safetensors", "tensors.1.safetensors")]
+    parts = [
+        load_file(tmp_path / f"two/checkpoints/step_4/{name}")
+        for name in ("tensors.safetensors", "tensors.1.safetensors")
+    ]
     whole = trained_tensors(tmp_path / "two")["model.norm.weight"]
     assert [len(part["model.model.norm.weight"]) for part in parts] == [len(whole) / 2] * 2
 
@@ -79,7 +115,13 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        pytest.param(case, kind, marks=[] if (case, kind) in (("fp32 full", "shard"), ("fp8 recomputed", "shard")) else pytest.mark.full)
+        pytest.param(
+            case,
+            kind,
+            marks=[]
+            if (case, kind) in (("fp32 full", "shard"), ("fp8 recomputed", "shard"))
+            else pytest.mark.full,
+        )
         for kind in ("shard", "replicate")
         for case in CASES
         if (case, kind) != ("bf16-pure full", "shard")  # a test of its own below
@@ -98,30 +140,54 @@ def test_two_processes_make_the_run_of_one(case, kind, configured, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_packed_run_of_a_tied_model_begins_with_the_weights_that_the_preflight_found(configured, workshop, tmp_path):
-    """The trial of packing gathers the tied weight, which stays gathered after a forward without a backward."""
+def test_a_packed_run_of_a_tied_model_begins_with_the_weights_that_the_preflight_found(
+    configured, workshop, tmp_path
+):
+    """The trial of packing gathers the tied weight, which stays gathered after a forward without a
+    backward.
+    """
     base = tmp_path / "base"
     shutil.copytree(workshop.base, base)
     config = AutoConfig.from_pretrained(base)
     config.tie_word_embeddings = True
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
     steps = {"steps": 2, "batch_size": 2, "accumulate": 1, "eval_every": 2}
-    sections = {"model": {"name": str(base)}, "data": {"packing": True}, "precision": {"preset": "fp32"}, "train": steps, **FULL}
+    sections = {
+        "model": {"name": str(base)},
+        "data": {"packing": True},
+        "precision": {"preset": "fp32"},
+        "train": steps,
+        **FULL,
+    }
     configured("two", **sections, parallel={"kind": "shard"})
     succeeds(2, tmp_path / "two.yaml")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=pytest.mark.full)], ids=str
+    "path",
+    [
+        (2, "shard", 1, "replicate"),
+        pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
-    "more", [{}, pytest.param({"optimizer": "schedule-free", "schedule": "constant"}, marks=pytest.mark.full)], ids=str
+    "more",
+    [
+        {},
+        pytest.param(
+            {"optimizer": "schedule-free", "schedule": "constant"}, marks=pytest.mark.full
+        ),
+    ],
+    ids=str,
 )
 def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_path):
     steps = STEPS | {"steps": 6} | more
     assert train(configured("whole", train=steps, **FULL)) == 0
-    configured("moved", train=steps, run={"save_every": 2, "keep": 9}, parallel={"kind": path[1]}, **FULL)
+    configured(
+        "moved", train=steps, run={"save_every": 2, "keep": 9}, parallel={"kind": path[1]}, **FULL
+    )
     folder = tmp_path / "moved"
     assert run(path[0], tmp_path / "moved.yaml")[0] == 0
     for number, (count, kind) in enumerate(zip(path[2::2], path[3::2]), 1):
@@ -130,13 +196,21 @@ def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_pa
         resolved = folder / "resolved.yaml"
         before = path[2 * number - 1]
         resolved.write_text(resolved.read_text().replace(f"kind: {before}", f"kind: {kind}", 1))
-        succeeds(count, resume=folder) if count > 1 else (train(load(resolved, [], {}, resolved=True), resume=folder), "")
+        succeeds(count, resume=folder) if count > 1 else (
+            train(load(resolved, [], {}, resolved=True), resume=folder),
+            "",
+        )
     close_runs(tmp_path / "whole", folder, loss=2e-6, weight=2e-5)
 
 
 @pytest.mark.slow
 def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, tmp_path):
-    sections = {"train": STEPS, "run": {"save_every": 2}, "adapter": {"dropout": 0.1}, "parallel": {"kind": "shard"}}
+    sections = {
+        "train": STEPS,
+        "run": {"save_every": 2},
+        "adapter": {"dropout": 0.1},
+        "parallel": {"kind": "shard"},
+    }
     configured("whole", **sections)
     assert run(2, tmp_path / "whole.yaml")[0] == 0
     configured("killed", **sections)
@@ -146,18 +220,38 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
     assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_2'}" in said
     assert said.count("isotype: ") == 1
     succeeds(2, resume=tmp_path / "killed")
-    for name in ("adapter/adapter_model.safetensors", "checkpoints/step_4/tensors.safetensors", "checkpoints/step_4/tensors.1.safetensors"):
+    for name in (
+        "adapter/adapter_model.safetensors",
+        "checkpoints/step_4/tensors.safetensors",
+        "checkpoints/step_4/tensors.1.safetensors",
+    ):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
 
 
-@pytest.mark.parametrize(("form", "kind"), [("fp8-block", "shard"), pytest.param("awq", "replicate", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("fp8-block", "shard"), pytest.param("awq", "replicate", marks=pytest.mark.full)],
+)
 def test_a_published_base_is_that_of_one_process(form, kind, configured, workshop, tmp_path):
     """Packed layers on two processes, each with half of the rows."""
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    write(tiny(hidden_size=64, intermediate_size=80, vocab_size=len(tokenizer), **ids), tokenizer, tmp_path / "base", form)
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    write(
+        tiny(hidden_size=64, intermediate_size=80, vocab_size=len(tokenizer), **ids),
+        tokenizer,
+        tmp_path / "base",
+        form,
+    )
     steps = {"steps": 4, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
-    same = {"model": {"name": str(tmp_path / "base")}, "precision": {"preset": "fp32", "base": FORMATS[form][0]}, "train": steps}
+    same = {
+        "model": {"name": str(tmp_path / "base")},
+        "precision": {"preset": "fp32", "base": FORMATS[form][0]},
+        "train": steps,
+    }
     assert train(configured("one", **same)) == 0
     configured("two", **same, parallel={"kind": kind})
     succeeds(2, tmp_path / "two.yaml")
@@ -167,16 +261,23 @@ def test_a_published_base_is_that_of_one_process(form, kind, configured, worksho
 @pytest.mark.full
 @pytest.mark.slow
 def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configured, tmp_path):
-    """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only after they crossed the machines."""
+    """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only
+    after they crossed the machines.
+    """
     sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
     assert train(configured("one", **sections)) == 0
     configured("four", **sections, parallel={"kind": "hybrid"})
     statuses, said = on_two_machines(2, given={"config": str(tmp_path / "four.yaml")})
     assert statuses == [0, 0], said
-    assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step" in said
+    assert (
+        "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step"
+        in said
+    )
     close_runs(tmp_path / "one", tmp_path / "four", loss=2e-5, weight=2e-3)
     same_records(tmp_path / "one", tmp_path / "four", sums="fp32")
-    assert sorted(path.name for path in (tmp_path / "four/checkpoints/step_4").glob("tensors*")) == [
+    assert sorted(
+        path.name for path in (tmp_path / "four/checkpoints/step_4").glob("tensors*")
+    ) == [
         "tensors.1.safetensors",
         "tensors.safetensors",
     ]

@@ -1,9 +1,12 @@
-"""One process of a test's run: `python -m tests.distributed.worker '{"config": FILE, ...}'`, started by `processes` or torchrun.
+"""One process of a test's run: `python -m tests.distributed.worker '{"config": FILE, ...}'`,
+started by `processes` or torchrun.
 
 config, resume  as for `isotype train`
-fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
-                sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`), or an element of its
-                part of a weight is not a number (`weight`). `refuse`, at step 0: its preflight finds too small a disk
+fault           [rank, step, what]: at that step (0: at the samples before the first one) that
+                process is killed (`die`), stops (`stop`), sleeps (`hang`), raises (`raise`), gets
+                SIGINT (`interrupt`), cannot write files any more (`full`), or an element of its
+                part of a weight is not a number (`weight`). `refuse`, at step 0: its preflight
+                finds too small a disk
 """
 
 import errno
@@ -82,7 +85,9 @@ def main() -> int:
         with_fault(*given["fault"])
     torch.set_num_threads(1)
     resume = Path(given["resume"]) if given.get("resume") else None
-    loaded = load(resume / "resolved.yaml" if resume else given["config"], [], {}, resolved=resume is not None)
+    loaded = load(
+        resume / "resolved.yaml" if resume else given["config"], [], {}, resolved=resume is not None
+    )
     try:
         return train(loaded, task_of(loaded.config), resume=resume)
     except IsotypeError as error:

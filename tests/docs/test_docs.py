@@ -27,24 +27,39 @@ def builder():
 
 @pytest.mark.full
 def test_site_has_no_warnings(tmp_path):
-    """Reads and resolves every page, and imports what the reference names; writes no HTML, which takes four times as long."""
+    """Reads and resolves every page, and imports what the reference names; writes no HTML, which
+    takes four times as long.
+    """
     pytest.importorskip("sphinx")
-    command = [sys.executable, str(ROOT / "docs/build.py"), str(tmp_path / "site"), "--builder", "dummy"]
+    command = [
+        sys.executable,
+        str(ROOT / "docs/build.py"),
+        str(tmp_path / "site"),
+        "--builder",
+        "dummy",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_reference_names_every_public_name():
-    named = set(re.findall(r"^\.\. auto\w+:: isotype\.(?:[\w.]+\.)?(\w+)$", API, flags=re.MULTILINE))
+    named = set(
+        re.findall(r"^\.\. auto\w+:: isotype\.(?:[\w.]+\.)?(\w+)$", API, flags=re.MULTILINE)
+    )
     public = {*isotype.__all__, *isotype.ops.__all__, *isotype.testing.__all__} - {"__version__"}
     assert public - named == set(), "add what is missing to a page of docs/api"
 
 
-# --- docs/design: each page is short and listed, every room is on the map, and every path that a page for contributors names exists.
+# --- docs/design: each page is short and listed, every room is on the map, and every path that a
+# page for contributors names exists.
 
 
 DESIGN = ROOT / "docs/design"
-FOR_CONTRIBUTORS = [ROOT / "CONTRIBUTING.md", ROOT / "docs/platforms.md", *sorted((ROOT / "docs/contributing").glob("*.md"))]
+FOR_CONTRIBUTORS = [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docs/platforms.md",
+    *sorted((ROOT / "docs/contributing").glob("*.md")),
+]
 
 
 def text(page: Path) -> str:
@@ -69,7 +84,11 @@ def test_pages_are_few_short_and_listed():
     pages = sorted(DESIGN.glob("*.md"))
     assert len(pages) <= 15
     assert not [page.name for page in pages if len(text(page).splitlines()) > 120]
-    assert not [page.name for page in pages if page.name != "README.md" and f"]({page.name})" not in text(DESIGN / "README.md")]
+    assert not [
+        page.name
+        for page in pages
+        if page.name != "README.md" and f"]({page.name})" not in text(DESIGN / "README.md")
+    ]
     assert len(text(ROOT / "docs/measured.md").splitlines()) <= 150
 
 
@@ -83,19 +102,29 @@ def test_a_step_is_read_in_ten_files():
 # --- Every relative link of every Markdown page leads to a file, a folder or a heading that exists.
 
 
-PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md") for page in ROOT.glob(pattern))
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
+    for page in ROOT.glob(pattern)
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def prose(text: str) -> str:
     """The page without its code blocks and code spans, in which brackets are no links."""
-    return re.sub(r"`[^`\n]*`(?!\])", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    return re.sub(
+        r"`[^`\n]*`(?!\])", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
 
 
 def headings(page: Path) -> set[str]:
     """The anchors that GitHub and the site give a page's headings."""
     lines = re.findall(
-        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+        r"^#+ (.+)$",
+        re.sub(
+            r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+        ),
+        re.MULTILINE,
     )
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
@@ -107,16 +136,28 @@ def leads_somewhere(page: Path, link: str) -> bool:
 
 
 def test_relative_links_lead_somewhere():
-    links = [(page, link) for page in PAGES for link in LINK.findall(prose(page.read_text(encoding="utf-8")))]
-    links = [(page, link) for page, link in links if not link.startswith(("http:", "https:", "mailto:"))]
+    links = [
+        (page, link)
+        for page in PAGES
+        for link in LINK.findall(prose(page.read_text(encoding="utf-8")))
+    ]
+    links = [
+        (page, link) for page, link in links if not link.startswith(("http:", "https:", "mailto:"))
+    ]
     assert len(links) > 100
-    assert [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not leads_somewhere(page, link)] == []
+    assert [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page, link in links
+        if not leads_somewhere(page, link)
+    ] == []
 
 
 # --- docs/families.md is what its script writes.
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a row", "whole"])
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a row", "whole"]
+)
 def test_the_page_of_families_is_what_its_script_writes(whole):
     families, page = module_of("families"), (ROOT / "docs/families.md").read_text(encoding="utf-8")
     assert families.table(("gpt_oss",))[-1] in page.splitlines()

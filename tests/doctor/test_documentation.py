@@ -15,14 +15,22 @@ DOCS = Path(__file__).parents[2] / "docs" / "doctor"
 SHOWN = [
     (page, command, output)
     for page in ("check.md", "explain.md")
-    for command, output in re.findall(r"```\n\$ isotype doctor ([^\n]+)\n(.*?)\n```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    for command, output in re.findall(
+        r"```\n\$ isotype doctor ([^\n]+)\n(.*?)\n```",
+        (DOCS / page).read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
 ]
 
 
 @cache
 def printed(command: str) -> str:
     done = subprocess.run(
-        [interpreter(), "-m", "isotype", "doctor", *command.split()], cwd=DOCS / "examples", capture_output=True, text=True, timeout=900
+        [interpreter(), "-m", "isotype", "doctor", *command.split()],
+        cwd=DOCS / "examples",
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
@@ -37,7 +45,10 @@ FRONT = (DOCS / "README.md").read_text(encoding="utf-8")
 NAMED = [
     (page, command)
     for page in ("README.md", "trace.md", "conform.md")
-    for command in re.findall(r"`isotype doctor ((?:conform|kernels|trace) \w+\.py:\w+)`", (DOCS / page).read_text(encoding="utf-8"))
+    for command in re.findall(
+        r"`isotype doctor ((?:conform|kernels|trace) \w+\.py:\w+)`",
+        (DOCS / page).read_text(encoding="utf-8"),
+    )
 ]
 
 
@@ -50,14 +61,23 @@ def shown_whole(block: str, text: str) -> None:
 
 def test_the_front_page_cuts_but_does_not_change():
     text = " ".join("\n".join(printed(command) for _, command, _ in SHOWN).split())
-    blocks = [b for b in re.findall(r"```\n(.*?)\n```", FRONT, re.DOTALL) if re.search(r"^error (?:EX|CF)\d", b, re.MULTILINE)]
+    blocks = [
+        b
+        for b in re.findall(r"```\n(.*?)\n```", FRONT, re.DOTALL)
+        if re.search(r"^error (?:EX|CF)\d", b, re.MULTILINE)
+    ]
     assert len(blocks) >= 2
     shown_whole("\n".join(blocks), text)
 
 
-@pytest.mark.parametrize(("page", "command"), [pytest.param(*n, marks=[pytest.mark.slow] if "qlora" in n[1] else []) for n in NAMED])
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [pytest.param(*n, marks=[pytest.mark.slow] if "qlora" in n[1] else []) for n in NAMED],
+)
 def test_a_page_shows_what_running_prints(page: str, command: str):
-    pytest.importorskip("peft" if "qlora" in command else "triton" if command.startswith("kernels") else "torch")
+    pytest.importorskip(
+        "peft" if "qlora" in command else "triton" if command.startswith("kernels") else "torch"
+    )
     text = (DOCS / page).read_text(encoding="utf-8").partition(f"`isotype doctor {command}`")[2]
     block = text.partition("```\n")[2].partition("\n```")[0]
     shown_whole(block, " ".join(printed(command).replace(f"{DOCS / 'examples'}/", "").split()))

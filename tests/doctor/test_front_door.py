@@ -38,10 +38,14 @@ step(torch.nn.Identity(), torch.ones(1), torch.optim.SGD([torch.ones(1)]))
 
 @pytest.fixture
 def project(tmp_path):
-    (tmp_path / "args.yaml").write_text("output_dir: out\nfp16: true\nbf16: true\nlogging_steps: 10\n")
+    (tmp_path / "args.yaml").write_text(
+        "output_dir: out\nfp16: true\nbf16: true\nlogging_steps: 10\n"
+    )
     (tmp_path / "loader.py").write_text(BACKWARD_UNDER_AUTOCAST)
     (tmp_path / "kernels.py").write_text(KERNEL)
-    (tmp_path / "run.log").write_text("RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16\n")
+    (tmp_path / "run.log").write_text(
+        "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16\n"
+    )
     return tmp_path
 
 
@@ -76,7 +80,10 @@ def test_what_only_its_user_can_run_is_named_with_the_command(tmp_path):
     )
     assert named["trace"] == f"isotype doctor trace {tmp_path / 'train.py'}"
     (tmp_path / "ops.py").write_text(FUNCTION + "\n\ndef build():\n    return Scale.apply, ()\n")
-    assert "ops.py:build (1" in {one.part: one.subject for one in visit(tmp_path / "ops.py")}["conform"]
+    assert (
+        "ops.py:build (1"
+        in {one.part: one.subject for one in visit(tmp_path / "ops.py")}["conform"]
+    )
 
 
 LOG = "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"
@@ -107,7 +114,10 @@ def test_a_name_typed_by_habit_is_answered_with_the_right_one(typed, right):
 
 @pytest.mark.parametrize("arguments", [["chek"], ["chek", "."]])
 def test_a_word_that_is_neither_a_command_nor_a_path_is_answered_with_the_commands(arguments):
-    with pytest.raises(UsageError, match="chek: no such file or folder, and no command of isotype doctor, which has check, explain"):
+    with pytest.raises(
+        UsageError,
+        match="chek: no such file or folder, and no command of isotype doctor, which has check, explain",
+    ):
         CliRunner().invoke(build_app(), ["doctor", *arguments], catch_exceptions=False)
 
 
@@ -125,7 +135,9 @@ def test_every_command_has_an_example_and_json():
 
     root = get_command(build_app())
     commands = {name: root.commands[name] for name in root.commands if name != "doctor"}
-    commands |= {f"doctor {name}": command for name, command in root.commands["doctor"].commands.items()}
+    commands |= {
+        f"doctor {name}": command for name, command in root.commands["doctor"].commands.items()
+    }
     for name, command in commands.items():
         assert f"isotype {name.removesuffix(' look')}" in (command.help or ""), name
         assert any("--json" in option.opts for option in command.params), name
@@ -154,7 +166,9 @@ def test_pipes_and_links_to_nowhere_are_passed_over(project):
     (project / "loop").mkdir()
     (project / "loop/up").symlink_to("..")
     (project / "deep.yaml").write_text("bf16: {a: " * 2000)
-    (project / "bomb.yaml").write_text("bf16: 1\na: &a [x, x, x, x]\n" + "".join(f"a{i}: &a [*a, *a, *a, *a]\n" for i in range(20)))
+    (project / "bomb.yaml").write_text(
+        "bf16: 1\na: &a [x, x, x, x]\n" + "".join(f"a{i}: &a [*a, *a, *a, *a]\n" for i in range(20))
+    )
     (project / "cells.ipynb").write_text('{"cells": 3}')
     codes = {f.code for one in visit(project) for f in one.findings}
     assert {"CF001", "CF099", "EX001"} <= codes

@@ -67,7 +67,10 @@ def test_a_run_configuration_and_a_resume(default_run, configured):
     first = isotype.train(loaded.config, callbacks=[StopsAt3()])
     assert first.result["steps"] == 3
     # the last step is sampled, as that of a run that comes to its end; the plan has 2, 4 and 6
-    assert [row["step"] for row in metrics(first.folder) if row.get("event") == "evaluation"] == [0, 2]
+    assert [row["step"] for row in metrics(first.folder) if row.get("event") == "evaluation"] == [
+        0,
+        2,
+    ]
     assert (first.folder / "samples/step_3.json").is_file()
     resumed = isotype.train(resume=first.folder)
     assert resumed.result["steps"] == 6
@@ -75,7 +78,10 @@ def test_a_run_configuration_and_a_resume(default_run, configured):
 
 
 def test_a_mistyped_key_names_the_call_and_the_key(workshop, tmp_path):
-    with pytest.raises(UsageError, match=r"isotype.train\(\) train.lerning_rate: unknown key, did you mean train.learning_rate"):
+    with pytest.raises(
+        UsageError,
+        match=r"isotype.train\(\) train.lerning_rate: unknown key, did you mean train.learning_rate",
+    ):
         isotype.train(**settings(workshop, tmp_path / "run", lerning_rate=1e-4))
     assert not (tmp_path / "run").exists()
 
@@ -120,7 +126,12 @@ def test_a_callback_that_changes_a_weight_stops_the_run(workshop, tmp_path):
 def test_an_objective_replaces_the_cross_entropy(plain, workshop, tmp_path):
     def smoothed(model, batch):
         logits = model(**batch.inputs).logits[:, :-1].float()
-        return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), label_smoothing=0.2, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1),
+            batch.labels[:, 1:].flatten(),
+            label_smoothing=0.2,
+            reduction="sum",
+        )
 
     run = isotype.train(**settings(workshop, tmp_path / "run"), objective=smoothed)
     first, other = (r.metrics.dropna(subset=["loss"])["loss"].iloc[0] for r in (plain, run))
@@ -133,7 +144,10 @@ def test_a_callback_that_cannot_be_called_is_refused_before_anything_is_loaded()
         def on_save(self):
             pass
 
-    with pytest.raises(UsageError, match=r"Mine\.on_save cannot be called with a Moment alone: too many positional arguments"):
+    with pytest.raises(
+        UsageError,
+        match=r"Mine\.on_save cannot be called with a Moment alone: too many positional arguments",
+    ):
         isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[Mine()])
     with pytest.raises(UsageError, match=r"function is no isotype\.Callback"):
         isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[lambda moment: None])
@@ -154,7 +168,9 @@ class StopsAt2(isotype.Callback):
 @pytest.mark.parametrize("with_objective", [True, False])
 def test_a_run_does_not_go_on_with_another_objective(workshop, tmp_path, with_objective):
     first, second = (summed_loss, None) if with_objective else (None, summed_loss)
-    run = isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[StopsAt2()], objective=first)
+    run = isotype.train(
+        **settings(workshop, tmp_path / "run"), callbacks=[StopsAt2()], objective=first
+    )
     with pytest.raises(UsageError, match=r"it was trained with .*, and would go on with"):
         isotype.train(resume=run.folder, objective=second)
     assert isotype.train(resume=run.folder, objective=first).result["steps"] == 4
@@ -185,9 +201,14 @@ def test_a_run_leaves_the_process_as_it_was(workshop, tmp_path):
 
 def test_the_command_line_and_python_give_bit_identical_runs(plain, workshop, tmp_path):
     given = settings(workshop, tmp_path / "python")
-    asked = [f"{name}.{key}={value}" for name in ("data", "train") for key, value in given[name].items()]
+    asked = [
+        f"{name}.{key}={value}" for name in ("data", "train") for key, value in given[name].items()
+    ]
     asked += ["precision.preset=fp32", "adapter.r=4", "run.sample_tokens=4"]
-    ended = CliRunner().invoke(build_app(), ["train", "--model", str(workshop.base), "--out", str(tmp_path / "command"), *asked])
+    ended = CliRunner().invoke(
+        build_app(),
+        ["train", "--model", str(workshop.base), "--out", str(tmp_path / "command"), *asked],
+    )
     assert ended.exit_code == 0, ended.output
     same_result(plain.folder, tmp_path / "command")
 
@@ -202,7 +223,9 @@ def test_changes_that_make_another_run_need_accept_changes(workshop, tmp_path):
         isotype.train(**settings(workshop, tmp_path / "other"), accept_changes=True)
 
 
-def test_an_interrupt_before_step_1_raises_keyboard_interrupt_and_leaves_no_run(workshop, tmp_path, monkeypatch):
+def test_an_interrupt_before_step_1_raises_keyboard_interrupt_and_leaves_no_run(
+    workshop, tmp_path, monkeypatch
+):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 

@@ -1,4 +1,6 @@
-"""The hardware table: what generations can do, how devices are named, what is found here; how threads wait, and what is want of memory."""
+"""The hardware table: what generations can do, how devices are named, what is found here; how
+threads wait, and what is want of memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ GiB = 1 << 30
 
 
 def test_each_generation_has_its_kind_of_bf16():
-    kinds = {"none": "p100 v100 t4 mi50", "native": "a100 l4 h100 b200 mi250x mi300x cpu-amx", "emulated": "cpu"}
+    kinds = {
+        "none": "p100 v100 t4 mi50",
+        "native": "a100 l4 h100 b200 mi250x mi300x cpu-amx",
+        "emulated": "cpu",
+    }
     for bf16, names in kinds.items():
         assert {hardware.by_name(name).bf16 for name in names.split()} == {bf16}
 
@@ -24,7 +30,13 @@ def test_devices_are_found_in_the_spellings_people_use():
         "H100": "H100 SXM", "NVIDIA A100-SXM4-80GB": "A100 80GB", "Tesla T4": "Tesla T4", "RTX 4090": "GeForce RTX 4090",
     }.items():  # fmt: skip
         assert hardware.by_name(spelling).name == name
-    for spelling, generation in {"sm_75": "turing", "8.0": "ampere", "sm_89": "ada", "gfx90a": "cdna2", "volta": "volta"}.items():
+    for spelling, generation in {
+        "sm_75": "turing",
+        "8.0": "ampere",
+        "sm_89": "ada",
+        "gfx90a": "cdna2",
+        "volta": "volta",
+    }.items():
         assert hardware.by_name(spelling).generation == generation
     with pytest.raises(UsageError, match="did you mean h100"):
         hardware.by_name("h1000")
@@ -66,11 +78,15 @@ def test_every_device_agrees_with_its_generation():
             assert device.peak_tflops["bf16"] > device.peak_tflops["fp32"], name
 
 
-@pytest.mark.parametrize(("load", "always", "passive"), [(0.1, False, False), (0.1, True, True), (2.0, False, True)])
+@pytest.mark.parametrize(
+    ("load", "always", "passive"), [(0.1, False, False), (0.1, True, True), (2.0, False, True)]
+)
 def test_threads_sleep_on_shared_cores(load, always, passive):
     environ = {"PATH": "/bin"}
     load *= os.cpu_count() or 1
-    assert hardware.wait_passively(always=always, load=load, environ=environ, loaded=False) is passive
+    assert (
+        hardware.wait_passively(always=always, load=load, environ=environ, loaded=False) is passive
+    )
     assert environ.get("OMP_WAIT_POLICY") == ("PASSIVE" if passive else None)
 
 
@@ -85,6 +101,10 @@ def test_what_the_user_has_set_stays_and_nothing_is_set_once_torch_is_loaded():
 
 
 def test_an_error_for_want_of_memory_is_told_from_the_same_words_for_another_reason():
-    for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc")):
+    for error in (
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("std::bad_alloc"),
+    ):
         assert hardware.out_of_memory(error)
         assert hardware.out_of_memory(ValueError(str(error))) is None

@@ -12,12 +12,16 @@ from isotype.environment.versions import faults
 
 
 def test_the_record_of_a_process_that_set_tf32_by_its_new_name():
-    """PyTorch raises when the old name is read then; in a process of its own, since the setting cannot be taken back whole."""
+    """PyTorch raises when the old name is read then; in a process of its own, since the setting
+    cannot be taken back whole.
+    """
     code = (
         "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; "
         "from isotype.environment.versions import environment; assert environment()['torch']['tf32_matmul'] is True"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -25,7 +29,10 @@ HEALTHY = {
     "distributions": {}, "variables": {},
     "torch": {"version": "2.13.0+cpu", "cuda": None, "hip": None}, "devices": [{"kind": "cpu", "generation": "cpu-avx2"}],
 }  # fmt: skip
-HOPPER = {"devices": [{"kind": "cuda", "generation": "hopper"}], "torch": {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None}}
+HOPPER = {
+    "devices": [{"kind": "cuda", "generation": "hopper"}],
+    "torch": {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None},
+}
 BF16_CPU = [{"kind": "cpu", "generation": "cpu-avx512-bf16"}]
 
 
@@ -35,10 +42,27 @@ BF16_CPU = [{"kind": "cpu", "generation": "cpu-avx512-bf16"}]
         ({"distributions": {"bitsandbytes": "0.50.2"}, "devices": BF16_CPU}, "EV002", "repacked"),
         ({"distributions": {"bitsandbytes": "0.49.0"}, "devices": BF16_CPU}, "EV002", "repacked"),
         ({"distributions": {"torch": "2.13.0+cu130"}, **HOPPER}, "EV002", "NaN"),
-        ({"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "1"}}, "EV002", "interpreter"),
+        (
+            {"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "1"}},
+            "EV002",
+            "interpreter",
+        ),
         ({"torch": {}}, "EV003", "not installed"),
-        ({"torch": {"version": "2.13.0+cu128", "cuda": "12.8", "hip": None}}, "EV003", "sees no GPU"),
-        ({"devices": [*BF16_CPU, {"kind": "unknown", "name": "gfx1", "reason": "not in the table"}]}, "EV003", "table of hardware"),
+        (
+            {"torch": {"version": "2.13.0+cu128", "cuda": "12.8", "hip": None}},
+            "EV003",
+            "sees no GPU",
+        ),
+        (
+            {
+                "devices": [
+                    *BF16_CPU,
+                    {"kind": "unknown", "name": "gfx1", "reason": "not in the table"},
+                ]
+            },
+            "EV003",
+            "table of hardware",
+        ),
         ({"variables": {"ACCELERATE_MIXED_PRECISION": "fp16"}}, "EV004", "overrides"),
     ],
 )

@@ -1,4 +1,6 @@
-"""`python -m tests.faults`: the campaign. Exit status 0 when every trial passed, 1 when one did not."""
+"""`python -m tests.faults`: the campaign. Exit status 0 when every trial passed, 1 when one did
+not.
+"""
 
 import argparse
 import json
@@ -25,21 +27,38 @@ DEFAULT = ("kills", "disk", "corruption", "nan")
 
 
 def main() -> int:
-    """Do to runs what happens to runs, and see that each survives and ends bit-identical to the undisturbed one.
+    """Do to runs what happens to runs, and see that each survives and ends bit-identical to the
+    undisturbed one.
 
-    Trains models of 120,000 parameters through the real command line, each command a process of its own.
+    Trains models of 120,000 parameters through the real command line, each command a process of its
+    own.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=main.__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(DEFAULT)}: the default. And matrix, ranks, fuzz.")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"{', '.join(DEFAULT)}: the default. And matrix, ranks, fuzz.",
+    )
     parser.add_argument("--kills", type=int, default=200, help="How many SIGKILLs.")
-    parser.add_argument("--inputs", type=int, default=100_000, help="How many hostile inputs for fuzz.")
+    parser.add_argument(
+        "--inputs", type=int, default=100_000, help="How many hostile inputs for fuzz."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Of every random moment and place.")
-    parser.add_argument("--quick", action="store_true", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")
-    parser.add_argument("--folder", type=Path, help="Where runs go, kept afterwards. Default: a temporary one.")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="Where runs go, kept afterwards. Default: a temporary one."
+    )
     parser.add_argument("--json", action="store_true", help="One JSON object on stdout.")
     asked = parser.parse_args()
     quick, seed = asked.quick, asked.seed
-    kills, inputs = (min(asked.kills, 3), min(asked.inputs, 400)) if quick else (asked.kills, asked.inputs)
+    kills, inputs = (
+        (min(asked.kills, 3), min(asked.inputs, 400)) if quick else (asked.kills, asked.inputs)
+    )
     place = asked.folder or Path(tempfile.mkdtemp(prefix="isotype-faults-"))
     imports()
     workshop = Workshop(place)
@@ -57,24 +76,50 @@ def main() -> int:
     started, trials = time.monotonic(), list[Trial]()
     for part in dict.fromkeys(asked.parts or DEFAULT):
         done = 0
-        for trial in planned[part]():  # of fuzz also numbers of inputs, where a trial would be too many lines
+        # of fuzz also numbers of inputs, where a trial would be too many lines
+        for trial in planned[part]():
             done += trial if isinstance(trial, int) else int(part != "fuzz")
             print(f"{part}: {done:,} done", file=sys.stderr)
             trials += [trial] if isinstance(trial, Trial) else []
     failed = sum(not trial.passed for trial in trials)
     if asked.folder is None and not failed:
         shutil.rmtree(place, ignore_errors=True)
-    kept, seconds, rows = str(place) if place.exists() else None, time.monotonic() - started, summarise(trials)
+    kept, seconds, rows = (
+        str(place) if place.exists() else None,
+        time.monotonic() - started,
+        summarise(trials),
+    )
     if asked.json:
-        print(json.dumps({"trials": len(trials), "failed": failed, "seconds": round(seconds, 1), "rows": rows, "kept": kept}))
+        print(
+            json.dumps(
+                {
+                    "trials": len(trials),
+                    "failed": failed,
+                    "seconds": round(seconds, 1),
+                    "rows": rows,
+                    "kept": kept,
+                }
+            )
+        )
     else:
-        print(*as_lines(rows), f"\n{len(trials)} trials, {failed} failed, {seconds:.0f} s", f"kept: {kept}" if kept else "", sep="\n")
+        print(
+            *as_lines(rows),
+            f"\n{len(trials)} trials, {failed} failed, {seconds:.0f} s",
+            f"kept: {kept}" if kept else "",
+            sep="\n",
+        )
     return int(not trials or failed > 0)
 
 
 def imports() -> None:
-    """What every child would import, once. Nothing is computed here: thread pools do not survive a fork."""
-    for name, value in (("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_OFFLINE", "1")):
+    """What every child would import, once. Nothing is computed here: thread pools do not survive a
+    fork.
+    """
+    for name, value in (
+        ("OMP_NUM_THREADS", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("HF_HUB_OFFLINE", "1"),
+    ):
         os.environ.setdefault(name, value)
     from isotype.cli.app import build_app
     from isotype.training import finish, run  # noqa: F401

@@ -1,4 +1,6 @@
-"""`isotype ...` in a fork of this process, which has everything imported: a real process, without seven seconds of imports."""
+"""`isotype ...` in a fork of this process, which has everything imported: a real process, without
+seven seconds of imports.
+"""
 
 import os
 import signal
@@ -10,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HANGS = 300.0  # seconds after which a run of two seconds is taken to hang, also on a machine that has other things to do
+# seconds after which a run of two seconds is taken to hang, also on a machine that has other things
+# to do
+HANGS = 300.0
 CRASHED, HUNG = 99, -999
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
@@ -49,7 +53,9 @@ def elsewhere(work: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """status: the exit status, negative for a signal, CRASHED for an exception nobody expected, HUNG; output: stdout and stderr."""
+    """status: the exit status, negative for a signal, CRASHED for an exception nobody expected,
+    HUNG; output: stdout and stderr.
+    """
 
     status: int
     output: str
@@ -58,7 +64,11 @@ class Ended:
     @property
     def error(self) -> str:
         """What the command line said last: its error, without the lines before."""
-        return self.output[self.output.rfind("isotype: ") :].strip() if "isotype: " in self.output else ""
+        return (
+            self.output[self.output.rfind("isotype: ") :].strip()
+            if "isotype: " in self.output
+            else ""
+        )
 
     @property
     def clear(self) -> bool:
@@ -73,7 +83,9 @@ class Ended:
 class Child:
     """A command in another process."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, *, before: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log: Path, *, before: Callable[[], None] | None = None
+    ) -> None:
         self.log, self._started = log, time.monotonic()
         self.pid = fork(lambda: _command(arguments, log, before))
 
@@ -84,14 +96,29 @@ class Child:
         """How it ended, or None while it runs."""
         pid, how = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
         said = self.log.read_text(errors="replace") if pid and self.log.exists() else ""
-        return Ended(os.waitstatus_to_exitcode(how), said, time.monotonic() - self._started) if pid else None
+        return (
+            Ended(os.waitstatus_to_exitcode(how), said, time.monotonic() - self._started)
+            if pid
+            else None
+        )
 
 
 def wait(
-    children: Sequence[Child], *, kill: Sequence[int] = (), after: float = 0.0, once: Callable[[], bool] = lambda: True
+    children: Sequence[Child],
+    *,
+    kill: Sequence[int] = (),
+    after: float = 0.0,
+    once: Callable[[], bool] = lambda: True,
 ) -> list[Ended]:
-    """Waits for the end of all. Those that hang are killed, and those in `kill` are `after` seconds after `once()` came true."""
-    begun, counted_from, left, found = time.monotonic(), None, dict(enumerate(children)), dict[int, Ended]()
+    """Waits for the end of all. Those that hang are killed, and those in `kill` are `after` seconds
+    after `once()` came true.
+    """
+    begun, counted_from, left, found = (
+        time.monotonic(),
+        None,
+        dict(enumerate(children)),
+        dict[int, Ended](),
+    )
     while left:
         now = time.monotonic()
         if counted_from is None and once():
@@ -135,12 +162,15 @@ def die() -> None:
     time.sleep(60)  # the signal is on its way
 
 
-# --- The file operations of a process, counted and met: an audit hook hears of each right before it is done.
+# --- The file operations of a process, counted and met: an audit hook hears of each right before it
+# is done.
 
 
 def on_operation(act: Callable[[], object]) -> Callable[[], None]:
     """For a child: `act` right before each change of files."""
-    return lambda: sys.addaudithook(lambda event, arguments: act() if _is_change(event, arguments) else None)
+    return lambda: sys.addaudithook(
+        lambda event, arguments: act() if _is_change(event, arguments) else None
+    )
 
 
 def before_operation(number: int, act: Callable[[], None]) -> Callable[[], None]:

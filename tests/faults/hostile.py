@@ -1,6 +1,8 @@
-"""What hostile files are given to, as a user's command would: configurations, data, weights, adapters, run folders.
+"""What hostile files are given to, as a user's command would: configurations, data, weights,
+adapters, run folders.
 
-A target takes a folder of its own and a source of chance, makes one input and feeds it. It may raise IsotypeError; all else is a fault.
+A target takes a folder of its own and a source of chance, makes one input and feeds it. It may
+raise IsotypeError; all else is a fault.
 """
 
 import contextlib
@@ -64,7 +66,11 @@ class Material:
         """The header and the bytes of a whole file with three tensors and a note."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for i, (dtype, shape) in enumerate((("F32", [4, 2]), ("BF16", [3]), ("U8", []))):
-            header[f"model.layers.{i}.weight"] = {"dtype": dtype, "shape": shape, "data_offsets": ([0, 32], [32, 38], [38, 39])[i]}
+            header[f"model.layers.{i}.weight"] = {
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": ([0, 32], [32, 38], [38, 39])[i],
+            }
         return header, bytes(range(39))
 
     def model(self) -> Any:
@@ -75,7 +81,9 @@ class Material:
 
 
 def configuration(material: Material, folder: Path, draw: random.Random) -> None:
-    """`isotype train FILE section.key=value`, up to where a model would be loaded; what is accepted must be written and read the same."""
+    """`isotype train FILE section.key=value`, up to where a model would be loaded; what is accepted
+    must be written and read the same.
+    """
     from isotype.config.load import load
     from isotype.config.write import resolved_yaml
 
@@ -84,8 +92,19 @@ def configuration(material: Material, folder: Path, draw: random.Random) -> None
         file.write_bytes(mutated_bytes((material.run / "resolved.yaml").read_bytes(), draw))
     else:
         text = json.dumps(mutated_json(material.config, draw))
-        file.write_bytes(text.encode() if draw.random() < 0.8 else mutated_bytes(text.encode(), draw))
-    key = draw.choice(("train.steps", "model.name", "model.config.hidden_size", "data.train", "precision.preset", "run.folder"))
+        file.write_bytes(
+            text.encode() if draw.random() < 0.8 else mutated_bytes(text.encode(), draw)
+        )
+    key = draw.choice(
+        (
+            "train.steps",
+            "model.name",
+            "model.config.hidden_size",
+            "data.train",
+            "precision.preset",
+            "run.folder",
+        )
+    )
     overrides = [f"{key}={draw.choice(TEXTS)}"] if draw.random() < 0.1 else []
     loaded = load(file, overrides)
     again = folder / "again.yaml"
@@ -110,7 +129,11 @@ def recipes(material: Material, folder: Path, draw: random.Random) -> None:
     from isotype.tasks.language.batches import row_feed
 
     sources: list[Any] = [str(_file(folder, i, draw)) for i in range(draw.choice((1, 1, 2)))]
-    settings: dict[str, Any] = {"max_length": draw.choice((4, 16, 48)), "packing": draw.random() < 0.4, "stream": draw.random() < 0.4}
+    settings: dict[str, Any] = {
+        "max_length": draw.choice((4, 16, 48)),
+        "packing": draw.random() < 0.4,
+        "stream": draw.random() < 0.4,
+    }
     if len(sources) > 1 and draw.random() < 0.8:
         sources = [{"name": name, "weight": draw.choice((1, 2.5, 1e9, 1e-9))} for name in sources]
     if settings["stream"]:
@@ -121,7 +144,12 @@ def recipes(material: Material, folder: Path, draw: random.Random) -> None:
         settings["chat_template"] = str(template)
     if draw.random() < 0.1:
         settings["columns"] = {draw.choice(("prompt", "text", "messages")): draw.choice(TEXTS)}
-    section = DataSection(train=sources, eval_split=draw.choice((0.0, 0.5)), loss_on=draw.choice(("assistant", "all")), **settings)
+    section = DataSection(
+        train=sources,
+        eval_split=draw.choice((0.0, 0.5)),
+        loss_on=draw.choice(("assistant", "all")),
+        **settings,
+    )
     check_data(RunConfig.model_validate({"data": section.model_dump(), "train": {"steps": 3}}), {})
     row_feed(load_data(section, material.tokenizer, seed=0), seed=0, shuffle=True).take(TAKEN)
 
@@ -130,7 +158,9 @@ def _file(folder: Path, number: int, draw: random.Random) -> Path:
     ending = draw.choice(ENDINGS)
     good = draw.choice(ROWS)
     # mostly good, so that much of it comes as far as batches
-    rows = [good] * draw.randint(3, 12) + [mutated_json(draw.choice((good, good, *ROWS)), draw)] * (draw.random() < 0.4)
+    rows = [good] * draw.randint(3, 12) + [mutated_json(draw.choice((good, good, *ROWS)), draw)] * (
+        draw.random() < 0.4
+    )
     lines = "\n".join(json.dumps(row) for row in rows).encode("utf-8", "surrogatepass")
     content = {
         ".parquet": lambda: _parquet(rows, good),
@@ -166,7 +196,14 @@ def _parquet(rows: list[Any], good: Any) -> bytes:
 def _table(draw: random.Random, delimiter: str) -> bytes:
     out = io.StringIO()
     writer = csv.writer(out, delimiter=delimiter)
-    header = draw.choice((("prompt", "completion"), ("text",), ("instruction", "input", "output"), tuple(draw.choices(TEXTS, k=2))))
+    header = draw.choice(
+        (
+            ("prompt", "completion"),
+            ("text",),
+            ("instruction", "input", "output"),
+            tuple(draw.choices(TEXTS, k=2)),
+        )
+    )
     writer.writerow(header)
     for _ in range(draw.randint(0, 12)):
         width = len(header) if draw.random() < 0.995 else draw.randint(1, 4)
@@ -221,14 +258,20 @@ def adapter(material: Material, folder: Path, draw: random.Random) -> None:
         config = mutated_bytes(config, draw)
     if kind == 4:
         size = int.from_bytes(tensors[:8], "little")
-        tensors = _safetensors(mutated_json(json.loads(tensors[8 : 8 + size]), draw), tensors[8 + size :])
+        tensors = _safetensors(
+            mutated_json(json.loads(tensors[8 : 8 + size]), draw), tensors[8 + size :]
+        )
     (place / "adapter_config.json").write_bytes(config)
-    (place / draw.choice(("adapter_model.safetensors",) * 9 + ("adapter_model.bin",))).write_bytes(tensors)
+    (place / draw.choice(("adapter_model.safetensors",) * 9 + ("adapter_model.bin",))).write_bytes(
+        tensors
+    )
     load_adapter(material.model(), place)
 
 
 def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
-    """Somebody's run: listed, reported, and held as `train --resume` does; its settings, preflight record and checkpoint read."""
+    """Somebody's run: listed, reported, and held as `train --resume` does; its settings, preflight
+    record and checkpoint read.
+    """
     from isotype.cli.report import _row
     from isotype.config.compare import compare
     from isotype.config.load import load
@@ -239,7 +282,9 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from isotype.training.preflight.check import skipped_before
 
     place = folder / "run"
-    shutil.copytree(material.run, place, ignore=shutil.ignore_patterns("adapter", "base", "step_9", "report*"))
+    shutil.copytree(
+        material.run, place, ignore=shutil.ignore_patterns("adapter", "base", "step_9", "report*")
+    )
     files = sorted(p for p in place.rglob("*") if p.is_file() and p.name != LOCK)
     for file in draw.sample(files, draw.randint(1, 3)):
         _damage(file, folder, draw)

@@ -1,10 +1,28 @@
-"""Hostile variants of good files: bytes flipped, cut, doubled and spliced; JSON values exchanged for what a program least expects."""
+"""Hostile variants of good files: bytes flipped, cut, doubled and spliced; JSON values exchanged
+for what a program least expects.
+"""
 
 import json
 import random
 from typing import Any
 
-NUMBERS = (0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"), True, False)
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    -(2**63),
+    10**30,
+    0.5,
+    -0.0,
+    1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+)
 TEXTS = (
     "", " ", "\x00", "a\x00b", "../../../../tmp/outside", "/etc/passwd", "/dev/zero", "~", ".", "..", "%s%n", "{{ 7 * 7 }}",
     "{% for a in range(9) %}x{% endfor %}", "\u202e", "\ufeff", "\ud83d\ude00", "null", "nan", "1e999", "<|im_end|>", "<|im_start|>system",

@@ -1,6 +1,8 @@
-"""NaN put into a run at a random step: into a weight, an activation, a batch, a gradient, and into a weight after its last update.
+"""NaN put into a run at a random step: into a weight, an activation, a batch, a gradient, and into
+a weight after its last update.
 
-The run must stop before a weight that is good becomes bad, name the step and the tensor, and name a checkpoint that is good.
+The run must stop before a weight that is good becomes bad, name the step and the tensor, and name a
+checkpoint that is good.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def activation(loop: Loop) -> None:
 
 
 def batch(loop: Loop) -> None:
-    """One position of the embedded batch, as a row of a file of embeddings or pictures with a NaN in it would give."""
+    """One position of the embedded batch, as a row of a file of embeddings or pictures with a NaN
+    in it would give.
+    """
 
     def poison(module: Any, arguments: Any, output: Any) -> Any:
         output = output.clone()
@@ -50,7 +54,9 @@ def gradient(loop: Loop) -> None:
 
 
 def updated_weight(loop: Loop) -> None:
-    """After the optimizer's step and before the checkpoint: the loss was finite, and only the next one would show it."""
+    """After the optimizer's step and before the checkpoint: the loss was finite, and only the next
+    one would show it.
+    """
     loop.stepper.optimizer.register_step_post_hook(lambda *_: trained_weight(loop))
 
 
@@ -77,19 +83,36 @@ def nan_trials(workshop: Workshop, *, times: int, seed: int) -> Iterator[Trial]:
 def _planned(times: int) -> list[tuple[str, Callable[[Loop], None], str]]:
     if not times:
         return [(what, INTO[what][0], INTO[what][1][0]) for what in QUICK]
-    return [(what, inject, recipe) for what, (inject, recipes) in INTO.items() for recipe in recipes for _ in range(times)]
+    return [
+        (what, inject, recipe)
+        for what, (inject, recipes) in INTO.items()
+        for recipe in recipes
+        for _ in range(times)
+    ]
 
 
-def _trial(workshop: Workshop, what: str, inject: Callable[[Loop], None], recipe: str, at: int) -> Trial:
+def _trial(
+    workshop: Workshop, what: str, inject: Callable[[Loop], None], recipe: str, at: int
+) -> Trial:
     folder = workshop.new_folder()
-    ended = run(["train", str(workshop.settings(folder, recipe))], workshop.log(), before=lambda: _before_step(at, inject))
+    ended = run(
+        ["train", str(workshop.settings(folder, recipe))],
+        workshop.log(),
+        before=lambda: _before_step(at, inject),
+    )
     wrong, good = list[str](), (at - 1) // EVERY * EVERY
     if ended.status != 1 or not ended.clear or "NF001" not in ended.error:
         wrong = [f"exit {ended.status} at step {at}: {ended.output[-1500:]}"]
     elif f"step_{good}" not in ended.error:
         wrong = [f"NaN at step {at}: the message does not name step_{good}: {ended.error}"]
     _, stuck, different = workshop.ends_as_undisturbed(folder, workshop.undisturbed(recipe)[0])
-    return Trial(part="nan", what=f"NaN into {what}", wrong=wrong + stuck, different=different, message=ended.told("  saved"))
+    return Trial(
+        part="nan",
+        what=f"NaN into {what}",
+        wrong=wrong + stuck,
+        different=different,
+        message=ended.told("  saved"),
+    )
 
 
 def _before_step(at: int, inject: Callable[[Loop], None]) -> None:

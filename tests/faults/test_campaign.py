@@ -20,7 +20,14 @@ from tests.warm import interpreter
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parts", [["kills"], pytest.param(["corruption", "disk", "nan", "matrix", "ranks", "fuzz"], marks=pytest.mark.full)], ids=" ".join
+    "parts",
+    [
+        ["kills"],
+        pytest.param(
+            ["corruption", "disk", "nan", "matrix", "ranks", "fuzz"], marks=pytest.mark.full
+        ),
+    ],
+    ids=" ".join,
 )
 def test_a_slice_of_the_campaign(parts):
     command = [interpreter(), "-m", "tests.faults", *parts, "--quick", "--json"]
@@ -45,7 +52,11 @@ def test_a_changed_file_is_reported_as_a_difference_of_two_runs(configured, tmp_
     assert train(configured("other")) == 0
     one, other = tmp_path / "one", tmp_path / "other"
     assert differences(one, other) == []
-    for name, change in (("adapter/adapter_model.safetensors", flip), ("metrics.jsonl", shorten), ("samples/step_6.json", flip)):
+    for name, change in (
+        ("adapter/adapter_model.safetensors", flip),
+        ("metrics.jsonl", shorten),
+        ("samples/step_6.json", flip),
+    ):
         kept = (one / name).read_bytes()
         change(one / name)
         assert len(differences(one, other)) == 1, name
@@ -75,7 +86,10 @@ def test_a_fault_is_reported_with_the_number_of_its_input(tmp_path, subtests):
         (lambda m, folder, draw: (folder / "../../../outside").write_text("x"), "outside"),
         (lambda m, folder, draw: os.system("true"), "os.system"),
         (lambda m, folder, draw: pickle.loads(pickle.dumps(OrderedDict())), "pickle.find_class"),
-        (lambda m, folder, draw: (_ for _ in ()).throw(UsageError("x" * 30_000)), "a message of 30000 characters"),
+        (
+            lambda m, folder, draw: (_ for _ in ()).throw(UsageError("x" * 30_000)),
+            "a message of 30000 characters",
+        ),
         (lambda m, folder, draw: os._exit(3), "the process died with 3"),
     ):
         with subtests.test(fault):

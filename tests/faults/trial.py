@@ -12,8 +12,10 @@ class Trial:
     """A fault done to a run.
 
     part, what  the fault, as a row of the table
-    wrong       why it did not survive: the command did not end as it should, or say what happened in one message, or could not go on
-    different   where the run that went on is not, bit for bit, the undisturbed one; None where there is no such run
+    wrong       why it did not survive: the command did not end as it should, or say what happened
+                in one message, or could not go on
+    different   where the run that went on is not, bit for bit, the undisturbed one; None where
+                there is no such run
     message     what a user was told, first lines
     """
 
@@ -61,18 +63,26 @@ def as_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"\nFAILED  {row['part']}, {row['what']}: {wrong}"
 
 
-# --- Whether two runs ended alike, bit for bit: the result, the last checkpoint, the metrics, the samples.
+# --- Whether two runs ended alike, bit for bit: the result, the last checkpoint, the metrics, the
+# samples.
 
 
-_OF_THE_MACHINE = {"tokens_per_second", "seconds", "memory_bytes"}  # what a clock or another process decides
+# what a clock or another process decides
+_OF_THE_MACHINE = {"tokens_per_second", "seconds", "memory_bytes"}
 
 
 def differences(run: Path, undisturbed: Path) -> list[str]:
-    """What differs between two finished runs of one configuration, and what a fault left lying about; empty when nothing does."""
+    """What differs between two finished runs of one configuration, and what a fault left lying
+    about; empty when nothing does.
+    """
     found = []
-    steps = sorted(undisturbed.glob("checkpoints/step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+    steps = sorted(
+        undisturbed.glob("checkpoints/step_*"), key=lambda p: int(p.name.removeprefix("step_"))
+    )
     last = steps[-1].name
-    parts = [f"checkpoints/{last}/{name}" for name in ("tensors.safetensors", "tensors.1.safetensors")]
+    parts = [
+        f"checkpoints/{last}/{name}" for name in ("tensors.safetensors", "tensors.1.safetensors")
+    ]
     for name in ("adapter/adapter_model.safetensors", "model/model.safetensors", *parts):
         ours, theirs = run / name, undisturbed / name
         if ours.is_file() != theirs.is_file():
@@ -85,7 +95,11 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
         found.append("metrics.jsonl differs")
     if _samples(run) != _samples(undisturbed):
         found.append("samples differ")
-    found += [f"{p.relative_to(run)} was left behind" for p in run.rglob(".*") if p.name.endswith((".partial", ".replaced"))]
+    found += [
+        f"{p.relative_to(run)} was left behind"
+        for p in run.rglob(".*")
+        if p.name.endswith((".partial", ".replaced"))
+    ]
     return found
 
 

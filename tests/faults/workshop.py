@@ -15,7 +15,8 @@ from .trial import differences
 
 STEPS, EVERY = 12, 3  # checkpoints at 3, 6, 9 and 12
 
-# every way in which a run keeps state: optimizer, dropout's generator, stochastic rounding, loss scale, 8-bit states
+# every way in which a run keeps state: optimizer, dropout's generator, stochastic rounding, loss
+# scale, 8-bit states
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "fp32 LoRA, dropout": {"precision": {"preset": "fp32"}, "adapter": {"kind": "lora", "r": 4, "dropout": 0.1}},
     "bf16-pure, stochastic rounding, no evaluation": {
@@ -52,10 +53,14 @@ class Workshop:
         from isotype.training.console import quiet_libraries
 
         quiet_libraries()
-        texts = [f"{row['messages'][0]['content']} {row['messages'][1]['content']}" for row in _rows()]
+        texts = [
+            f"{row['messages'][0]['content']} {row['messages'][1]['content']}" for row in _rows()
+        ]
         tokenizer = train_tokenizer(texts * 2, vocabulary=320)
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small_config(tokenizer, hidden=64, layers=2, positions=128), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            small_config(tokenizer, hidden=64, layers=2, positions=128), dtype=torch.float32
+        )
         model.save_pretrained(self.folder / "base")
         tokenizer.save_pretrained(str(self.folder / "base"))
 
@@ -70,7 +75,8 @@ class Workshop:
         return self.folder / f"run_{next(self._numbers)}"
 
     def log(self) -> Path:
-        return self.folder / "logs" / f"{os.getpid()}_{next(self._numbers)}.txt"  # forks count on their own
+        # forks count on their own
+        return self.folder / "logs" / f"{os.getpid()}_{next(self._numbers)}.txt"
 
     def settings(self, folder: Path, recipe: str = FIRST, **sections: dict[str, Any]) -> Path:
         """Writes a configuration whose run goes to `folder` and returns its path."""
@@ -78,7 +84,12 @@ class Workshop:
             "model": {"name": str(self.base), "device": "cpu"},
             "data": {"train": str(self.data), "eval_split": 0.1, "max_length": 64},
             "train": {"steps": STEPS, "batch_size": 4, "learning_rate": 1e-3, "eval_every": EVERY},
-            "run": {"folder": str(folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
+            "run": {
+                "folder": str(folder),
+                "sample_tokens": 4,
+                "report": False,
+                "samples": ["How much is 1 plus 1?"],
+            },
         }
         for more in (RECIPES[recipe], sections):
             for section, values in more.items():
@@ -93,7 +104,9 @@ class Workshop:
             folder = self.new_folder()
             ended = run(["train", str(self.settings(folder, recipe))], self.log())
             if ended.status != 0:
-                raise RunError(f"the undisturbed run ({recipe}) ended with {ended.status}: {ended.output[-2000:]}")
+                raise RunError(
+                    f"the undisturbed run ({recipe}) ended with {ended.status}: {ended.output[-2000:]}"
+                )
             self._undisturbed[recipe] = (folder, ended)
         return self._undisturbed[recipe]
 
@@ -107,7 +120,9 @@ class Workshop:
         return folder
 
     def go_on(self, folder: Path, settings: Path | None = None) -> list[str]:
-        """The command that a user gives after something happened: resume where there is a run, else the same command again."""
+        """The command that a user gives after something happened: resume where there is a run, else
+        the same command again.
+        """
         if (folder / "resolved.yaml").is_file() or settings is None:
             return ["train", "--resume", str(folder)]
         return ["train", str(settings)]
@@ -118,13 +133,21 @@ class Workshop:
             folder, counted = self.new_folder(), self.log()
             with counted.open("wb", buffering=0) as file:
                 settings = self.settings(folder, recipe)
-                run(["train", str(settings)], self.log(), before=on_operation(lambda: file.write(b".")))
+                run(
+                    ["train", str(settings)],
+                    self.log(),
+                    before=on_operation(lambda: file.write(b".")),
+                )
             self._operations[recipe] = counted.stat().st_size
             shutil.rmtree(folder)
         return self._operations[recipe]
 
-    def ends_as_undisturbed(self, folder: Path, undisturbed: Path, settings: Path | None = None) -> tuple[Ended, list[str], list[str]]:
-        """The run that goes on, what is wrong with that, and with its end; a folder that ended well is removed."""
+    def ends_as_undisturbed(
+        self, folder: Path, undisturbed: Path, settings: Path | None = None
+    ) -> tuple[Ended, list[str], list[str]]:
+        """The run that goes on, what is wrong with that, and with its end; a folder that ended well
+        is removed.
+        """
         ended = run(self.go_on(folder, settings), self.log())
         if ended.status != 0:
             return ended, [f"did not go on ({folder}): {ended.output[-1500:]}"], []
@@ -134,5 +157,12 @@ class Workshop:
 
 
 def _rows() -> list[dict[str, Any]]:
-    pairs = [(f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(4) for b in range(12)]
-    return [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in pairs]
+    pairs = [
+        (f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.")
+        for a in range(4)
+        for b in range(12)
+    ]
+    return [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in pairs
+    ]

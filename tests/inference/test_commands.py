@@ -68,32 +68,48 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_passed_over(run, mo
     assert load_run(run).taken != before
 
 
-def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_them_out(run, workshop, tmp_path):
+def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_them_out(
+    run, workshop, tmp_path
+):
     file = tmp_path / "some.jsonl"
-    file.write_text(Path(workshop.chats).read_text() + '{"messages": [\n{"messages": [], "messages": []}\n')
+    file.write_text(
+        Path(workshop.chats).read_text() + '{"messages": [\n{"messages": [], "messages": []}\n'
+    )
     with pytest.raises(UsageError, match="--on-bad-row skip") as refused:
         ask("eval", run, file)
     fix = refused.value.fix
-    whole, skipped = json.loads(ask("eval", run, workshop.chats, "--json")), json.loads(ask(*fix.split()[1:], "--json"))
+    whole, skipped = (
+        json.loads(ask("eval", run, workshop.chats, "--json")),
+        json.loads(ask(*fix.split()[1:], "--json")),
+    )
     assert (whole["left_out"], skipped["left_out"]) == (0, 2)
     assert skipped["loss"] == whole["loss"]
 
 
 def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
-    (tmp_path / "prompts.txt").write_text("How much is 1\x0cplus\u20282?\r\n\nHow much is 3 plus 2?\n")  # two lines
+    # two lines
+    (tmp_path / "prompts.txt").write_text(
+        "How much is 1\x0cplus\u20282?\r\n\nHow much is 3 plus 2?\n"
+    )
 
     def answers(*options):
-        out = ask("sample", run, "--prompts", tmp_path / "prompts.txt", "--tokens", 8, "--json", *options)
+        out = ask(
+            "sample", run, "--prompts", tmp_path / "prompts.txt", "--tokens", 8, "--json", *options
+        )
         return [s["answer"] for s in json.loads(out.splitlines()[-1])["samples"]]
 
     assert len(answers()) == 2
     assert answers() == answers()
     drawn = ("--temperature", 2.0)
-    assert answers(*drawn, "--seed", 1) == answers(*drawn, "--seed", 1) != answers(*drawn, "--seed", 2)
+    assert (
+        answers(*drawn, "--seed", 1) == answers(*drawn, "--seed", 1) != answers(*drawn, "--seed", 2)
+    )
 
 
 def test_chat_answers_what_is_piped_in(run):
-    said = invoke("chat", run, "--tokens", 4, "--json", text="one?\ntwo?\n/reset\n/foo\nthree?\n/quit\nfour?")
+    said = invoke(
+        "chat", run, "--tokens", 4, "--json", text="one?\ntwo?\n/reset\n/foo\nthree?\n/quit\nfour?"
+    )
     answers = [json.loads(line) for line in said.stdout.splitlines()]
     assert [a["prompt"] for a in answers] == ["one?", "two?", "three?"]
     assert "/foo: no such command" in said.stderr
@@ -103,8 +119,13 @@ def test_chat_answers_what_is_piped_in(run):
 def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
     from transformers import PreTrainedTokenizerFast
 
-    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids, **options: "a\x1b[2J\x07\x9bb\r\n\tc\n")
-    for shown in (ask("chat", run, "--tokens", 1, text="one?\n"), ask("sample", run, "one?", "--tokens", 1)):
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast, "decode", lambda self, ids, **options: "a\x1b[2J\x07\x9bb\r\n\tc\n"
+    )
+    for shown in (
+        ask("chat", run, "--tokens", 1, text="one?\n"),
+        ask("sample", run, "one?", "--tokens", 1),
+    ):
         assert "a�[2J��b\n\tc\n" in shown
     answer = answer_of("sample", run, "one?", "--tokens", 1)["samples"][0]["answer"]
     assert answer.startswith("a\x1b[2J")
@@ -132,7 +153,9 @@ def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configu
     assert train(configured(data=data)) == 0
     shutil.rmtree(tmp_path / "run" / "adapter")
     tokenizer = load_run(tmp_path / "run").tokenizer
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False, add_generation_prompt=True)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], tokenize=False, add_generation_prompt=True
+    )
     assert asked == f"q{tokenizer.eos_token}so"
 
 
@@ -145,12 +168,26 @@ def test_ls_lists_runs(default_run, configured, tmp_path):
 
 
 def test_an_adapter_on_a_4_bit_base_is_merged_in_fp32(configured, tmp_path, workshop):
-    base = save_with_tokenizer("llama", workshop.base, tmp_path / "wide", hidden_size=64, intermediate_size=128)
-    assert train(configured(precision={"preset": "nf4-lora"}, train={"learning_rate": 2e-2}, model={"name": str(base)})) == 0
+    base = save_with_tokenizer(
+        "llama", workshop.base, tmp_path / "wide", hidden_size=64, intermediate_size=128
+    )
+    assert (
+        train(
+            configured(
+                precision={"preset": "nf4-lora"},
+                train={"learning_rate": 2e-2},
+                model={"name": str(base)},
+            )
+        )
+        == 0
+    )
     merged = merge(load_run(tmp_path / "run"), tmp_path / "merged", dtype="fp32")
     assert merged.weights == 14
     assert merged.noise < 1e-5
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.float32
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype
+        == torch.float32
+    )
 
 
 def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
@@ -163,7 +200,10 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     assert loss(merged)["taken"] == "model"
     assert loss(merged)["loss"] == pytest.approx(loss(run)["loss"], rel=1e-2)
     assert loss(workshop.base)["loss"] > loss(merged)["loss"]
-    answers = [ask("sample", folder, "How much is 1 plus 2?", "--tokens", 4, "--json") for folder in (merged, run, run / "adapter")]
+    answers = [
+        ask("sample", folder, "How much is 1 plus 2?", "--tokens", 4, "--json")
+        for folder in (merged, run, run / "adapter")
+    ]
     assert len({json.loads(one.splitlines()[-1])["samples"][0]["answer"] for one in answers}) == 1
     assert ask("chat", merged, "--tokens", 4, "--temperature", 0, text="How much is 1 plus 2?\n")
     with pytest.raises(UsageError, match="no prompts of its own"):
@@ -173,7 +213,9 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     assert load_run(merged).precision.base == "fp32"
 
 
-def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(run, tmp_path, monkeypatch):
+def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
+    run, tmp_path, monkeypatch
+):
     (tmp_path / "words").write_text("mine")
     monkeypatch.setattr("isotype.inference.loaded.load_run", lambda *given: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="not empty"):
@@ -183,12 +225,18 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
 
 
 def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(configured, tmp_path):
-    loaded = configured(train={"learning_rate": 2e-2, "steps": 3}, run={"adapters_every": 1, "adapters_keep": 1})
+    loaded = configured(
+        train={"learning_rate": 2e-2, "steps": 3}, run={"adapters_every": 1, "adapters_keep": 1}
+    )
     assert train(loaded) == 0
     assert [p.name for p in (tmp_path / "run/adapters").iterdir()] == ["step_2"]
-    early, last = (answer_of("eval", tmp_path / folder) for folder in ("run/adapters/step_2", "run"))
+    early, last = (
+        answer_of("eval", tmp_path / folder) for folder in ("run/adapters/step_2", "run")
+    )
     assert (early["taken"], last["taken"]) == ("adapters/step_2", "adapter")
-    then = {row["step"]: row["eval_loss"] for row in metrics(tmp_path / "run") if "eval_loss" in row}
+    then = {
+        row["step"]: row["eval_loss"] for row in metrics(tmp_path / "run") if "eval_loss" in row
+    }
     assert early["loss"] == pytest.approx(then[2], rel=1e-6)
     assert last["loss"] == pytest.approx(then[3], rel=1e-6)
     assert ask("chat", tmp_path / "run/adapters/step_2", "--tokens", 4, text="one?\n")
@@ -197,13 +245,20 @@ def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(conf
 
 
 def test_a_base_that_is_gone_is_said_with_the_setting_that_names_it(run, workshop):
-    for file, setting in (("resolved.yaml", "model.name"), ("adapter/adapter_config.json", "base_model_name_or_path")):
-        (run / file).write_text((run / file).read_text().replace(str(workshop.base), "/gone/to/base"))
+    for file, setting in (
+        ("resolved.yaml", "model.name"),
+        ("adapter/adapter_config.json", "base_model_name_or_path"),
+    ):
+        (run / file).write_text(
+            (run / file).read_text().replace(str(workshop.base), "/gone/to/base")
+        )
         with pytest.raises(UsageError, match=f"{setting}: /gone/to/base is no longer there"):
             load_run((run / file).parent)
 
 
-def test_the_card_of_a_result_names_its_making_and_its_code_loads_it(run, workshop, configured, tmp_path):
+def test_the_card_of_a_result_names_its_making_and_its_code_loads_it(
+    run, workshop, configured, tmp_path
+):
     assert train(configured("full", adapter={"kind": "none"}, train={"steps": 2})) == 0
     for folder, kind in ((run / "adapter", "peft"), (tmp_path / "full/model", "transformers")):
         card = ModelCard.load(folder / "README.md")
@@ -217,4 +272,6 @@ def test_the_card_of_a_result_names_its_making_and_its_code_loads_it(run, worksh
         loaded: dict = {"FOLDER": str(folder)}
         exec(code, loaded)
         ids = torch.arange(3, 20)[None]
-        assert torch.allclose(loaded["model"](ids).logits, load_run(folder).model(ids).logits, atol=1e-6)
+        assert torch.allclose(
+            loaded["model"](ids).logits, load_run(folder).model(ids).logits, atol=1e-6
+        )

@@ -1,4 +1,6 @@
-"""Results as llama.cpp, Ollama and vLLM read them: read back by transformers, or computed as their readers compute."""
+"""Results as llama.cpp, Ollama and vLLM read them: read back by transformers, or computed as their
+readers compute.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from isotype.errors import UsageError
 from isotype.inference.adapter_file import export_vllm
 from isotype.inference.export import export_language
-from isotype.inference.gguf_file import FAMILIES, WHOLE, export_adapter, export_model, tokenizer_keys
+from isotype.inference.gguf_file import (
+    FAMILIES,
+    WHOLE,
+    export_adapter,
+    export_model,
+    tokenizer_keys,
+)
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.inference.ollama import turns_of
@@ -32,14 +40,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return splitting()
 
 
-# transformers reads neither the width of a head nor Gemma's scale from the file, and takes those of released models
+# transformers reads neither the width of a head nor Gemma's scale from the file, and takes those of
+# released models
 HEADS = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
 
 
 def saved(folder: Path, family: str, tokenizer, dtype=torch.float16, **changes) -> Path:
     """A random model's folder, its values those of `dtype`; norms are no ones."""
-    sizes = {**SIZES, "vocab_size": 320, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    heads = {"head_dim": HEADS[family], "query_pre_attn_scalar": HEADS[family]} if family in HEADS else {}
+    sizes = {
+        **SIZES,
+        "vocab_size": 320,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    heads = (
+        {"head_dim": HEADS[family], "query_pre_attn_scalar": HEADS[family]}
+        if family in HEADS
+        else {}
+    )
     model = tiny(family, **{**sizes, **SETTINGS.get(family, {}), **heads, **changes})
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", ".bias")):
@@ -54,12 +73,17 @@ def logits(model) -> torch.Tensor:
         return model.eval()(torch.arange(3, 35)[None]).logits
 
 
-def test_a_model_of_each_family_is_read_back_bit_for_bit(tmp_path: Path, tokenizer, subtests) -> None:
+def test_a_model_of_each_family_is_read_back_bit_for_bit(
+    tmp_path: Path, tokenizer, subtests
+) -> None:
     pytest.importorskip("gguf")
     for family, (kind, dtype) in product(WHOLE, (("F16", torch.float16), ("BF16", torch.bfloat16))):
         with subtests.test(f"{family} {kind}"):
             place = tmp_path / family
-            folder, as_it_is = saved(place / kind, family, tokenizer, dtype), {"dtype": torch.float32, "attn_implementation": "eager"}
+            folder, as_it_is = (
+                saved(place / kind, family, tokenizer, dtype),
+                {"dtype": torch.float32, "attn_implementation": "eager"},
+            )
             export_model(folder, place / f"{kind}.gguf", kind)
             want = AutoModelForCausalLM.from_pretrained(folder, **as_it_is)
             read = AutoModelForCausalLM.from_pretrained(place, gguf_file=f"{kind}.gguf", **as_it_is)
@@ -78,21 +102,34 @@ def test_q8_0_is_off_by_its_rounding_only(tmp_path: Path, tokenizer) -> None:
     gguf = pytest.importorskip("gguf")
     folder = saved(tmp_path / "model", "llama", tokenizer, hidden_size=64)
     export_model(folder, tmp_path / "model.gguf", "Q8_0")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    )
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(str(tmp_path / "model.gguf")).tensors}
+    kinds = {
+        tensor.name: tensor.tensor_type.name
+        for tensor in gguf.GGUFReader(str(tmp_path / "model.gguf")).tensors
+    }
     assert kinds["blk.0.attn_q.weight"] == "Q8_0"
     assert kinds["blk.0.ffn_down.weight"] == "F16", "rows of 48"
     assert kinds["blk.0.attn_norm.weight"] == "F32"
     for name, parameter in rounded.named_parameters():
         if parameter.ndim == 2 and parameter.shape[1] % 32 == 0:
-            blocks = gguf.quants.quantize(parameter.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
-            parameter.data = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
-            torch.testing.assert_close(read.get_parameter(name), parameter, rtol=0, atol=0, msg=name)
+            blocks = gguf.quants.quantize(
+                parameter.detach().numpy(), gguf.GGMLQuantizationType.Q8_0
+            )
+            parameter.data = torch.from_numpy(
+                gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+            )
+            torch.testing.assert_close(
+                read.get_parameter(name), parameter, rtol=0, atol=0, msg=name
+            )
     torch.testing.assert_close(logits(read), logits(rounded))
 
 
-def test_a_gguf_file_of_another_family_is_refused_as_a_base_with_the_way(tmp_path: Path, tokenizer, monkeypatch) -> None:
+def test_a_gguf_file_of_another_family_is_refused_as_a_base_with_the_way(
+    tmp_path: Path, tokenizer, monkeypatch
+) -> None:
     gguf = pytest.importorskip("gguf")
     folder = saved(tmp_path / "model", "phi3", tokenizer, hidden_size=64)
     (tmp_path / "gguf").mkdir()
@@ -107,8 +144,15 @@ def test_a_gguf_file_of_another_family_is_refused_as_a_base_with_the_way(tmp_pat
     exec(f"from transformers import *; {code}", {})
     blocks = {t.name: t for t in gguf.GGUFReader(str(file)).tensors}["blk.0.ffn_up.weight"]
     weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.gate_up_proj.weight
-    assert torch.equal(weight.float(), torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type)).bfloat16().float())
-    assert "int8" in ask("plan", "--model", "DENSE", "--data", tmp_path / "rows.jsonl", "precision.base=int8")
+    assert torch.equal(
+        weight.float(),
+        torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type))
+        .bfloat16()
+        .float(),
+    )
+    assert "int8" in ask(
+        "plan", "--model", "DENSE", "--data", tmp_path / "rows.jsonl", "precision.base=int8"
+    )
 
 
 def test_llama_3s_scaled_rotary_embedding_is_in_the_file(tmp_path: Path, tokenizer) -> None:
@@ -118,12 +162,22 @@ def test_llama_3s_scaled_rotary_embedding_is_in_the_file(tmp_path: Path, tokeniz
             "original_max_position_embeddings": 64}  # fmt: skip
     folder = saved(tmp_path / "model", "llama", tokenizer, rope_parameters=rope, head_dim=32)
     export_model(folder, tmp_path / "model.gguf", "F16")
-    (found,) = (t.data for t in gguf.GGUFReader(str(tmp_path / "model.gguf")).tensors if t.name == "rope_freqs.weight")
+    (found,) = (
+        t.data
+        for t in gguf.GGUFReader(str(tmp_path / "model.gguf")).tensors
+        if t.name == "rope_freqs.weight"
+    )
     want = []
     for i in range(0, 32, 2):
         length = 2 * math.pi * 5e5 ** (i / 32)
         smooth = (64 / length - 1.0) / (4.0 - 1.0)
-        want.append(1.0 if length < 64 / 4.0 else 8.0 if length > 64 / 1.0 else 1 / ((1 - smooth) / 8.0 + smooth))
+        want.append(
+            1.0
+            if length < 64 / 4.0
+            else 8.0
+            if length > 64 / 1.0
+            else 1 / ((1 - smooth) / 8.0 + smooth)
+        )
     np.testing.assert_allclose(found, want, rtol=1e-5)
     assert len({round(x, 4) for x in want}) > 2
 
@@ -132,7 +186,9 @@ def test_the_tokenizer_and_its_template_are_read_back(tmp_path: Path, tokenizer)
     gguf = pytest.importorskip("gguf")
     export_model(saved(tmp_path / "model", "qwen2", tokenizer), tmp_path / "model.gguf", "F16")
     read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
-    assert [read(text)["input_ids"] for text in TEXTS] == [tokenizer(text)["input_ids"] for text in TEXTS]
+    assert [read(text)["input_ids"] for text in TEXTS] == [
+        tokenizer(text)["input_ids"] for text in TEXTS
+    ]
     assert read.chat_template == tokenizer.chat_template
     fields = gguf.GGUFReader(str(tmp_path / "model.gguf")).fields
     assert fields["tokenizer.ggml.pre"].contents() == "qwen2"
@@ -142,7 +198,9 @@ def test_the_tokenizer_and_its_template_are_read_back(tmp_path: Path, tokenizer)
 
 
 def pieces(text: str, scores: dict[str, float]) -> list[str]:
-    """llama.cpp's way with a vocabulary of pieces: the neighbours whose product has the highest score, the first of equals, until none."""
+    """llama.cpp's way with a vocabulary of pieces: the neighbours whose product has the highest
+    score, the first of equals, until none.
+    """
     parts = list("▁" + text.replace(" ", "▁"))
     while True:
         found = [(scores[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in scores]
@@ -156,15 +214,30 @@ def test_scores_of_pieces_merge_in_the_order_of_the_merges(tmp_path: Path) -> No
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    texts = ["how much wood would a woodchuck chuck", "much ado about nothing", "a cuckoo would chuck"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>", "<0x0A>"]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>").save_pretrained(tmp_path)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    texts = [
+        "how much wood would a woodchuck chuck",
+        "much ado about nothing",
+        "a cuckoo would chuck",
+    ]
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>", "<0x0A>"]),
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
     keys = dict(tokenizer_keys(tmp_path, 130, ""))
     assert (keys["add_tokenizer_model"], keys["add_add_space_prefix"]) == ("llama", True)
     assert [keys["add_token_types"][i] for i in (0, 1, 3, 4, 129)] == [2, 3, 6, 1, 5]
     scores = {
-        token: score for token, score, kind in zip(keys["add_token_list"], keys["add_token_scores"], keys["add_token_types"]) if kind == 1
+        token: score
+        for token, score, kind in zip(
+            keys["add_token_list"], keys["add_token_scores"], keys["add_token_types"]
+        )
+        if kind == 1
     }
     for text in [*texts, "would a cuckoo chuck much"]:
         assert pieces(text, scores) == tokenizer.encode(text).tokens
@@ -185,19 +258,35 @@ def test_every_family_of_adapters_has_names_for_its_attention(subtests) -> None:
     for family in sorted(set(FAMILIES) - {"gemma3"}):
         with subtests.test(family):
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **SETTINGS.get(family, {})}))
-            names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, FAMILIES[family].architecture), 2)
-            linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ".self_attn." in name]
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.for_model(family, **{**SIZES, **SETTINGS.get(family, {})})
+                )
+            names = gguf.get_tensor_name_map(
+                getattr(gguf.MODEL_ARCH, FAMILIES[family].architecture), 2
+            )
+            linear = [
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, torch.nn.Linear) and ".self_attn." in name
+            ]
             found = {names.get_name(name) for name in linear}
             assert len(found) == len(linear) >= 4
             assert all(name and name.startswith("blk.") for name in found)
 
 
-PATTERNS = {"lora_alpha": 6, "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"v_proj": 11}}
+PATTERNS = {
+    "lora_alpha": 6,
+    "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8},
+    "alpha_pattern": {"v_proj": 11},
+}
 
 
-@pytest.mark.parametrize(("family", "settings"), [("llama", {"use_rslora": True}), ("phi3", {}), ("gemma2", PATTERNS)])
-def test_an_adapter_on_its_base_is_the_merged_model(tmp_path: Path, tokenizer, family: str, settings: dict) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", {"use_rslora": True}), ("phi3", {}), ("gemma2", PATTERNS)]
+)
+def test_an_adapter_on_its_base_is_the_merged_model(
+    tmp_path: Path, tokenizer, family: str, settings: dict
+) -> None:
     """With llama.cpp's arithmetic: each layer adds alpha over its rank times B A."""
     gguf = pytest.importorskip("gguf")
     base = saved(tmp_path / "base", family, tokenizer, torch.float32, intermediate_size=64)
@@ -212,15 +301,24 @@ def test_an_adapter_on_its_base_is_the_merged_model(tmp_path: Path, tokenizer, f
     for name in ("base", "merged"):
         export_model(tmp_path / name, tmp_path / f"{name}.gguf", "BF16")
         reader = gguf.GGUFReader(str(tmp_path / f"{name}.gguf"))
-        weights.append({t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors})
+        weights.append(
+            {
+                t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type))
+                for t in reader.tensors
+            }
+        )
     changed = 0
     for name, before in weights[0].items():
         a, b = pairs.pop(f"{name}.lora_a", None), pairs.pop(f"{name}.lora_b", None)
         want = before if a is None else before + alpha / a.shape[0] * b @ a
         changed += a is not None
-        torch.testing.assert_close(weights[1][name], want, rtol=0.02, atol=0.02 * float(want.abs().max()), msg=name)
+        torch.testing.assert_close(
+            weights[1][name], want, rtol=0.02, atol=0.02 * float(want.abs().max()), msg=name
+        )
     assert not pairs
-    assert changed == sum(p.endswith("lora_A.weight") for p in load_file(adapter / "adapter_model.safetensors"))
+    assert changed == sum(
+        p.endswith("lora_A.weight") for p in load_file(adapter / "adapter_model.safetensors")
+    )
 
 
 @pytest.mark.parametrize("settings", [{"use_rslora": True}, PATTERNS], ids=["rslora", "patterns"])
@@ -228,31 +326,53 @@ def test_vllm_computes_what_peft_does(tmp_path: Path, tokenizer, settings: dict)
     base = saved(tmp_path / "base", "llama", tokenizer, torch.float32)
     adapter = adapter_of(tmp_path / "adapter", base, **settings)
     command = export_vllm(adapter, tmp_path / "out", "mine")
-    assert command.startswith(f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules mine={tmp_path / 'out'}")
+    assert command.startswith(
+        f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules mine={tmp_path / 'out'}"
+    )
     read = json.loads((tmp_path / "out/adapter_config.json").read_text())
     # vLLM's PEFTHelper: one scale, from these three alone
     scale = read["lora_alpha"] / (math.sqrt(read["r"]) if read["use_rslora"] else read["r"])
     tensors = load_file(tmp_path / "out/adapter_model.safetensors")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(adapter))
-    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(adapter)
+    )
+    layers = {
+        name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")
+    }
     for name, layer in layers.items():
         a, b = (tensors[f"{name}.lora_{part}.weight"] for part in "AB")
         assert a.shape[0] <= read["r"]
         torch.testing.assert_close(scale * b @ a, layer.get_delta_weight("default"))
     assert 2 * len(layers) == len(tensors)
-    same = [(folder / "adapter_model.safetensors").read_bytes() for folder in (tmp_path / "out", adapter)]
+    same = [
+        (folder / "adapter_model.safetensors").read_bytes()
+        for folder in (tmp_path / "out", adapter)
+    ]
     assert (same[0] == same[1]) == (settings is not PATTERNS)
 
 
 def test_adapters_that_a_reader_misreads_are_refused(tmp_path: Path, tokenizer, subtests) -> None:
     pytest.importorskip("gguf")
     for family, settings, said in (
-        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "adapts stacked experts"),
+        (
+            "qwen3_moe",
+            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+            "adapts stacked experts",
+        ),
         ("llama", {"use_dora": True}, "DoRA"),
-        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "beside its pairs"),
+        (
+            "llama",
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            "beside its pairs",
+        ),
     ):
-        adapter = adapter_of(tmp_path / said, saved(tmp_path / family, family, tokenizer, torch.float32), **settings)
-        for export, out in ((export_vllm, (tmp_path / "out", "x")), (export_adapter, (tmp_path / "x.gguf",))):
+        adapter = adapter_of(
+            tmp_path / said, saved(tmp_path / family, family, tokenizer, torch.float32), **settings
+        )
+        for export, out in (
+            (export_vllm, (tmp_path / "out", "x")),
+            (export_adapter, (tmp_path / "x.gguf",)),
+        ):
             with subtests.test(said), pytest.raises(UsageError, match=said) as refused:
                 export(adapter, *out)
             assert refused.value.fix == "isotype merge writes a whole model, with everything in it"
@@ -267,13 +387,26 @@ def test_what_is_not_written_here_has_llama_cpps_command(tmp_path: Path, tokeniz
     assert f"convert_hf_to_gguf.py {folder}" in str(refused.value.fix)
     assert str(refused.value.fix).endswith("llama-quantize whole.gguf Q4_K_M.gguf Q4_K_M")
     with pytest.raises(UsageError, match="olmoe: whole models are written of llama") as refused:
-        export_language(saved(tmp_path / "olmoe", "olmoe", tokenizer), out, to="gguf", kind=None, name="x")
+        export_language(
+            saved(tmp_path / "olmoe", "olmoe", tokenizer), out, to="gguf", kind=None, name="x"
+        )
     assert "convert_hf_to_gguf.py" in str(refused.value.fix)
-    rope = saved(tmp_path / "rope", "qwen2", tokenizer, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    rope = saved(
+        tmp_path / "rope",
+        "qwen2",
+        tokenizer,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    )
     with pytest.raises(UsageError, match="rope_type linear"):
         export_language(rope, out, to="gguf", kind="F16", name="x")
     with pytest.raises(UsageError, match="splits no text as this tokenizer does"):
-        export_language(saved(tmp_path / "split", "llama", splitting(r"\s+")), out, to="gguf", kind="F16", name="x")
+        export_language(
+            saved(tmp_path / "split", "llama", splitting(r"\s+")),
+            out,
+            to="gguf",
+            kind="F16",
+            name="x",
+        )
     big = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     big.model.embed_tokens.weight.data[5, 5] = 1e5
     big.save_pretrained(folder)
@@ -285,16 +418,30 @@ def test_what_is_not_written_here_has_llama_cpps_command(tmp_path: Path, tokeniz
 
 
 def test_a_modelfiles_template_is_the_models(subtests) -> None:
-    """`turns_of` compares its text with the chat template's; here with conversations of other lengths, and by hand."""
+    """`turns_of` compares its text with the chat template's; here with conversations of other
+    lengths, and by hand.
+    """
     from isotype.data.chat import chat_template
 
     own = splitting()
-    own.add_tokens(["<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} said\n{i}"} for i in range(7)]
+    own.add_tokens(
+        [
+            "<start_of_turn>",
+            "<end_of_turn>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ]
+    )
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": f"{i} said\n{i}"} for i in range(7)
+    ]
     for name in ("llama3", "gemma", "mistral", "chatml"):
         own.chat_template = chat_template(own, name).text
         with subtests.test(name):
-            assert turns_of(own).text(messages) == chat_template(own, None).render(messages, generation_prompt=True, place="")
+            assert turns_of(own).text(messages) == chat_template(own, None).render(
+                messages, generation_prompt=True, place=""
+            )
     assert turns_of(own).as_go() == (
         '{{ $first := true }}{{ $last := "" }}{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n<|im_start|>user\n'
         "{{ else }}<|im_start|>user\n{{ end }}"
@@ -306,23 +453,45 @@ def test_a_modelfiles_template_is_the_models(subtests) -> None:
 
 def test_ollama_gets_weights_template_and_stop_tokens(tmp_path: Path, tokenizer) -> None:
     pytest.importorskip("gguf")
-    adapter = adapter_of(tmp_path / "adapter", saved(tmp_path / "base", "qwen2", tokenizer, torch.bfloat16), r=2)
+    adapter = adapter_of(
+        tmp_path / "adapter", saved(tmp_path / "base", "qwen2", tokenizer, torch.bfloat16), r=2
+    )
     written, lines = export_language(adapter, tmp_path / "out", to="ollama", kind=None, name="Mine")
     assert lines[1] == f"create    ollama create mine -f {tmp_path / 'out/Modelfile'}"
     content = (tmp_path / "out/Modelfile").read_text()
-    assert content == f'FROM ./model.gguf\nTEMPLATE """{turns_of(tokenizer).as_go()}"""\nPARAMETER stop "<|im_end|>"\n'
+    assert (
+        content
+        == f'FROM ./model.gguf\nTEMPLATE """{turns_of(tokenizer).as_go()}"""\nPARAMETER stop "<|im_end|>"\n'
+    )
     assert written["folder"] == str(tmp_path / "out")
     merge(load_run(adapter), tmp_path / "merged")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
-    torch.testing.assert_close(logits(read), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)))
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
+    )
+    torch.testing.assert_close(
+        logits(read),
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)),
+    )
 
 
 def test_a_folder_for_ollamas_own_converter_has_what_it_reads(tmp_path: Path, tokenizer) -> None:
-    """Its converter reads `rope_theta` beside `rope_parameters`, which transformers 5 does not write."""
-    folder = saved(tmp_path / "model", "mixtral", tokenizer, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    """Its converter reads `rope_theta` beside `rope_parameters`, which transformers 5 does not
+    write.
+    """
+    folder = saved(
+        tmp_path / "model",
+        "mixtral",
+        tokenizer,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
     export_language(folder, tmp_path / "out", to="ollama", kind=None, name="x")
     assert (tmp_path / "out/Modelfile").read_text().startswith("FROM .\nTEMPLATE ")
     assert json.loads((tmp_path / "out/config.json").read_text())["rope_theta"] == 1e6
-    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["add_bos_token"] is False
-    same = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("model", "out")]
+    assert (
+        json.loads((tmp_path / "out/tokenizer_config.json").read_text())["add_bos_token"] is False
+    )
+    same = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        for name in ("model", "out")
+    ]
     torch.testing.assert_close(logits(same[0]), logits(same[1]), rtol=0, atol=0)

@@ -1,4 +1,6 @@
-"""Adapters from anywhere: a PEFT folder without a run, what one weight's change is, and what is refused."""
+"""Adapters from anywhere: a PEFT folder without a run, what one weight's change is, and what is
+refused.
+"""
 
 import json
 
@@ -16,7 +18,9 @@ from isotype.inference.merge import merge
 
 @pytest.fixture
 def foreign(workshop, tmp_path):
-    """`foreign(...)`: a PEFT folder as someone else would leave it, and the adapter's own logits on a few tokens."""
+    """`foreign(...)`: a PEFT folder as someone else would leave it, and the adapter's own logits on
+    a few tokens.
+    """
 
     def make(*, dtype=torch.float32, **settings):
         base = AutoModelForCausalLM.from_pretrained(workshop.base, dtype=dtype)
@@ -26,7 +30,9 @@ def foreign(workshop, tmp_path):
             if "lora_A" in name or "lora_B" in name or "lora_embedding" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
         model.save_pretrained(tmp_path / "adapter")
-        loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(workshop.base, dtype=dtype), tmp_path / "adapter")
+        loaded = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(workshop.base, dtype=dtype), tmp_path / "adapter"
+        )
         with torch.no_grad():
             return tmp_path / "adapter", loaded.eval()(input_ids=torch.arange(3, 20)[None]).logits
 
@@ -45,7 +51,9 @@ def test_a_peft_folder_is_merged_into_the_base_it_names(foreign, tmp_path, setti
     assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=1e-5)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     with torch.no_grad():
-        torch.testing.assert_close(plain(input_ids=torch.arange(3, 20)[None]).logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            plain(input_ids=torch.arange(3, 20)[None]).logits, expected, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_a_merged_model_is_put_in_place_after_it_is_compared(foreign, tmp_path, monkeypatch):
@@ -82,31 +90,46 @@ def test_adapters_that_cannot_be_merged_are_refused(foreign, tmp_path):
 def test_an_adapter_that_names_no_base_is_refused(foreign):
     folder, _ = foreign()
     settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(settings | {"base_model_name_or_path": None})
+    )
     with pytest.raises(UsageError, match="which model is this an adapter of"):
         load_run(folder)
 
 
 @pytest.fixture
 def merged_logits(tmp_path, workshop):
-    """`merged_logits(base, ...)`: logits of a base with a random adapter, and of the two merged, loaded by transformers alone."""
+    """`merged_logits(base, ...)`: logits of a base with a random adapter, and of the two merged,
+    loaded by transformers alone.
+    """
 
     def make(base, **settings):
         base.save_pretrained(tmp_path / "base")
         AutoTokenizer.from_pretrained(workshop.base).save_pretrained(tmp_path / "base")
-        model = lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), init_lora_weights=False, **settings)
+        model = lora(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+            init_lora_weights=False,
+            **settings,
+        )
         model.save_pretrained(tmp_path / "adapter")
         ids = torch.arange(3, 20)[None]
         with torch.no_grad():
             expected = model.eval()(input_ids=ids).logits
             merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
-            return AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits, expected, model
+            return (
+                AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits,
+                expected,
+                model,
+            )
 
     return make
 
 
 def test_adapters_on_stacked_experts_are_merged(merged_logits):
-    wanted = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    wanted = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
     got, expected, model = merged_logits(tiny("mixtral", num_local_experts=4), **wanted)
     assert sum(isinstance(m, peft.tuners.lora.ParamWrapper) for m in model.modules()) == 4
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -114,7 +137,12 @@ def test_adapters_on_stacked_experts_are_merged(merged_logits):
 
 def test_buffers_of_the_models_file_are_merged(merged_logits):
     """As the bias of GLM 4's router is."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    }
     base = tiny("glm4_moe", n_group=1, topk_group=1, first_k_dense_replace=1, **experts)
     for name, buffer in base.named_buffers():
         if name.endswith("e_score_correction_bias"):

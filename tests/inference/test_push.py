@@ -17,7 +17,9 @@ from isotype.inference import push as pushing
 from isotype.inference.push import check_push
 
 
-def test_a_run_pushes_its_adapter_with_a_card(standing: Hub, configured, tmp_path: Path, workshop, capsys) -> None:
+def test_a_run_pushes_its_adapter_with_a_card(
+    standing: Hub, configured, tmp_path: Path, workshop, capsys
+) -> None:
     assert start(configured("run", run={"push_to_hub": "sums"}, train={"steps": 2})).status == 0
     assert f"pushed    adapter to {standing.url}/me/sums, private" in capsys.readouterr().out
     assert standing.private == {"me/sums": True}
@@ -36,21 +38,33 @@ def test_a_run_pushes_its_adapter_with_a_card(standing: Hub, configured, tmp_pat
     assert not (tmp_path / "other").exists()
 
 
-def test_a_merged_model_says_what_its_rounding_cost(standing: Hub, configured, tmp_path: Path) -> None:
+def test_a_merged_model_says_what_its_rounding_cost(
+    standing: Hub, configured, tmp_path: Path
+) -> None:
     run = {"push_to_hub": "org/sums", "push_merged": True, "push_private": False}
-    assert start(configured("run", run=run, train={"steps": 2}, precision={"preset": "bf16-lora"})).status == 0
+    assert (
+        start(
+            configured("run", run=run, train={"steps": 2}, precision={"preset": "bf16-lora"})
+        ).status
+        == 0
+    )
     assert standing.private == {"org/sums": False}
     there = tmp_path / "hub/models/org/sums"
     card = (there / "README.md").read_text()
     noise = json.loads((there / "merge.json").read_text())["merge_noise"]
-    assert f"* merged in fp32, then rounded to bf16: the rounding is {noise:.1%} of the adapter's effect on the weights" in card
+    assert (
+        f"* merged in fp32, then rounded to bf16: the rounding is {noise:.1%} of the adapter's effect on the weights"
+        in card
+    )
     assert "| base | bf16 | bf16 |" in card
     assert "peft" not in card.lower()
     AutoModelForCausalLM.from_pretrained(there, dtype="auto")
     assert not list((tmp_path / "run").glob(".push-*"))
 
 
-def test_a_failed_upload_does_not_fail_the_run(standing: Hub, configured, tmp_path: Path, capsys) -> None:
+def test_a_failed_upload_does_not_fail_the_run(
+    standing: Hub, configured, tmp_path: Path, capsys
+) -> None:
     standing.full = True
     assert start(configured("run", run={"push_to_hub": "sums"}, train={"steps": 2})).status == 0
     said = capsys.readouterr().out
@@ -59,14 +73,21 @@ def test_a_failed_upload_does_not_fail_the_run(standing: Hub, configured, tmp_pa
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
 
 
-def test_what_prevents_a_push_is_found_before_the_run(standing: Hub, configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_prevents_a_push_is_found_before_the_run(
+    standing: Hub, configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(match: str, adapter: str = "lora", **run: object) -> None:
         with pytest.raises(UsageError, match=match):
             start(configured("run", run=run, adapter={"kind": adapter}))
         assert not (tmp_path / "run").exists()
 
     refused("run.push_merged: true has no effect without run.push_to_hub", push_merged=True)
-    refused("run.push_merged: there is no adapter to merge", "none", push_to_hub="sums", push_merged=True)
+    refused(
+        "run.push_merged: there is no adapter to merge",
+        "none",
+        push_to_hub="sums",
+        push_merged=True,
+    )
     refused("run.push_to_hub: a/b/c: ", push_to_hub="a/b/c")
     standing.role = "read"
     refused("the token may only read", push_to_hub="sums")

@@ -1,4 +1,6 @@
-"""Guards of an attached trainer: NF001 with the module, logs that say whether updates took, evaluation over tokens; and bf16-pure."""
+"""Guards of an attached trainer: NF001 with the module, logs that say whether updates took,
+evaluation over tokens; and bf16-pure.
+"""
 
 import pytest
 import torch
@@ -15,9 +17,14 @@ def test_a_non_finite_loss_stops_with_the_module_before_any_weight_moves(models)
     trainer = attached(plain(Setting(models, "full")), "fp32", preflight=False)
     assert trainer.args.logging_nan_inf_filter is False
     layer = trainer.model.model.layers[1].mlp
-    hook = layer.down_proj.register_forward_hook(lambda m, args, out: out * float("inf") if m.training else out)
+    hook = layer.down_proj.register_forward_hook(
+        lambda m, args, out: out * float("inf") if m.training else out
+    )
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    with pytest.raises(RunError, match=r"NF001 step 1: the loss is not finite, first in the output of model.layers.1.mlp"):
+    with pytest.raises(
+        RunError,
+        match=r"NF001 step 1: the loss is not finite, first in the output of model.layers.1.mlp",
+    ):
         trainer.train()
     hook.remove()
     assert all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
@@ -27,7 +34,10 @@ def test_a_non_finite_gradient_stops_with_its_parameter(models):
     trainer = attached(plain(Setting(models, "full")), "fp32", preflight=False)
     weight = trainer.model.model.layers[0].self_attn.q_proj.weight
     weight.register_hook(lambda g: g * float("nan"))
-    with pytest.raises(RunError, match=r"the gradient is not finite, first in the gradient of model.layers.0.self_attn.q_proj.weight"):
+    with pytest.raises(
+        RunError,
+        match=r"the gradient is not finite, first in the gradient of model.layers.0.self_attn.q_proj.weight",
+    ):
         trainer.train()
 
 
@@ -45,7 +55,9 @@ def test_a_full_evaluation_in_bf16_leaves_the_model_as_it_was(models):
     unmodified = plain(Setting(models, bf16=True, more={"bf16_full_eval": True}))
     unmodified.evaluate()
     assert {p.dtype for p in unmodified.model.parameters()} == {torch.bfloat16}
-    trainer = attached(plain(Setting(models, bf16=True, more={"bf16_full_eval": True})), "bf16-lora")
+    trainer = attached(
+        plain(Setting(models, bf16=True, more={"bf16_full_eval": True})), "bf16-lora"
+    )
     before = {n: p.dtype for n, p in trainer.model.named_parameters()}
     trainer.evaluate()
     assert {n: p.dtype for n, p in trainer.model.named_parameters()} == before
@@ -56,22 +68,29 @@ def test_a_full_evaluation_in_bf16_leaves_the_model_as_it_was(models):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Liger's kernels run there")
 def test_ligers_kernels_without_a_gpu_are_refused_by_their_option(models):
     trainer = TRAINERS["SFT"](Setting(models, bf16=True, more={"use_liger_kernel": True}))
-    with pytest.raises(UsageError, match="use_liger_kernel=True in the trainer's arguments") as caught:
+    with pytest.raises(
+        UsageError, match="use_liger_kernel=True in the trainer's arguments"
+    ) as caught:
         attach(trainer, "bf16-lora")
     assert "use_liger_kernel=False" in caught.value.fix
     trainer.args.use_liger_kernel = False
     attach(trainer, "bf16-lora", quiet=True)
 
 
-# --- bf16-pure in trainers: fp32 sums of gradients, updates that arrive, a checkpoint that goes on, an exact way back.
+# --- bf16-pure in trainers: fp32 sums of gradients, updates that arrive, a checkpoint that goes on,
+# an exact way back.
 
 
 def setting(models, **more):
-    return Setting(models, "full", bf16=True, stored=torch.bfloat16, rate=more.pop("rate", 2e-3), more=more)
+    return Setting(
+        models, "full", bf16=True, stored=torch.bfloat16, rate=more.pop("rate", 2e-3), more=more
+    )
 
 
 def weights(trainer):
-    return torch.cat([p.detach().float().flatten() for _, p in sorted(trainer.model.named_parameters())])
+    return torch.cat(
+        [p.detach().float().flatten() for _, p in sorted(trainer.model.named_parameters())]
+    )
 
 
 class Watching(TrainerCallback):
@@ -82,10 +101,19 @@ class Watching(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         for p in model.parameters():
-            self.seen.append((p.dtype, None if p.grad is None else p.grad.dtype, self.attached.gradient(p).dtype))
+            self.seen.append(
+                (p.dtype, None if p.grad is None else p.grad.dtype, self.attached.gradient(p).dtype)
+            )
 
 
-@pytest.mark.parametrize("name", ["SFT", pytest.param("Trainer", marks=pytest.mark.full), pytest.param("DPO", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SFT",
+        pytest.param("Trainer", marks=pytest.mark.full),
+        pytest.param("DPO", marks=pytest.mark.full),
+    ],
+)
 def test_gradients_are_summed_in_fp32_and_the_curve_is_the_unmodified_trainers(name, models):
     want = curve(TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1)))
     trainer = TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1))
@@ -117,5 +145,8 @@ def test_a_trainer_that_makes_another_optimizer_is_refused_before_the_first_step
             return self.optimizer
 
     trainer = attached(plain(setting(models), Own), "bf16-pure")
-    with pytest.raises(UsageError, match=r"Own\.create_optimizer at test_guards\.py:\d+ makes SGD: it would find no gradient"):
+    with pytest.raises(
+        UsageError,
+        match=r"Own\.create_optimizer at test_guards\.py:\d+ makes SGD: it would find no gradient",
+    ):
         trainer.train()

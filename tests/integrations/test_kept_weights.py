@@ -1,4 +1,6 @@
-"""What `attach` keeps of narrowed weights: their last bits, so that with the bf16 weights no more memory is held than before."""
+"""What `attach` keeps of narrowed weights: their last bits, so that with the bf16 weights no more
+memory is held than before.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,9 @@ def test_a_frozen_base_is_as_large_attached_as_before_and_comes_back(models):
     attached = attach(trainer, "bf16-lora", quiet=True, preflight=False)
     narrow = sum(p.nbytes for p in frozen.values())
     (note,) = [note for note in attached.notes if "kept for detach" in note]
-    assert float(note.split()[0]) * 2**20 + narrow <= 1.1 * sum(p.nbytes for p in before.values()) + 2**19
+    assert (
+        float(note.split()[0]) * 2**20 + narrow
+        <= 1.1 * sum(p.nbytes for p in before.values()) + 2**19
+    )
     assert detach(trainer) == []
     assert all(torch.equal(p, before[name]) for name, p in frozen.items())

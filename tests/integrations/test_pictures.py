@@ -1,4 +1,6 @@
-"""TRL's trainers of a tiny Gemma 3 with pictures, attached: the same losses, the tower in the manifest, and what the preflight says."""
+"""TRL's trainers of a tiny Gemma 3 with pictures, attached: the same losses, the tower in the
+manifest, and what the preflight says.
+"""
 
 import json
 
@@ -17,7 +19,10 @@ COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20)}
 def rows(kind, pictures=True):
     made = []
     for name, colour in [*COLOURS.items()] * 4:
-        asked, answer = ([{"role": role, "content": said}] for role, said in (("user", "what colour?"), ("assistant", f"it is {name}.")))
+        asked, answer = (
+            [{"role": role, "content": said}]
+            for role, said in (("user", "what colour?"), ("assistant", f"it is {name}."))
+        )
         row = {
             "SFT": {"messages": asked + answer}, "GRPO": {"prompt": asked},
             "DPO": {"prompt": asked, "chosen": answer, "rejected": [{"role": "assistant", "content": "no."}]},
@@ -26,14 +31,18 @@ def rows(kind, pictures=True):
     return made
 
 
-def trainer_of(base, folder, kind="SFT", *, targets=LANGUAGE, model=None, pictures=True, steps=2, **more):
+def trainer_of(
+    base, folder, kind="SFT", *, targets=LANGUAGE, model=None, pictures=True, steps=2, **more
+):
     import trl
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
     torch.manual_seed(0)
-    lengths = {"GRPO": {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}}.get(kind, {"max_length": None})
+    lengths = {"GRPO": {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}}.get(
+        kind, {"max_length": None}
+    )
     args = getattr(trl, f"{kind}Config")(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, learning_rate=2e-3, logging_steps=1, report_to=[],
         bf16=False, use_cpu=True, save_strategy="no", gradient_checkpointing=False, disable_tqdm=True, **lengths,
@@ -51,9 +60,13 @@ def longest(completions, **_):
 
 
 def said(folder):
-    """Of the preflight: code -> message of its findings, and the codes of the checks that did not run."""
+    """Of the preflight: code -> message of its findings, and the codes of the checks that did not
+    run.
+    """
     made = json.loads((folder / "isotype" / "preflight.json").read_text())
-    return {one["code"]: one["message"] for one in made["findings"]}, {one["code"] for one in made["skipped"]}
+    return {one["code"]: one["message"] for one in made["findings"]}, {
+        one["code"] for one in made["skipped"]
+    }
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", pytest.param("GRPO", marks=pytest.mark.full)])
@@ -74,7 +87,10 @@ def test_losses_with_pictures_are_the_unattached_trainers(kind, vlm, tmp_path):
 
 def test_adapters_of_a_tower_that_sees_no_picture_are_named(vlm, tmp_path):
     """`all-linear` puts them there, and on rows of text no gradient arrives."""
-    trainer = attached(trainer_of(vlm("gemma3"), tmp_path, "SFT", targets="all-linear", pictures=False, steps=1), "fp32")
+    trainer = attached(
+        trainer_of(vlm("gemma3"), tmp_path, "SFT", targets="all-linear", pictures=False, steps=1),
+        "fp32",
+    )
     trainer.train()
     found, _ = said(tmp_path)
     assert "get no usable gradient: base_model.model.model.vision_tower." in found["PF014"]
@@ -85,6 +101,14 @@ def test_an_adapter_on_the_class_for_text_is_told_that_it_will_not_load(vlm, tmp
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(vlm("qwen3_5"), dtype=torch.float32)
-    trainer = attached(trainer_of(vlm("qwen3_5"), tmp_path, targets=["q_proj"], model=model, pictures=False, steps=1), "fp32")
+    trainer = attached(
+        trainer_of(
+            vlm("qwen3_5"), tmp_path, targets=["q_proj"], model=model, pictures=False, steps=1
+        ),
+        "fp32",
+    )
     trainer.train()
-    assert "will not load onto the released model (Qwen3_5ForConditionalGeneration)" in said(tmp_path)[0]["PF024"]
+    assert (
+        "will not load onto the released model (Qwen3_5ForConditionalGeneration)"
+        in said(tmp_path)[0]["PF024"]
+    )

@@ -1,4 +1,6 @@
-"""The same rows in a step give the same curve: one batch, accumulated ones, two processes. And what is refused of several processes."""
+"""The same rows in a step give the same curve: one batch, accumulated ones, two processes. And what
+is refused of several processes.
+"""
 
 import json
 import subprocess
@@ -9,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from isotype.integrations import attach
@@ -22,7 +29,12 @@ pytest.importorskip("trl")
 
 
 def of_batch(name, models, batch, accumulate, *, attached=True):
-    trainer = TRAINERS[name](Setting(models, more={"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate}))
+    trainer = TRAINERS[name](
+        Setting(
+            models,
+            more={"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate},
+        )
+    )
     if attached:
         attach(trainer, "fp32", quiet=True, preflight=False)
     return curve(trainer)
@@ -67,16 +79,25 @@ def test_two_processes_give_the_curve_of_one(name, models, tmp_path):
 
 def test_sharding_that_accelerate_leaves_out_on_a_cpu_is_told(models):
     trainer = plain(Setting(models))
-    trainer.args.fsdp = True  # transformers takes it on several processes only; accelerate then makes no plugin on a CPU
-    assert any("fsdp has no effect on a CPU" in note for note in attach(trainer, "fp32", quiet=True).notes)
+    # transformers takes it on several processes only; accelerate then makes no plugin on a CPU
+    trainer.args.fsdp = True
+    assert any(
+        "fsdp has no effect on a CPU" in note for note in attach(trainer, "fp32", quiet=True).notes
+    )
 
 
-# --- The dtype in which a trainer's wrapper sums gradients across processes; of a hook that is not PyTorch's, that it is not known.
+# --- The dtype in which a trainer's wrapper sums gradients across processes; of a hook that is not
+# PyTorch's, that it is not known.
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}",
+        rank=0,
+        world_size=1,
+    )
     yield
     dist.destroy_process_group()
 
@@ -94,16 +115,23 @@ def own_hook(state, bucket):
 
 WRAPPED = {
     "DDP": (ddp, torch.float32),
-    "DDP of bf16 weights": (lambda: DistributedDataParallel(nn.Linear(4, 4).bfloat16()), torch.bfloat16),
+    "DDP of bf16 weights": (
+        lambda: DistributedDataParallel(nn.Linear(4, 4).bfloat16()),
+        torch.bfloat16,
+    ),
     "fp16 hook": (partial(ddp, default_hooks.fp16_compress_hook), torch.float16),
     "FSDP in bf16": (
         lambda: FullyShardedDataParallel(
-            nn.Linear(4, 4), device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)
+            nn.Linear(4, 4),
+            device_id=torch.device("cpu"),
+            mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
         ),
         torch.bfloat16,
     ),
     "fully_shard, wide sums": (
-        lambda: fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        lambda: fully_shard(
+            nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        ),
         torch.float32,
     ),
 }
@@ -113,7 +141,10 @@ def test_the_dtype_of_the_sums_is_read_and_what_is_not_known_is_told(subtests):
     for how, (made, dtype) in WRAPPED.items():
         with subtests.test(how):
             assert summed_in(made()) == ([dtype], "")
-    for model, words in ((ddp(own_hook), "communication hook own_hook"), (nn.Linear(4, 4), "neither DDP nor FSDP wraps the model")):
+    for model, words in (
+        (ddp(own_hook), "communication hook own_hook"),
+        (nn.Linear(4, 4), "neither DDP nor FSDP wraps the model"),
+    ):
         sent, why = summed_in(model)
         assert sent == []
         assert words in why

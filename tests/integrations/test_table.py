@@ -1,4 +1,6 @@
-"""The tables of docs/trainers.md are those that benchmarks/dropin.py makes of its results, and the results hold what the page promises."""
+"""The tables of docs/trainers.md are those that benchmarks/dropin.py makes of its results, and the
+results hold what the page promises.
+"""
 
 import json
 
@@ -36,7 +38,10 @@ def test_every_trainer_was_tried_in_every_form_and_none_failed(cells):
     from tests.integrations.trainers import TRAINERS
 
     assert {(c["trainer"], c["form"], c["checkpointing"]) for c in cells} == {
-        (name, form, checkpointing) for name in TRAINERS for form in dropin.FORMS for checkpointing in (False, True)
+        (name, form, checkpointing)
+        for name in TRAINERS
+        for form in dropin.FORMS
+        for checkpointing in (False, True)
     }
     assert [c for c in cells if "failed" in c] == []
     assert all(c["loss"] <= 1e-5 for c in cells if c.get("precision") == "fp32")
@@ -62,9 +67,20 @@ def test_a_slice_of_the_table_is_as_its_results_say(name, form, tmp_path):
         assert cell["heads"] == ["linear_divergence"]
 
 
-@pytest.mark.parametrize("name", ["SFT", pytest.param("DPO", marks=pytest.mark.full), pytest.param("GRPO", marks=pytest.mark.full)])
-def test_bf16_losses_and_gradients_are_no_farther_from_fp64_than_the_unmodified_trainers(name, tmp_path):
-    """Of a checkpoint in bf16: of one in fp32 the unmodified trainer keeps an fp32 residual stream, and Isotype's is in compute."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SFT",
+        pytest.param("DPO", marks=pytest.mark.full),
+        pytest.param("GRPO", marks=pytest.mark.full),
+    ],
+)
+def test_bf16_losses_and_gradients_are_no_farther_from_fp64_than_the_unmodified_trainers(
+    name, tmp_path
+):
+    """Of a checkpoint in bf16: of one in fp32 the unmodified trainer keeps an fp32 residual stream,
+    and Isotype's is in compute.
+    """
     found = dropin.bf16_errors(name, tmp_path)
     assert found["gradient"]["attached"] <= 1.1 * found["gradient"]["unmodified"]
     assert found["loss"]["attached"] <= 1.1 * found["loss"]["unmodified"]

@@ -1,4 +1,6 @@
-"""The scripts that TRL ships, from its installed package, with one line added: they run to their end and say what was fused."""
+"""The scripts that TRL ships, from its installed package, with one line added: they run to their
+end and say what was fused.
+"""
 
 import json
 import sys
@@ -32,7 +34,9 @@ def rows(name):
 
 
 def with_the_line(name, monkeypatch):
-    """The script's module under a name of its own, `attach` after its trainer is built and nothing else changed."""
+    """The script's module under a name of its own, `attach` after its trainer is built and nothing
+    else changed.
+    """
     script = Path(import_module("trl.scripts").__file__).with_name(f"{name}.py")
     before, mark, after = script.read_text(encoding="utf-8").partition("    # Train the model\n")
     assert mark
@@ -43,14 +47,31 @@ def with_the_line(name, monkeypatch):
 
 
 MORE = {
-    "grpo": ["--num_generations", "2", "--max_completion_length", "6", "--reward_funcs", "tests.integrations.trainers.diversity"],
-    "rloo": ["--num_generations", "2", "--max_completion_length", "6", "--reward_funcs", "think_format_reward"],
+    "grpo": [
+        "--num_generations",
+        "2",
+        "--max_completion_length",
+        "6",
+        "--reward_funcs",
+        "tests.integrations.trainers.diversity",
+    ],
+    "rloo": [
+        "--num_generations",
+        "2",
+        "--max_completion_length",
+        "6",
+        "--reward_funcs",
+        "think_format_reward",
+    ],
     "distillation": ["--max_completion_length", "6"],
     "reward": ["--lora_task_type", "SEQ_CLS"],
 }
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kto", "reward", "dpo", "rloo", "distillation")]
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.full)
+    for name in ("kto", "reward", "dpo", "rloo", "distillation")
+]
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", *OTHERS])
@@ -74,4 +95,6 @@ def test_a_script_of_trls_runs_with_one_line_added(name, models, tmp_path, monke
     assert manifest["precision"] == "bf16-lora"
     assert {"lora", "norm"} <= {row["part"] for row in manifest["first_step"]}
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-    assert json.loads((tmp_path / "out" / "isotype" / "result.json").read_text())["status"] == "done"
+    assert (
+        json.loads((tmp_path / "out" / "isotype" / "result.json").read_text())["status"] == "done"
+    )

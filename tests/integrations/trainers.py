@@ -1,6 +1,8 @@
-"""Every trainer that `attach` is tested with, tiny: a model of 20,000 parameters on disk, a word tokenizer, rows of words.
+"""Every trainer that `attach` is tested with, tiny: a model of 20,000 parameters on disk, a word
+tokenizer, rows of words.
 
-`TRAINERS[name](setting)` gives a trainer that is ready for `attach` and `train()`; it has seen nothing of Isotype.
+`TRAINERS[name](setting)` gives a trainer that is ready for `attach` and `train()`; it has seen
+nothing of Isotype.
 """
 
 import warnings
@@ -20,7 +22,9 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """form: full, lora or qlora; stored: the checkpoint's dtype as loaded; more: arguments of the trainer's configuration."""
+    """form: full, lora or qlora; stored: the checkpoint's dtype as loaded; more: arguments of the
+    trainer's configuration.
+    """
 
     folder: Path
     form: str = "lora"
@@ -59,7 +63,11 @@ class Setting:
     def peft(self, task: str = "CAUSAL_LM") -> Any:
         from peft import LoraConfig
 
-        return None if self.form == "full" else LoraConfig(r=4, target_modules="all-linear", task_type=task)
+        return (
+            None
+            if self.form == "full"
+            else LoraConfig(r=4, target_modules="all-linear", task_type=task)
+        )
 
     def with_adapter(self) -> Any:
         """For trainers that attach none themselves."""
@@ -78,7 +86,13 @@ def tokenizer() -> Any:
     words = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(WORDS))])}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", bos_token="<s>", padding_side="left")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="</s>",
+        bos_token="<s>",
+        padding_side="left",
+    )
     made.chat_template = "{% for m in messages %}{{ m['role'] and m['content'] }} {% endfor %}"
     return made
 
@@ -90,7 +104,9 @@ def words(seed: int, count: int) -> str:
 def dataset(rows: int = 16, **columns: Any) -> Any:
     from datasets import Dataset
 
-    return Dataset.from_dict({name: [column(i) for i in range(rows)] for name, column in columns.items()})
+    return Dataset.from_dict(
+        {name: [column(i) for i in range(rows)] for name, column in columns.items()}
+    )
 
 
 def texts(rows: int = 16) -> Any:
@@ -102,11 +118,17 @@ def prompts() -> Any:
 
 
 def preferences() -> Any:
-    return dataset(prompt=lambda i: words(i, 4), chosen=lambda i: words(i + 1, 5 + i % 3), rejected=lambda i: words(i + 2, 6))
+    return dataset(
+        prompt=lambda i: words(i, 4),
+        chosen=lambda i: words(i + 1, 5 + i % 3),
+        rejected=lambda i: words(i + 2, 6),
+    )
 
 
 class Encoded(torch.utils.data.Dataset):
-    """Rows as a plain Trainer takes them: padded ids, a mask, and labels with their first tokens masked."""
+    """Rows as a plain Trainer takes them: padded ids, a mask, and labels with their first tokens
+    masked.
+    """
 
     def __init__(self, count: int = 16, longest: int = 14) -> None:
         self.rows = []
@@ -136,7 +158,9 @@ def plain(setting: Setting, cls: Any = None) -> Any:
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(**setting.arguments())
-    return (cls or Trainer)(setting.with_adapter(), arguments, train_dataset=Encoded(), eval_dataset=Encoded(6))
+    return (cls or Trainer)(
+        setting.with_adapter(), arguments, train_dataset=Encoded(), eval_dataset=Encoded(6)
+    )
 
 
 def seq2seq(setting: Setting) -> Any:
@@ -148,7 +172,15 @@ def seq2seq(setting: Setting) -> Any:
     )  # fmt: skip
 
 
-def _trl(name: str, setting: Setting, config: dict[str, Any], *, where: str = "trl", task: str = "CAUSAL_LM", **trainer: Any) -> Any:
+def _trl(
+    name: str,
+    setting: Setting,
+    config: dict[str, Any],
+    *,
+    where: str = "trl",
+    task: str = "CAUSAL_LM",
+    **trainer: Any,
+) -> Any:
     module = __import__(where, fromlist=[name])
     arguments = getattr(module, f"{name}Config")(**setting.arguments(**config))
     model = trainer.pop("model", None) or setting.model()
@@ -169,18 +201,32 @@ def reward(setting: Setting) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     path = setting.path()
-    torch.manual_seed(0)  # the head is in no file: both trainers of a comparison start with the same one
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    # the head is in no file: both trainers of a comparison start with the same one
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=1, dtype=torch.float32
+    )
     rows = dataset(chosen=lambda i: words(i + 1, 5 + i % 3), rejected=lambda i: words(i + 2, 6))
-    return _trl("Reward", setting, {"max_length": 32}, task="SEQ_CLS", model=model, train_dataset=rows)
+    return _trl(
+        "Reward", setting, {"max_length": 32}, task="SEQ_CLS", model=model, train_dataset=rows
+    )
 
 
 def labelled() -> Any:
-    return dataset(prompt=lambda i: words(i, 4), completion=lambda i: words(i + 1, 5 + i % 3), label=lambda i: bool(i % 2))
+    return dataset(
+        prompt=lambda i: words(i, 4),
+        completion=lambda i: words(i + 1, 5 + i % 3),
+        label=lambda i: bool(i % 2),
+    )
 
 
 def chats() -> Any:
-    return dataset(messages=lambda i: [{"role": "user", "content": words(i, 4)}, {"role": "assistant", "content": words(i + 1, 5)}])
+    return dataset(
+        messages=lambda i: [
+            {"role": "user", "content": words(i, 4)},
+            {"role": "assistant", "content": words(i + 1, 5)},
+        ]
+    )
 
 
 SHORT = {"max_length": 32}
@@ -216,4 +262,9 @@ def curve(trainer: Any) -> list[float]:
     """The loss and the gradient's norm of each step, from generators seeded alike."""
     torch.manual_seed(0)
     trainer.train()
-    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+    return [
+        row[key]
+        for row in trainer.state.log_history
+        if "loss" in row
+        for key in ("loss", "grad_norm")
+    ]

@@ -1,6 +1,8 @@
-"""One process of a trainer under torchrun or accelerate: trains as told, and the first process writes its curve to a JSON file.
+"""One process of a trainer under torchrun or accelerate: trains as told, and the first process
+writes its curve to a JSON file.
 
-python -m tests.integrations.worker FOLDER NAME FORM PRECISION BATCH ACCUMULATE CURVE   PRECISION: fp32, bf16-lora, ..., or none
+python -m tests.integrations.worker FOLDER NAME FORM PRECISION BATCH ACCUMULATE CURVE   PRECISION:
+fp32, bf16-lora, ..., or none
 """
 
 import json
@@ -13,7 +15,16 @@ from isotype.integrations import attach
 from tests.integrations.trainers import TRAINERS, Setting, curve
 
 
-def main(folder: str, name: str, form: str, precision: str, batch: str, accumulate: str, written: str, *changes: str) -> None:
+def main(
+    folder: str,
+    name: str,
+    form: str,
+    precision: str,
+    batch: str,
+    accumulate: str,
+    written: str,
+    *changes: str,
+) -> None:
     more = {
         "per_device_train_batch_size": int(batch), "gradient_accumulation_steps": int(accumulate),
         **({"ddp_backend": "gloo"} if "WORLD_SIZE" in os.environ else {}),
@@ -29,7 +40,9 @@ def main(folder: str, name: str, form: str, precision: str, batch: str, accumula
             return
     numbers = curve(trainer)
     if trainer.is_world_process_zero():
-        Path(written).write_text(json.dumps({"numbers": numbers, "processes": trainer.args.world_size, "notes": said}))
+        Path(written).write_text(
+            json.dumps({"numbers": numbers, "processes": trainer.args.world_size, "notes": said})
+        )
 
 
 if __name__ == "__main__":

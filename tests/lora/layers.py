@@ -34,21 +34,38 @@ class Checkpointed(nn.Module):
 
 
 def nf4_linear(
-    *, bias: bool = True, compute: torch.dtype | None = torch.bfloat16, double: bool = True, out: int = OUT, features: int = FEATURES
+    *,
+    bias: bool = True,
+    compute: torch.dtype | None = torch.bfloat16,
+    double: bool = True,
+    out: int = OUT,
+    features: int = FEATURES,
 ) -> nn.Module:
     bnb = pytest.importorskip("bitsandbytes")
 
     torch.manual_seed(5)
-    made = bnb.nn.Linear4bit(features, out, bias=bias, compute_dtype=compute, compress_statistics=double, quant_type="nf4")
+    made = bnb.nn.Linear4bit(
+        features,
+        out,
+        bias=bias,
+        compute_dtype=compute,
+        compress_statistics=double,
+        quant_type="nf4",
+    )
     return made.to("cpu")
 
 
 def adapted(base: nn.Module | None = None, **config) -> peft.PeftModel:
-    """A PeftModel over all linears of `base`, or over one linear; B has values, so that every gradient is more than zero."""
+    """A PeftModel over all linears of `base`, or over one linear; B has values, so that every
+    gradient is more than zero.
+    """
     torch.manual_seed(0)
     base = nn.Linear(FEATURES, OUT) if base is None else base
     model = base if list(base.children()) else OneLinear(base)
-    made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **config}))
+    made = peft.get_peft_model(
+        model,
+        peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **config}),
+    )
     for name, parameter in made.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2)
@@ -78,7 +95,9 @@ def fused_nodes(y: Tensor) -> dict[str, int]:
     return dict(found)
 
 
-def results(model: nn.Module, x: Tensor, *, seed: int = 7, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
+def results(
+    model: nn.Module, x: Tensor, *, seed: int = 7, autocast: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """y, the gradient of x and of every parameter that has one."""
     model.zero_grad()
     x = x.detach().clone().requires_grad_()
@@ -87,13 +106,21 @@ def results(model: nn.Module, x: Tensor, *, seed: int = 7, autocast: torch.dtype
         y = model(x)
     y.float().square().sum().backward()
     found = {"y": y.detach(), "x": x.grad}
-    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], *, relative: float = 2e-6) -> None:
-    """Same names, dtypes, and values up to a relative distance (2-norm) that defaults to a few fp32 roundings."""
+def assert_same(
+    got: dict[str, Tensor], expected: dict[str, Tensor], *, relative: float = 2e-6
+) -> None:
+    """Same names, dtypes, and values up to a relative distance (2-norm) that defaults to a few fp32
+    roundings.
+    """
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert got[name].dtype == value.dtype, name
-        distance = (got[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30)
+        distance = (got[name].double() - value.double()).norm() / value.double().norm().clamp(
+            min=1e-30
+        )
         assert distance <= relative, f"{name}: {distance:.2e}"

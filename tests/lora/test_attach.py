@@ -1,4 +1,6 @@
-"""Every state a PEFT layer can be in: fused or PEFT's own code, said in the manifest, and always PEFT's result."""
+"""Every state a PEFT layer can be in: fused or PEFT's own code, said in the manifest, and always
+PEFT's result.
+"""
 
 import copy
 
@@ -8,7 +10,16 @@ from torch import nn
 
 from isotype.lora import fuse_lora, unfuse_lora
 
-from .layers import Checkpointed, adapted, assert_same, fused_nodes, inputs, layer_of, nf4_linear, results
+from .layers import (
+    Checkpointed,
+    adapted,
+    assert_same,
+    fused_nodes,
+    inputs,
+    layer_of,
+    nf4_linear,
+    results,
+)
 
 
 def fused(model) -> int:
@@ -42,7 +53,9 @@ def test_output_and_gradients_of_each_configuration_are_pefts(subtests):
             plain = "lora_bias" not in config
             assert fused(twin) == plain
             (line,) = fuse_lora(model)
-            assert line.op == (("lora_dora" if "use_dora" in config else "lora_linear") if plain else None)
+            assert line.op == (
+                ("lora_dora" if "use_dora" in config else "lora_linear") if plain else None
+            )
             assert bool(line.reason) != plain
 
 
@@ -78,7 +91,10 @@ def test_disabled_merged_switched_replaced_and_back():
         each.set_adapter("second")
         each.delete_adapter("second")
         torch.manual_seed(4)
-        each.add_adapter("second", peft.LoraConfig(r=3, target_modules=["proj"], init_lora_weights=False, use_dora=True))
+        each.add_adapter(
+            "second",
+            peft.LoraConfig(r=3, target_modules=["proj"], init_lora_weights=False, use_dora=True),
+        )
         each.set_adapter("second")
     same(True)
 
@@ -107,7 +123,10 @@ def honoured(part):
 
 
 def test_other_kinds_of_layers_and_replaced_forwards_are_left_alone():
-    embedding = peft.get_peft_model(nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)), peft.LoraConfig(target_modules=["0", "1"]))
+    embedding = peft.get_peft_model(
+        nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)),
+        peft.LoraConfig(target_modules=["0", "1"]),
+    )
     replaced = adapted()
     layer_of(replaced).forward = lambda x: x
     for model, why in ((embedding, "no fused op"), (replaced, "another library")):
@@ -135,4 +154,7 @@ def test_gradients_with_dropout_under_checkpointing_are_pefts():
     model = adapted(nf4_linear(compute=torch.float32), lora_dropout=0.2)
     twin = fused_copy(model)
     for reentrant in (False, True):
-        assert_same(results(Checkpointed(twin, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()))
+        assert_same(
+            results(Checkpointed(twin, reentrant), inputs()),
+            results(Checkpointed(model, reentrant), inputs()),
+        )

@@ -17,7 +17,9 @@ IDS = torch.arange(40).view(2, 20) * 7 % 90 + 3
 def layer(dtype: torch.dtype, *, bias: bool, **settings) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48, bias=bias)).to(dtype)
-    model = get_peft_model(model, LoraConfig(**{"r": 8, "target_modules": ["0"], "use_dora": True, **settings}))
+    model = get_peft_model(
+        model, LoraConfig(**{"r": 8, "target_modules": ["0"], "use_dora": True, **settings})
+    )
     one = model.base_model.model[0]
     for p in one.parameters():
         p.data = p.data.float() if p.requires_grad else p.data
@@ -44,7 +46,11 @@ def as_near(dtype, *, bias):
     exact, fused = copy.deepcopy(model).double(), copy.deepcopy(model)
     assert [p.op for p in fuse_lora(fused)] == ["lora_dora"]
     x, dy = torch.randn(3, 16, 64).to(dtype), torch.randn(3, 16, 48).to(dtype)
-    truth, theirs, ours = passed(exact, x.double(), dy.double()), passed(model, x, dy), passed(fused, x, dy)
+    truth, theirs, ours = (
+        passed(exact, x.double(), dy.double()),
+        passed(model, x, dy),
+        passed(fused, x, dy),
+    )
     for want, got, peft in zip(truth, ours, theirs, strict=True):
         error, reference = (float((t.double() - want).norm() / want.norm()) for t in (got, peft))
         assert error < 2 * reference + 1e-7

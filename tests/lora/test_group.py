@@ -1,4 +1,6 @@
-"""Q, K and V, gate and up: one product for each group, PEFT's results whatever happens between the calls."""
+"""Q, K and V, gate and up: one product for each group, PEFT's results whatever happens between the
+calls.
+"""
 
 import copy
 
@@ -57,7 +59,9 @@ def test_members_that_run_pefts_code_leave_the_group():
     model = adapted(Attention())
     fused = fused_copy(model)
     for each in (model, fused):
-        each.base_model.model.k_proj.base_layer.register_forward_hook(lambda module, args, output: output * 3)
+        each.base_model.model.k_proj.base_layer.register_forward_hook(
+            lambda module, args, output: output * 3
+        )
     fuse_lora(fused)
     assert_same(results(fused, inputs()), results(model, inputs()))
     assert fused_nodes(fused(inputs())) == {"LoraLinear": 2}
@@ -73,7 +77,9 @@ def bart():
 
 
 def test_the_query_of_a_cross_attention_shares_no_product_and_draws_pefts_masks():
-    """Self- and cross-attention are of one class in BART, and a product in vain would draw masks that PEFT's layers do not draw."""
+    """Self- and cross-attention are of one class in BART, and a product in vain would draw masks
+    that PEFT's layers do not draw.
+    """
     model = bart()
     fused = fused_copy(model)
     ids = torch.arange(3, 33).view(2, 15)

@@ -1,4 +1,6 @@
-"""The op itself: its contract, what it saves, and the ways in which fused ops elsewhere have written into others' tensors."""
+"""The op itself: its contract, what it saves, and the ways in which fused ops elsewhere have
+written into others' tensors.
+"""
 
 from functools import partial
 
@@ -19,7 +21,10 @@ T, K, OUT, R = 20, 24, 16, 3
 def tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
     shapes = {"x": (T, K), "weight": (OUT, K), "a": (R, K), "b": (OUT, R), "bias": (OUT,)}
-    return {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+        for name, shape in shapes.items()
+    }
 
 
 def plain(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -29,9 +34,18 @@ def plain(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def test_it_keeps_its_contract():
     # a contract has no words for "X is W where autocast is off": that refusal is all that is found
     arguments = {name: t.detach() for name, t in tensors(torch.float32).items() if name != "bias"}
-    report = ampcheck(partial(lora_linear, scale=0.7), arguments, reference=plain, contract=LORA_LINEAR, raises=False)
+    report = ampcheck(
+        partial(lora_linear, scale=0.7),
+        arguments,
+        reference=plain,
+        contract=LORA_LINEAR,
+        raises=False,
+    )
     assert {finding.code for finding in report.findings} == {"AC001"}
-    assert all("DT001" in finding.message and finding.observed.endswith("autocast off") for finding in report.findings)
+    assert all(
+        "DT001" in finding.message and finding.observed.endswith("autocast off")
+        for finding in report.findings
+    )
 
 
 def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -39,7 +53,9 @@ def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_gradients_agree_with_finite_differences():
-    assert torch.autograd.gradcheck(lambda *args: lora_linear(*args, scale=0.7), tuple(tensors().values()))
+    assert torch.autograd.gradcheck(
+        lambda *args: lora_linear(*args, scale=0.7), tuple(tensors().values())
+    )
 
 
 def test_dropout_gradients_follow_the_mask():
@@ -57,7 +73,10 @@ def follows(*, branch_fp32):
     torch.manual_seed(4)
     mask = (F.dropout(torch.ones(T, K, dtype=leaves["x"].dtype), 0.4) != 0).double() / 0.6
     wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
-    expected_y = F.linear(wide["x"], wide["weight"], wide["bias"]) + 0.7 * ((wide["x"] * mask) @ wide["a"].t()) @ wide["b"].t()
+    expected_y = (
+        F.linear(wide["x"], wide["weight"], wide["bias"])
+        + 0.7 * ((wide["x"] * mask) @ wide["a"].t()) @ wide["b"].t()
+    )
     got_y = op(**leaves)
     tolerance = {"rtol": 2e-2, "atol": 2e-1} if branch_fp32 else {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(got_y.double(), expected_y, **tolerance)
@@ -65,14 +84,18 @@ def follows(*, branch_fp32):
     expected = gradients((expected_y * weights).sum(), wide)
     for name, gradient in gradients((got_y * weights.to(got_y.dtype)).sum(), leaves).items():
         assert gradient.dtype == leaves[name].dtype
-        assert (gradient.double() - expected[name]).norm() <= (1e-2 if branch_fp32 else 1e-9) * expected[name].norm(), name
+        assert (gradient.double() - expected[name]).norm() <= (
+            1e-2 if branch_fp32 else 1e-9
+        ) * expected[name].norm(), name
 
 
 def test_saves_tokens_x_rank_and_no_second_copy_of_x():
     leaves = tensors(torch.bfloat16)
     leaves["weight"].requires_grad_(False)
     shapes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append((tuple(t.shape), t.data_ptr())) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: shapes.append((tuple(t.shape), t.data_ptr())) or t, lambda t: t
+    ):
         lora_linear(**leaves)
     saved = dict.fromkeys(shape for shape, _ in shapes)
     assert set(saved) == {(T, K), (OUT, K), (R, K), (OUT, R), (T, R)}
@@ -88,12 +111,23 @@ def test_refuses_with_the_fault_named():
         lora_linear(**leaves | {"b": leaves["b"].t()})
 
 
-# --- The kernels for products with a rank: each against fp64, at sizes that end within a register, a tile and a block.
+# --- The kernels for products with a rank: each against fp64, at sizes that end within a register,
+# a tile and a block.
 
 
 kernels = pytest.mark.skipif(bool(why_not_native()), reason=why_not_native() or "-")
 # T tokens, N features, R ranks
-SIZES_TNR = [(0, 8, 2), (1, 1, 1), (1, 64, 16), (7, 31, 3), (16, 33, 8), (33, 80, 17), (65, 48, 48), (64, 97, 49), (300, 512, 32)]
+SIZES_TNR = [
+    (0, 8, 2),
+    (1, 1, 1),
+    (1, 64, 16),
+    (7, 31, 3),
+    (16, 33, 8),
+    (33, 80, 17),
+    (65, 48, 48),
+    (64, 97, 49),
+    (300, 512, 32),
+]
 
 
 def operands(tokens: int, features: int, ranks: int) -> tuple[torch.Tensor, ...]:

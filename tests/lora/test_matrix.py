@@ -20,15 +20,22 @@ def test_fused_runs_wherever_peft_runs_in_its_dtypes_and_no_farther_from_fp64(op
         wide = o.cell.autocast is None and o.cell.x != "fp32" and o.cell.adapter != o.cell.x
         assert o.ran == ("lora_linear" if wide else one), str(o.cell)
     assert [o.fused for o in ran] == [o.peft for o in ran]
-    far = [f"{o.cell}: {o.worst} {o.share:.3f}" for o in outcomes if o.share is not None and o.share > matrix.EQUAL]
+    far = [
+        f"{o.cell}: {o.worst} {o.share:.3f}"
+        for o in outcomes
+        if o.share is not None and o.share > matrix.EQUAL
+    ]
     assert not far
     for o in refused:
         assert o.cell.autocast is None
-        assert o.fused.startswith(f"<DtypeError: DT001 LoRA linear got an input in {o.cell.x} and a weight in {o.cell.weight}")
+        assert o.fused.startswith(
+            f"<DtypeError: DT001 LoRA linear got an input in {o.cell.x} and a weight in {o.cell.weight}"
+        )
 
 
 def test_adapter_gradients_are_no_bf16_roundings():
-    # the fp32 sum of bf16 operands: the error is the operands', an eighth of what a rounded result adds
+    # the fp32 sum of bf16 operands: the error is the operands', an eighth of what a rounded result
+    # adds
     cell = matrix.Cell("bf16", "bf16", "fp32", "bf16")
     block = matrix.in_cell(matrix.peft_block(trainable=False), cell)
     matrix.fuse_lora(block)
@@ -41,11 +48,17 @@ def test_adapter_gradients_are_no_bf16_roundings():
 
 
 def test_command_prints_the_table_and_json(monkeypatch, capsys):
-    some = [cell for cell in matrix.cells() if cell.x == "bf16" and cell.adapter == "fp32" and cell.autocast != "fp16"]
+    some = [
+        cell
+        for cell in matrix.cells()
+        if cell.x == "bf16" and cell.adapter == "fp32" and cell.autocast != "fp16"
+    ]
     monkeypatch.setattr(matrix, "cells", lambda: iter(some))
     assert matrix.main(["--op", "linear"]) == 0
     printed = capsys.readouterr().out
     assert "PEFT runs 4 of 6 cells" in printed
     assert "refused" in printed
     assert matrix.main(["--op", "linear", "--json"]) == 0
-    assert {row["fused"].startswith("<") for row in json.loads(capsys.readouterr().out)["linear"]} == {True, False}
+    assert {
+        row["fused"].startswith("<") for row in json.loads(capsys.readouterr().out)["linear"]
+    } == {True, False}

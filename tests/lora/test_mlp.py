@@ -1,4 +1,6 @@
-"""The gated MLP in one function: PEFT's results for every activation, kind of weight and member, and its own code otherwise."""
+"""The gated MLP in one function: PEFT's results for every activation, kind of weight and member,
+and its own code otherwise.
+"""
 
 import copy
 
@@ -28,7 +30,11 @@ class Mlp(nn.Module):
                 return nn.Linear(features, out, bias=bias)
             return nf4_linear(features=features, out=out, compute=torch.float32)
 
-        self.gate_proj, self.up_proj, self.down_proj = make(FEATURES, INNER), make(FEATURES, INNER), make(INNER, FEATURES)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            make(FEATURES, INNER),
+            make(FEATURES, INNER),
+            make(INNER, FEATURES),
+        )
         self.act_fn = ACTIVATIONS[kind]
         self.is_loaded_in_4bit = nf4
 
@@ -50,7 +56,10 @@ def ran(model) -> int:
 
 
 CASES = {
-    "ranks and scales": {"rank_pattern": {"up_proj": 2, "down_proj": 7}, "alpha_pattern": {"gate_proj": 3, "down_proj": 11}},
+    "ranks and scales": {
+        "rank_pattern": {"up_proj": 2, "down_proj": 7},
+        "alpha_pattern": {"gate_proj": 3, "down_proj": 11},
+    },
     "down alone": {"target_modules": ["down_proj"]},
     "up and down with dropout": {"target_modules": ["up_proj", "down_proj"], "lora_dropout": 0.25},
 }
@@ -94,7 +103,10 @@ def test_saves_neither_the_activation_nor_the_product():
         sizes = {}
 
         def pack(t):
-            if not any(t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr() for p in each.parameters()):
+            if not any(
+                t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
+                for p in each.parameters()
+            ):
                 sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
@@ -104,15 +116,20 @@ def test_saves_neither_the_activation_nor_the_product():
         return sum(sizes.values())
 
     wide = 128 * INNER * 2
-    # gate and up, x, and what a rank of 4 makes small; PEFT's holds gate, silu(gate), up and their product at least
+    # gate and up, x, and what a rank of 4 makes small; PEFT's holds gate, silu(gate), up and their
+    # product at least
     assert saved(fused) < 2 * wide + 128 * FEATURES * 2 + wide / 2
     assert saved(model) > saved(fused) + 1.9 * wide
 
 
 STATES = {
-    "a hook on a layer": lambda mlp: mlp.up_proj.register_forward_hook(lambda module, args, output: output * 3),
+    "a hook on a layer": lambda mlp: mlp.up_proj.register_forward_hook(
+        lambda module, args, output: output * 3
+    ),
     "disabled": lambda mlp: mlp.down_proj.enable_adapters(False),
-    "another forward": lambda mlp: setattr(mlp.down_proj, "forward", lambda x: type(mlp.down_proj).forward(mlp.down_proj, x) * 2),
+    "another forward": lambda mlp: setattr(
+        mlp.down_proj, "forward", lambda x: type(mlp.down_proj).forward(mlp.down_proj, x) * 2
+    ),
 }
 
 
@@ -133,11 +150,18 @@ def is_pefts(state):
     assert not torch.equal(results(fused, inputs())["y"], before["y"])
     assert not ran(fused)
     if state == "a hook on a layer":
-        assert optimized(model)[1] == ("silu_mul", "not with its LoRA layers in one function: a hook on a layer")
+        assert optimized(model)[1] == (
+            "silu_mul",
+            "not with its LoRA layers in one function: a hook on a layer",
+        )
 
 
 def test_compiled_in_one_graph():
     model = adapted(Mlp())
     fused, _ = optimized(model)
     got = results(torch.compile(fused, backend="aot_eager", fullgraph=True), inputs())
-    assert_same({name.removeprefix("_orig_mod."): value for name, value in got.items()}, results(model, inputs()), relative=4e-6)
+    assert_same(
+        {name.removeprefix("_orig_mod."): value for name, value in got.items()},
+        results(model, inputs()),
+        relative=4e-6,
+    )

@@ -1,4 +1,6 @@
-"""Whole models, on the CPU and on a GPU: the loss, every adapter's gradient and the tokens of PEFT's own code."""
+"""Whole models, on the CPU and on a GPU: the loss, every adapter's gradient and the tokens of
+PEFT's own code.
+"""
 
 import copy
 from contextlib import nullcontext
@@ -90,14 +92,18 @@ def test_a_4_bit_base_trains_evaluates_and_generates(ids):
     model = lora(quantised(tiny("llama", hidden_size=64, head_dim=16))).to(DEVICE)
     optimize(model, PRESETS["nf4-lora"])
     apply_precision(model, PRESETS["nf4-lora"], device_type=DEVICE)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
     losses = []
     with kernels():
         for _ in range(8):
             model.train().zero_grad()
             loss = model(input_ids=ids.to(DEVICE), labels=ids.to(DEVICE)).loss
             loss.backward()
-            assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+            assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {
+                torch.float32
+            }
             optimizer.step()
             losses.append(float(loss.detach()))
             model.eval().generate(ids[:, :4].to(DEVICE), max_new_tokens=3, do_sample=False)

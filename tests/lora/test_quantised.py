@@ -31,7 +31,10 @@ def pair(**options):
 
 
 def test_output_and_gradients_of_a_4_bit_layer_are_pefts():
-    for options in ({"double": True, "out": OUT, "bias": True}, {"double": False, "out": FEATURES, "bias": False}):
+    for options in (
+        {"double": True, "out": OUT, "bias": True},
+        {"double": False, "out": FEATURES, "bias": False},
+    ):
         model, fused = pair(compute=torch.float32, **options)
         assert_same(results(fused, inputs()), results(model, inputs()))
 
@@ -44,7 +47,12 @@ CELLS = [
 
 
 @pytest.mark.parametrize(
-    "cells", [CELLS, pytest.param(itertools.product(*[FLOATS] * 3, [None, *FLOATS[1:]]), marks=pytest.mark.full)], ids=["nine", "all"]
+    "cells",
+    [
+        CELLS,
+        pytest.param(itertools.product(*[FLOATS] * 3, [None, *FLOATS[1:]]), marks=pytest.mark.full),
+    ],
+    ids=["nine", "all"],
 )
 def test_every_dtype_is_at_least_as_near_to_fp64(cells, subtests):
     for cell in cells:
@@ -59,12 +67,22 @@ def as_near(x, compute, adapter, autocast):
             part.to(adapter)
     layer = layer_of(model)
     value = inputs(x, rows=96)
-    mine, theirs = results(fused, value, autocast=autocast), results(model, value, autocast=autocast)
-    assert {name: t.dtype for name, t in mine.items()} == {name: t.dtype for name, t in theirs.items()}
+    mine, theirs = (
+        results(fused, value, autocast=autocast),
+        results(model, value, autocast=autocast),
+    )
+    assert {name: t.dtype for name, t in mine.items()} == {
+        name: t.dtype for name, t in theirs.items()
+    }
 
-    w = dequantised(layer.base_layer.weight, layer.base_layer.weight.quant_state, torch.float32).double()
+    w = dequantised(
+        layer.base_layer.weight, layer.base_layer.weight.quant_state, torch.float32
+    ).double()
     x64 = value.double().requires_grad_()
-    a, b = (part.default.weight.detach().double().requires_grad_() for part in (layer.lora_A, layer.lora_B))
+    a, b = (
+        part.default.weight.detach().double().requires_grad_()
+        for part in (layer.lora_A, layer.lora_B)
+    )
     y = x64 @ w.t() + 1.5 * (x64 @ a.t()) @ b.t()
     assert (mine["y"] - y).norm() <= 2e-2 * y.norm()
     # one dy for both, so that the loss's own curvature plays no part
@@ -76,12 +94,20 @@ def as_near(x, compute, adapter, autocast):
         with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
             out = each(leaf)
         wanted = (leaf, layer_of(each).lora_A.default.weight, layer_of(each).lora_B.default.weight)
-        errors.append([float((g - e).norm() / e.norm()) for g, e in zip(torch.autograd.grad(out, wanted, dy), exact.values())])
-    # On a CPU bitsandbytes' own product falls under autocast, and fp16 autocast then overrides a declared bf16 compute dtype,
-    # which the fused op keeps: 8 bits against 11. On a GPU bitsandbytes keeps it too.
+        errors.append(
+            [
+                float((g - e).norm() / e.norm())
+                for g, e in zip(torch.autograd.grad(out, wanted, dy), exact.values())
+            ]
+        )
+    # On a CPU bitsandbytes' own product falls under autocast, and fp16 autocast then overrides a
+    # declared bf16 compute dtype, which the fused op keeps: 8 bits against 11. On a GPU
+    # bitsandbytes keeps it too.
     slack = 2.0 if (compute, autocast) == (torch.bfloat16, torch.float16) else 1.02
     for name, fused_error, peft_error in zip(exact, *errors):
-        assert fused_error <= slack * peft_error + 1e-6, f"{name}: {fused_error:.2e} against {peft_error:.2e}"
+        assert fused_error <= slack * peft_error + 1e-6, (
+            f"{name}: {fused_error:.2e} against {peft_error:.2e}"
+        )
 
 
 def test_evaluation_in_between_changes_no_gradient():

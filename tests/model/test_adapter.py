@@ -45,11 +45,17 @@ def test_all_linear_of_a_mamba_is_what_its_mixer_calls():
 
 
 def test_a_dropout_that_peft_refuses_on_parameters_is_answered_with_what_helps():
-    named = ["gate_proj", "up_proj", "down_proj"]  # of an older checkpoint's experts, which PEFT takes for the stacks
+    # of an older checkpoint's experts, which PEFT takes for the stacks
+    named = ["gate_proj", "up_proj", "down_proj"]
     with pytest.raises(UsageError, match="for which PEFT has no dropout") as caught:
         attach_adapter(tiny("qwen3_moe"), AdapterSection(r=2, dropout=0.1, targets=named), seed=0)
     assert str(caught.value.fix).startswith("leave adapter.dropout out")
-    names = [name for name, _ in attach_adapter(tiny("qwen3_moe"), AdapterSection(r=2, targets=named), seed=0).named_parameters()]
+    names = [
+        name
+        for name, _ in attach_adapter(
+            tiny("qwen3_moe"), AdapterSection(r=2, targets=named), seed=0
+        ).named_parameters()
+    ]
     assert sum("experts" in name and "lora_A" in name for name in names) == 4
 
 
@@ -77,7 +83,8 @@ def full_head_is_embedding(parameters):
     return head is embedding
 
 
-# --- Tokens that a tokenizer did not have: trained, saved, loaded again and merged, with one embedding and head or two.
+# --- Tokens that a tokenizer did not have: trained, saved, loaded again and merged, with one
+# embedding and head or two.
 
 
 TOKENS = ["<think>", "</think>"]
@@ -86,15 +93,27 @@ TOKENS = ["<think>", "</think>"]
 def base_with(workshop, folder, *, tied):
     """The workshop's tokenizer, and a model with or without a head of its own."""
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
-    sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id")} | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied}
-    tiny(**sizes, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None).save_pretrained(folder)
+    sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id")} | {
+        "vocab_size": len(tokenizer),
+        "tie_word_embeddings": tied,
+    }
+    tiny(
+        **sizes,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return len(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("kind", "tied"),
-    [("lora", True), pytest.param("lora", False, marks=pytest.mark.full), pytest.param("none", True, marks=pytest.mark.full)],
+    [
+        ("lora", True),
+        pytest.param("lora", False, marks=pytest.mark.full),
+        pytest.param("none", True, marks=pytest.mark.full),
+    ],
 )
 def test_new_tokens_are_trained_saved_and_merged(configured, workshop, tmp_path, kind, tied):
     before = base_with(workshop, tmp_path / "plain", tied=tied)
@@ -102,7 +121,10 @@ def test_new_tokens_are_trained_saved_and_merged(configured, workshop, tmp_path,
     for row in rows:
         row["messages"][1]["content"] = "<think></think>" + row["messages"][1]["content"]
     (tmp_path / "thinking.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"model": {"name": str(tmp_path / "plain"), "add_tokens": TOKENS}, "data": {"train": str(tmp_path / "thinking.jsonl")}}
+    settings = {
+        "model": {"name": str(tmp_path / "plain"), "add_tokens": TOKENS},
+        "data": {"train": str(tmp_path / "thinking.jsonl")},
+    }
     assert train(configured(**settings, adapter={"kind": kind}, train={"learning_rate": 1e-2})) == 0
     run = tmp_path / "run"
     findings = json.loads((run / "preflight.json").read_text())["findings"]
@@ -116,8 +138,17 @@ def test_new_tokens_are_trained_saved_and_merged(configured, workshop, tmp_path,
     plain = PeftModel.from_pretrained(base, result) if kind == "lora" else base
     ids = torch.tensor([tokenizer("How much is 1 plus 1?<think></think>").input_ids])
     inner = plain.get_base_model() if kind == "lora" else plain
-    mean = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").get_input_embeddings().weight.float().mean(0)
-    trained = [p for name, p in inner.named_parameters() if p.shape[0] == before + 2 and ".original_module." not in name]
+    mean = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+        .get_input_embeddings()
+        .weight.float()
+        .mean(0)
+    )
+    trained = [
+        p
+        for name, p in inner.named_parameters()
+        if p.shape[0] == before + 2 and ".original_module." not in name
+    ]
     assert len({id(p) for p in trained}) == (1 if tied else 2)
     assert all((p[before:] - mean).abs().max() > 1e-3 for p in trained if p is trained[0])
     logits = plain(ids).logits

@@ -40,7 +40,11 @@ def file(tmp_path_factory):
         at = place / "-".join((family, kind, *map(str, changes))) / "model.gguf"
         if not at.exists():
             at.parent.mkdir()
-            ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+            ids = {
+                "pad_token_id": tokenizer.pad_token_id,
+                "bos_token_id": None,
+                "eos_token_id": tokenizer.eos_token_id,
+            }
             model = tiny(family, **SIZES | ids | FAMILIES[family] | changes)
             write(model, place / "tokenizer", at, kind, others=MIXED if kind == "Q4_K" else {})
         return at
@@ -54,10 +58,16 @@ def test_blocks_have_the_bits_of_the_package(subtests):
             raw = blocks(kind, 24, 768)
             want = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
             packed = torch.from_numpy(raw)
-            assert torch.equal(decoded(kind, packed, torch.float32).view(torch.int32), want.view(torch.int32))
-            torch.testing.assert_close(decoded(kind, packed, torch.float64), want.double(), rtol=1e-6, atol=1e-6)
+            assert torch.equal(
+                decoded(kind, packed, torch.float32).view(torch.int32), want.view(torch.int32)
+            )
+            torch.testing.assert_close(
+                decoded(kind, packed, torch.float64), want.double(), rtol=1e-6, atol=1e-6
+            )
             assert not not_finite(kind, packed).any()
-            packed[5, size + halves[-1] : size + halves[-1] + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+            packed[5, size + halves[-1] : size + halves[-1] + 2] = torch.tensor(
+                [torch.nan], dtype=torch.float16
+            ).view(torch.uint8)
             assert not_finite(kind, packed).nonzero().tolist() == [[5, 1]]
 
 
@@ -66,7 +76,9 @@ def test_a_file_is_the_model_that_transformers_widens(file, subtests):
         with subtests.test(family):
             path = file(family)
             model = load_packed(str(path), dtype=torch.float32)
-            want = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            want = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32
+            )
             torch.testing.assert_close(model(IDS).logits, want(IDS).logits, rtol=1e-5, atol=1e-5)
             layer = model.model.layers[0].self_attn.q_proj
             assert type(layer) is PackedLinear
@@ -78,12 +90,24 @@ def test_a_file_that_does_not_count_heads_of_keys_has_one_for_each_head(tmp_path
     ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
     model = tiny("llama", **SIZES | ids | {"num_key_value_heads": SIZES["num_attention_heads"]})
     write(model, tmp_path / "tokenizer", tmp_path / "a.gguf", "Q8_0")
-    write(model, tmp_path / "tokenizer", tmp_path / "b.gguf", "Q8_0", keys={"llama.attention.head_count_kv": None})
-    said, silent = (load_packed(str(tmp_path / name), dtype=torch.float32)(IDS).logits for name in ("a.gguf", "b.gguf"))
+    write(
+        model,
+        tmp_path / "tokenizer",
+        tmp_path / "b.gguf",
+        "Q8_0",
+        keys={"llama.attention.head_count_kv": None},
+    )
+    said, silent = (
+        load_packed(str(tmp_path / name), dtype=torch.float32)(IDS).logits
+        for name in ("a.gguf", "b.gguf")
+    )
     assert torch.equal(said, silent)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", *(pytest.param(k, marks=pytest.mark.full) for k in ("Q8_0", "Q5_K", "Q6_K", "Q3_K"))])
+@pytest.mark.parametrize(
+    "kind",
+    ["Q4_K", *(pytest.param(k, marks=pytest.mark.full) for k in ("Q8_0", "Q5_K", "Q6_K", "Q3_K"))],
+)
 def test_gradients_are_as_near_as_those_of_the_dense_weights(file, kind):
     model = load_packed(str(file(kind=kind)))
     plain, exact = dense(model, torch.bfloat16), dense(model, torch.float64)
@@ -97,23 +121,36 @@ def test_gradients_are_as_near_as_those_of_the_dense_weights(file, kind):
 
 def test_a_file_is_trained_resumed_and_merged_as_peft_would(file, configured, tmp_path):
     path = file()
-    assert train(configured(model={"name": str(path)}, precision={"preset": "auto"}, train={"steps": 2})) == 0
+    assert (
+        train(
+            configured(model={"name": str(path)}, precision={"preset": "auto"}, train={"steps": 2})
+        )
+        == 0
+    )
     run = tmp_path / "run"
     said = json.loads((run / "precision.json").read_text())
     assert said["precision"] == "bf16-lora base=gguf"
-    assert said["observed"]["base"] == {"gguf": 15, "bf16": 6}  # the head is packed, the embedding is not
+    # the head is packed, the embedding is not
+    assert said["observed"]["base"] == {"gguf": 15, "bf16": 6}
     assert said["violations"] == []
     notes = json.loads((run / "manifest.json").read_text())["notes"]
     assert "the base came quantised: gguf, blocks Q4_K, Q5_K, Q6_K" in notes
     ask("train", "--resume", run, "train.steps=3")
     assert 'isotype.load_packed("' in (run / "adapter/README.md").read_text()
-    # the dense weights, as transformers widens the file: PEFT loads the adapter there, and merges to the same
-    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    expected = PeftModel.from_pretrained(plain, str(run / "adapter")).merge_and_unload().state_dict()
+    # the dense weights, as transformers widens the file: PEFT loads the adapter there, and merges
+    # to the same
+    plain = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    expected = (
+        PeftModel.from_pretrained(plain, str(run / "adapter")).merge_and_unload().state_dict()
+    )
     state, _, count = merged_state(load_run(run).model, torch.float32)
     assert count == 14
     for name, value in state.items():
-        assert off(value.double(), expected[name].double()) <= 2e-5 + (2e-3 if "embed" in name else 0), name
+        assert off(value.double(), expected[name].double()) <= 2e-5 + (
+            2e-3 if "embed" in name else 0
+        ), name
     assert "checked" in ask("merge", run, "--out", tmp_path / "merged")
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
     assert "14 layers" in ask("export", run, "--to", "gguf", "--out", tmp_path / "adapter.gguf")
@@ -121,7 +158,13 @@ def test_a_file_is_trained_resumed_and_merged_as_peft_would(file, configured, tm
 
 def test_llama_3s_scaling_of_positions_is_found_again(tmp_path):
     """transformers leaves it out, and has other angles."""
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope |= {"original_max_position_embeddings": 8192}
     tiny("llama", **SIZES, rope_parameters=rope, head_dim=64).save_pretrained(tmp_path / "model")
     splitting().save_pretrained(tmp_path / "model")
@@ -134,7 +177,11 @@ UNREAD = (
     ("split.count", 2, "a part of 2"),
     ("llama.attention.sliding_window", 8, "llama.attention.sliding_window: 8 is not read"),
     ("llama.rope.scaling.type", "longrope", "rope.scaling.type: longrope is not read"),
-    ("tokenizer.ggml.pre", "smollm", "how its tokenizer splits text (tokenizer.ggml.pre: smollm) is not known"),
+    (
+        "tokenizer.ggml.pre",
+        "smollm",
+        "how its tokenizer splits text (tokenizer.ggml.pre: smollm) is not known",
+    ),
 )
 
 
@@ -143,7 +190,9 @@ def test_what_is_not_read_is_refused_by_name(workshop, tmp_path, subtests):
     model = tiny("llama", **SIZES | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2})
     for key, value, message in UNREAD:
         with subtests.test(key):
-            write(model, tmp_path / "tokenizer", tmp_path / f"{key}.gguf", "Q8_0", keys={key: value})
+            write(
+                model, tmp_path / "tokenizer", tmp_path / f"{key}.gguf", "Q8_0", keys={key: value}
+            )
             error = user(["--model", str(tmp_path / f"{key}.gguf"), "--data", str(workshop.chats)])
             assert message in str(error)
             assert error.exit_status == 2
@@ -153,15 +202,21 @@ def test_the_package_is_named_where_it_is_missing(file, workshop, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     path = file()
     path.touch()
-    assert "pip install 'isotype[gguf]'" in str(user(["--model", str(path), "--data", str(workshop.chats)]))
+    assert "pip install 'isotype[gguf]'" in str(
+        user(["--model", str(path), "--data", str(workshop.chats)])
+    )
 
 
 def test_damaged_files_are_named(file, workshop, tmp_path):
-    assert "model.name: no.gguf: no such file" in str(user(["--model", "no.gguf", "--data", str(workshop.chats)]))
+    assert "model.name: no.gguf: no such file" in str(
+        user(["--model", "no.gguf", "--data", str(workshop.chats)])
+    )
     content = file(kind="Q8_0").read_bytes()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/model.gguf").write_bytes(content[: len(content) // 2])
-    assert "no whole GGUF file" in str(user(["--model", str(tmp_path / "cut"), "--data", str(workshop.chats)]))
+    assert "no whole GGUF file" in str(
+        user(["--model", str(tmp_path / "cut"), "--data", str(workshop.chats)])
+    )
     for name in "ab":
         (tmp_path / f"{name}.gguf").write_bytes(content)
     assert "2 GGUF files" in str(user(["--model", str(tmp_path), "--data", str(workshop.chats)]))
@@ -170,5 +225,8 @@ def test_damaged_files_are_named(file, workshop, tmp_path):
     damaged = bytearray(content)
     damaged[at : at + 2] = b"\x00\x7e"
     path.write_bytes(bytes(damaged))
-    error = user(["--model", str(path), "--data", str(workshop.chats), f"run.folder={tmp_path / 'run'}"], "train")
+    error = user(
+        ["--model", str(path), "--data", str(workshop.chats), f"run.folder={tmp_path / 'run'}"],
+        "train",
+    )
     assert "model.layers.1.mlp.up_proj.Q8_0 is not finite at [0, 0]" in str(error)

@@ -1,4 +1,6 @@
-"""A base as it is loaded: dtypes, quantisation weight by weight, attention, buffers; and models that cannot be loaded."""
+"""A base as it is loaded: dtypes, quantisation weight by weight, attention, buffers; and models
+that cannot be loaded.
+"""
 
 import pytest
 import torch
@@ -25,10 +27,15 @@ CPU = torch.device("cpu")
 
 
 def load(source, preset="bf16-lora", *, trainable=False, attention="sdpa", notes=None):
-    return load_base(source, PRESETS[preset], attention=attention, device=CPU, trainable=trainable, notes=notes)
+    return load_base(
+        source, PRESETS[preset], attention=attention, device=CPU, trainable=trainable, notes=notes
+    )
 
 
-@pytest.mark.parametrize(("preset", "trainable", "dtype"), [("bf16-lora", False, torch.bfloat16), ("bf16-mixed", True, torch.float32)])
+@pytest.mark.parametrize(
+    ("preset", "trainable", "dtype"),
+    [("bf16-lora", False, torch.bfloat16), ("bf16-mixed", True, torch.float32)],
+)
 def test_weights_are_loaded_in_the_declared_dtype(tmp_path, preset, trainable, dtype):
     tiny().save_pretrained(tmp_path)
     model = load(Source(str(tmp_path)), preset, trainable=trainable)
@@ -37,7 +44,9 @@ def test_weights_are_loaded_in_the_declared_dtype(tmp_path, preset, trainable, d
 
 
 def test_weights_are_quantised_one_after_the_other(tmp_path):
-    """At no time is more than one matrix there in the dtype of its file. Bytes of live tensors are counted at every operator."""
+    """At no time is more than one matrix there in the dtype of its file. Bytes of live tensors are
+    counted at every operator.
+    """
     pytest.importorskip("bitsandbytes")
     model = tiny(hidden_size=256, intermediate_size=512, num_hidden_layers=6)
     model.save_pretrained(tmp_path)
@@ -46,7 +55,8 @@ def test_weights_are_quantised_one_after_the_other(tmp_path):
         base = load(Source(str(tmp_path)), "nf4-lora")
     assert base.is_loaded_in_4bit
     assert sum(p.nbytes for p in base.parameters()) <= live.now  # the scales come on top
-    # the matrix that is quantised in bf16 and fp32, and its own result; all of them in bf16 would take four times this bound
+    # the matrix that is quantised in bf16 and fp32, and its own result; all of them in bf16 would
+    # take four times this bound
     bound = 8 * max(sizes)
     assert live.peak - live.now <= bound < 2 * sum(sizes) / 4
 
@@ -69,8 +79,16 @@ CANNOT_BE_LOADED = (
     ("{here}", None, "no config.json there"),
     ("{here}/base", written("model.safetensors", "not safetensors"), "base"),
     ("{here}/base", without_a_weight, r"model\.layers\.1\.mlp\.up_proj\.weight first"),
-    ("{here}/base", written("generation_config.json", '{"max_new_tokens": -3}'), r"generation_config\.json: .*\n  fix       correct that"),
-    ("{here}/base", written("config.json", '{"model_type": "no_such_architecture"}'), "no_such_architecture"),
+    (
+        "{here}/base",
+        written("generation_config.json", '{"max_new_tokens": -3}'),
+        r"generation_config\.json: .*\n  fix       correct that",
+    ),
+    (
+        "{here}/base",
+        written("config.json", '{"model_type": "no_such_architecture"}'),
+        "no_such_architecture",
+    ),
 )
 
 
@@ -109,14 +127,20 @@ def test_what_does_not_predict_the_next_token_is_refused(tmp_path, subtests):
                 load(Source(str(tmp_path)))
     tied = tiny("qwen2", tie_word_embeddings=True)
     AutoModelForSequenceClassification.from_config(tied.config).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="Qwen2ForSequenceClassification answers with classes of a text"):
+    with pytest.raises(
+        UsageError, match="Qwen2ForSequenceClassification answers with classes of a text"
+    ):
         load(Source(str(tmp_path)))
     tied.model.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="Qwen2Model is a model without a head for tokens, as embedding models are saved"):
+    with pytest.raises(
+        UsageError,
+        match="Qwen2Model is a model without a head for tokens, as embedding models are saved",
+    ):
         load(Source(str(tmp_path)))
 
 
-# --- What an adapter trains in full is not quantised with the rest of the base, whatever kind of module it is.
+# --- What an adapter trains in full is not quantised with the rest of the base, whatever kind of
+# module it is.
 
 
 NF4 = PRESETS["nf4-lora"]
@@ -124,7 +148,9 @@ NF4 = PRESETS["nf4-lora"]
 
 def test_what_is_trained_in_full_is_not_quantised(workshop, tmp_path):
     pytest.importorskip("bitsandbytes")
-    tokenizer = load_tokenizer(RunConfig.model_validate({"model": {"name": str(workshop.base)}}).model)
+    tokenizer = load_tokenizer(
+        RunConfig.model_validate({"model": {"name": str(workshop.base)}}).model
+    )
     base = tiny(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128)
     base.save_pretrained(tmp_path / "base")
     source = Source(str(tmp_path / "base"))
@@ -152,7 +178,8 @@ def test_what_is_trained_in_full_is_not_quantised(workshop, tmp_path):
         assert torch.equal(again(input_ids=ids).logits + 0, said)
 
 
-# --- Buffers that no file holds have the constructor's values, and rotary tables do not depend on earlier batches.
+# --- Buffers that no file holds have the constructor's values, and rotary tables do not depend on
+# earlier batches.
 
 
 class OwnConfig(LlamaConfig):
@@ -176,7 +203,12 @@ class Own(LlamaForCausalLM):
 def with_buffers(tmp_path):
     torch.manual_seed(0)
     config = OwnConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
     Own(config).save_pretrained(tmp_path)
     AutoModelForCausalLM.register(OwnConfig, Own, exist_ok=True)
@@ -186,7 +218,9 @@ def with_buffers(tmp_path):
 
 def test_buffers_have_the_constructors_values(with_buffers):
     notes = []
-    own = load(Source(str(with_buffers)), "bf16-pure", trainable=True, attention="eager", notes=notes).own
+    own = load(
+        Source(str(with_buffers)), "bf16-pure", trainable=True, attention="eager", notes=notes
+    ).own
     assert torch.equal(own.angles, torch.arange(4).float() / 3)
     assert torch.equal(own.numbers, torch.arange(5))
     assert torch.equal(own.below, torch.ones(3, 3).tril().bool())

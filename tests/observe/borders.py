@@ -1,7 +1,9 @@
-"""Programs at the borders of what is watched: twenty that break the declared precision, and twenty that keep it.
+"""Programs at the borders of what is watched: twenty that break the declared precision, and twenty
+that keep it.
 
-The first are of four classes: time (nobody looks then), trust (something else runs than is believed), history (what a file held) and rules
-(counts and norms). The others are families of transformers, optimizers and callbacks that people use.
+The first are of four classes: time (nobody looks then), trust (something else runs than is
+believed), history (what a file held) and rules (counts and norms). The others are families of
+transformers, optimizers and callbacks that people use.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ HONEST: dict[str, Callable[[Path], Seen]] = {}
 
 @dataclass
 class Seen:
-    """What a training said of its precision: violations, an error that ended it, and what it says was not watched."""
+    """What a training said of its precision: violations, an error that ended it, and what it says
+    was not watched.
+    """
 
     violations: list[str] = field(default_factory=list)
     error: str = ""
@@ -51,7 +55,14 @@ class At(TrainerCallback):
     """Calls `act(trainer's model, optimizer, state)` at an event of the trainer."""
 
     def __init__(self, event: str, act: Callable[..., None]) -> None:
-        def called(args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        def called(
+            args: Any,
+            state: Any,
+            control: Any,
+            model: Any = None,
+            optimizer: Any = None,
+            **kwargs: Any,
+        ) -> None:
             act(model, getattr(optimizer, "optimizer", optimizer), state)
 
         setattr(self, event, called)
@@ -62,7 +73,9 @@ def attached(
     callbacks: Any = (), late: Any = (), resume: str | None = None, steps: int = 5, more: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None, model: Any = None, **given: Any,
 ) -> Seen:  # fmt: skip
-    """Trains under `attach` and reads what it recorded. `change(model)` is called before, `late` are callbacks added after `attach`."""
+    """Trains under `attach` and reads what it recorded. `change(model)` is called before, `late`
+    are callbacks added after `attach`.
+    """
     if model is None:
         model = tiny(family, vocab_size=WORDS + 3, **(config or {}))
     model = lora(model) if adapter else model
@@ -74,7 +87,14 @@ def attached(
         **{"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, **(more or {})},
     )  # fmt: skip
     torch.manual_seed(0)
-    trainer = cls(model, arguments, train_dataset=Encoded(), eval_dataset=Encoded(6), callbacks=list(callbacks), **given)
+    trainer = cls(
+        model,
+        arguments,
+        train_dataset=Encoded(),
+        eval_dataset=Encoded(6),
+        callbacks=list(callbacks),
+        **given,
+    )
     seen = Seen()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -100,7 +120,11 @@ def rounded(tensor: Tensor) -> Tensor:
 # ---- time
 @liar
 def to_half_and_back_after_a_step(folder: Path) -> Seen:
-    return attached(folder, precision="fp32", callbacks=[At("on_step_end", lambda model, *_: model.half().float())])
+    return attached(
+        folder,
+        precision="fp32",
+        callbacks=[At("on_step_end", lambda model, *_: model.half().float())],
+    )
 
 
 @liar
@@ -164,7 +188,9 @@ def states_made_smaller_for_a_save(folder: Path) -> Seen:
         for states in optimizer.state.values():
             states["exp_avg_sq"] = states["exp_avg_sq"].half().float()
 
-    return attached(folder, callbacks=[At("on_save", act)], more={"save_strategy": "steps", "save_steps": 3})
+    return attached(
+        folder, callbacks=[At("on_save", act)], more={"save_strategy": "steps", "save_steps": 3}
+    )
 
 
 @liar
@@ -197,7 +223,9 @@ def an_update_of_the_trainers_own_in_bf16_pure(folder: Path) -> Seen:
 def an_optimizer_of_copies(folder: Path) -> Seen:
     class Copies(Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
-            self.optimizer = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in self.model.parameters()], lr=1e-3)
+            self.optimizer = torch.optim.AdamW(
+                [nn.Parameter(p.detach().clone()) for p in self.model.parameters()], lr=1e-3
+            )
             return self.optimizer
 
     return attached(folder, cls=Copies)
@@ -208,7 +236,9 @@ class Packed(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
-        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16, device=codes.device)
+        made = Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.bfloat16, device=codes.device
+        )
         made.codes, made.scale = codes, scale
         return made
 
@@ -216,7 +246,10 @@ class Packed(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return Packed(args[0].codes, args[0].scale)
-        given = torch.utils._pytree.tree_map(lambda t: (t.codes.bfloat16() * t.scale) if isinstance(t, Packed) else t, (args, kwargs or {}))
+        given = torch.utils._pytree.tree_map(
+            lambda t: (t.codes.bfloat16() * t.scale) if isinstance(t, Packed) else t,
+            (args, kwargs or {}),
+        )
         return func(*given[0], **given[1])
 
 
@@ -326,7 +359,9 @@ def weights_that_a_file_held_in_bf16(folder: Path) -> Seen:
     from safetensors.torch import load_file, save_file
 
     file = _checkpoint(folder) / "model.safetensors"
-    save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    save_file(
+        {name: t.bfloat16() for name, t in load_file(file).items()}, file, metadata={"format": "pt"}
+    )
     return attached(folder, steps=6, resume=str(file.parent))
 
 
@@ -344,7 +379,9 @@ def an_average_of_squares_rounded_in_its_file(folder: Path) -> Seen:
 def _loss(reduce: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
+        )
         # many rows: a batch of 606 learnt tokens
         return reduce(losses.repeat(20), (targets != -100).flatten().repeat(20))
 
@@ -353,12 +390,22 @@ def _loss(reduce: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
 
 @liar
 def tokens_counted_in_bf16(folder: Path) -> Seen:
-    return attached(folder, compute_loss_func=_loss(lambda losses, learnt: losses.sum() / learnt.to(torch.bfloat16).sum()))
+    return attached(
+        folder,
+        compute_loss_func=_loss(
+            lambda losses, learnt: losses.sum() / learnt.to(torch.bfloat16).sum()
+        ),
+    )
 
 
 @liar
 def a_count_rounded_by_a_cast(folder: Path) -> Seen:
-    return attached(folder, compute_loss_func=_loss(lambda losses, learnt: losses.sum() / (learnt.sum() + 1).bfloat16().float()))
+    return attached(
+        folder,
+        compute_loss_func=_loss(
+            lambda losses, learnt: losses.sum() / (learnt.sum() + 1).bfloat16().float()
+        ),
+    )
 
 
 @liar
@@ -383,7 +430,9 @@ def gradients_clipped_by_a_norm_in_bf16(folder: Path) -> Seen:
 # ---- honest: families
 def _family(name: str, family: str, **settings: Any) -> None:
     def run(folder: Path) -> Seen:
-        return attached(folder, family, more={"save_strategy": "steps", "save_steps": 2}, **settings)
+        return attached(
+            folder, family, more={"save_strategy": "steps", "save_steps": 2}, **settings
+        )
 
     HONEST[name] = run
 
@@ -392,9 +441,22 @@ _ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 8}
 _family("norm_of_one_plus_the_weight", "gemma2")
 _family("norms_of_queries_and_keys", "qwen3")
 _family("norm_after_the_block", "olmo2")
-_family("norm_with_mean", "gpt2", config={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48})
-_family("rope_dynamic", "llama", config={"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **_ROPE}, "max_position_embeddings": 8})
-_family("rope_yarn", "llama", config={"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_ROPE}})
+_family(
+    "norm_with_mean",
+    "gpt2",
+    config={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
+)
+_family(
+    "rope_dynamic",
+    "llama",
+    config={
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **_ROPE},
+        "max_position_embeddings": 8,
+    },
+)
+_family(
+    "rope_yarn", "llama", config={"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_ROPE}}
+)
 _family(
     "rope_long", "phi3", config={
         "original_max_position_embeddings": 8,
@@ -408,7 +470,11 @@ _family("router_of_qwen3", "qwen3_moe", config={"decoder_sparse_step": 1})
 _family("router_with_sigmoid", "deepseek_v3")
 _family("alibi", "bloom", config={"n_layer": 2, "n_head": 4})
 _family("state_space", "mamba", config={"state_size": 4})
-_family("logits_and_rows_scaled", "granite", config={"logits_scaling": 8.0, "residual_multiplier": 0.22, "embedding_multiplier": 12.0})
+_family(
+    "logits_and_rows_scaled",
+    "granite",
+    config={"logits_scaling": 8.0, "residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+)
 
 
 class Mixer(nn.Module):
@@ -441,7 +507,12 @@ def fourier_mixer_with_a_scale_a_row(folder: Path) -> Seen:
 def momentum_from_a_bf16_checkpoint_with_warmup(folder: Path) -> Seen:
     model = tiny("llama", vocab_size=WORDS + 3)
     model.to(torch.bfloat16).float()
-    return attached(folder, model=model, steps=8, more={"optim": "sgd", "optim_args": "momentum=0.9", "warmup_steps": 3})
+    return attached(
+        folder,
+        model=model,
+        steps=8,
+        more={"optim": "sgd", "optim_args": "momentum=0.9", "warmup_steps": 3},
+    )
 
 
 @honest
@@ -478,7 +549,10 @@ def weights_kept_within_a_norm(folder: Path) -> Seen:
     def act(model: nn.Module, *_: Any) -> None:
         for p in model.parameters():
             if p.dim() == 2:
-                p.mul_(p.norm(dim=1, keepdim=True).clamp(max=0.1) / p.norm(dim=1, keepdim=True).clamp(min=1e-6))
+                p.mul_(
+                    p.norm(dim=1, keepdim=True).clamp(max=0.1)
+                    / p.norm(dim=1, keepdim=True).clamp(min=1e-6)
+                )
 
     return attached(folder, callbacks=[At("on_step_end", act)])
 
@@ -486,4 +560,8 @@ def weights_kept_within_a_norm(folder: Path) -> Seen:
 @honest
 def adafactor_with_accumulation_and_counts(folder: Path) -> Seen:
     count = _loss(lambda losses, learnt: losses.sum() / learnt.sum().clamp(min=1))
-    return attached(folder, compute_loss_func=count, more={"optim": "adafactor", "gradient_accumulation_steps": 2})
+    return attached(
+        folder,
+        compute_loss_func=count,
+        more={"optim": "adafactor", "gradient_accumulation_steps": 2},
+    )

@@ -1,4 +1,6 @@
-"""Programs that break the declaration: by products, the loss, sums, fp64, numbers and tables made narrow, or by what they store."""
+"""Programs that break the declaration: by products, the loss, sums, fp64, numbers and tables made
+narrow, or by what they store.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ class Fp32MLP(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            return F.linear(F.silu(F.linear(x.float(), self.up.weight)), self.down.weight).to(x.dtype)
+            return F.linear(F.silu(F.linear(x.float(), self.up.weight)), self.down.weight).to(
+                x.dtype
+            )
 
 
 class Fp32Attention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(q.dtype)
+            return F.scaled_dot_product_attention(
+                q.float(), k.float(), v.float(), is_causal=True
+            ).to(q.dtype)
 
 
 class NarrowTable(Rotary):
@@ -76,7 +82,9 @@ class WideProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        return (dy.float() @ w.float()).to(x.dtype), dy.flatten(0, 1).float().t() @ x.flatten(0, 1).float()
+        return (dy.float() @ w.float()).to(x.dtype), dy.flatten(0, 1).float().t() @ x.flatten(
+            0, 1
+        ).float()
 
 
 def with_function(function: type[torch.autograd.Function]) -> type[MLP]:
@@ -184,7 +192,12 @@ def norm_of_gradients_in_bf16(run) -> None:
     """Clips by a norm that it sums in bf16."""
 
     def clip(optimizer, args, kwargs) -> None:
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norm = torch.stack([g.bfloat16().square().sum() for g in grads]).sum().sqrt()
         for g in grads:
             g.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0))
@@ -235,17 +248,26 @@ class CustomOp(MLP):
         return super().forward(x - narrow_mean(x.detach()))
 
 
-# numbers that are rounded when they are made: a dropout's scale in a narrow dtype, which arithmetic widens without a cast
+# numbers that are rounded when they are made: a dropout's scale in a narrow dtype, which arithmetic
+# widens without a cast
 DROPPED = 0.1
 MAKERS: dict[str, Callable[[Tensor, float, torch.dtype], Tensor]] = {
     "full": lambda y, number, dtype: torch.full(y.shape, number, dtype=dtype),
     "tensor": lambda y, number, dtype: torch.tensor(number, dtype=dtype),
     "fill": lambda y, number, dtype: torch.empty(y.shape, dtype=dtype).fill_(number),
     "assigned": lambda y, number, dtype: _assigned(torch.zeros(y.shape, dtype=dtype), number),
-    "masked_fill": lambda y, number, dtype: torch.zeros(y.shape, dtype=dtype).masked_fill(torch.rand(y.shape) > DROPPED, number),
-    "where": lambda y, number, dtype: torch.where(torch.rand(y.shape) > DROPPED, torch.ones(y.shape, dtype=dtype), number),
-    "linspace": lambda y, number, dtype: torch.linspace(0, number * y.shape[-1], y.shape[-1] + 1, dtype=dtype)[1:],
-    "arange": lambda y, number, dtype: torch.arange(number, number * (y.shape[-1] + 0.5), number, dtype=dtype),
+    "masked_fill": lambda y, number, dtype: torch.zeros(y.shape, dtype=dtype).masked_fill(
+        torch.rand(y.shape) > DROPPED, number
+    ),
+    "where": lambda y, number, dtype: torch.where(
+        torch.rand(y.shape) > DROPPED, torch.ones(y.shape, dtype=dtype), number
+    ),
+    "linspace": lambda y, number, dtype: torch.linspace(
+        0, number * y.shape[-1], y.shape[-1] + 1, dtype=dtype
+    )[1:],
+    "arange": lambda y, number, dtype: torch.arange(
+        number, number * (y.shape[-1] + 0.5), number, dtype=dtype
+    ),
 }
 
 
@@ -254,7 +276,11 @@ def _assigned(tensor: Tensor, number: float) -> Tensor:
     return tensor
 
 
-def dropout(make: Callable[[Tensor, float, torch.dtype], Tensor], dtype: torch.dtype, number: float = 1 / (1 - DROPPED)) -> type[MLP]:
+def dropout(
+    make: Callable[[Tensor, float, torch.dtype], Tensor],
+    dtype: torch.dtype,
+    number: float = 1 / (1 - DROPPED),
+) -> type[MLP]:
     """Scales what it keeps by a number that is made in `dtype`."""
 
     class Dropout(MLP):
@@ -281,4 +307,6 @@ program("bf16_table_buffer", with_buffer_in(torch.bfloat16))
 program("buffer_swapped_later", tiny, steps=4, before_step=at_step(3, swap_buffer))
 program("module_swapped_later", tiny, steps=4, before_step=at_step(3, swap_module))
 for name, make in MAKERS.items():
-    program(f"{name}_in_fp32", lambda make=make: tiny(mlp=dropout(make, torch.bfloat16)), preset="fp32")
+    program(
+        f"{name}_in_fp32", lambda make=make: tiny(mlp=dropout(make, torch.bfloat16)), preset="fp32"
+    )

@@ -1,4 +1,6 @@
-"""Programs (a model, and what is done to it), run as the training loop does: which steps are watched, and what is looked at in them."""
+"""Programs (a model, and what is done to it), run as the training loop does: which steps are
+watched, and what is looked at in them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ PROGRAMS: dict[str, Program] = {}
 
 @dataclass
 class Program:
-    """`build` makes the model; `prepare` gets the run (model, stepper) before its first step, `before_step` before each step.
+    """`build` makes the model; `prepare` gets the run (model, stepper) before its first step,
+    `before_step` before each step.
 
     preset   the declaration
     steps    how many steps the run has
@@ -57,19 +60,25 @@ class Run:
     loss: Any = None
 
 
-def set_up(model: nn.Module, precision: Precision, *, optimizer: str = "adamw", apply: bool = True) -> Run:
+def set_up(
+    model: nn.Module, precision: Precision, *, optimizer: str = "adamw", apply: bool = True
+) -> Run:
     if apply:
         apply_precision(model, precision, device_type="cpu")
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
     train = TrainSection(learning_rate=RATE, optimizer=optimizer)
     built = build_optimizer(model, train, precision, accumulator.gradient)
-    stepper = Stepper(model, built, accumulator, precision, train, partial(batch_loss_sum, dtype=precision.loss))
+    stepper = Stepper(
+        model, built, accumulator, precision, train, partial(batch_loss_sum, dtype=precision.loss)
+    )
     return Run(model, stepper, Observer(model, precision))
 
 
 def watched_step(run: Run, step: int, batches: Any = (BATCH,)) -> Observation:
     stepper = run.stepper
-    with run.observer.watch(step, optimizer=stepper.optimizer, gradient=stepper.accumulator.gradient) as seen:
+    with run.observer.watch(
+        step, optimizer=stepper.optimizer, gradient=stepper.accumulator.gradient
+    ) as seen:
         stepper(list(batches), step=step, learning_rate=RATE, watch_changes=True)
     run.observer.look_at_loss(seen, stepper.loss_dtype)
     return seen
@@ -80,7 +89,9 @@ def observed(program: Program) -> list[Observation]:
     run = set_up(program.build(), PRESETS[program.preset])
     program.prepare(run)
     if run.loss is not None:
-        run.stepper.loss_sum = lambda m, b, divisor: run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:]) / divisor
+        run.stepper.loss_sum = lambda m, b, divisor: (
+            run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:]) / divisor
+        )
     looks = []
     for step in range(1, program.steps + 1):
         program.before_step(run, step)

@@ -1,4 +1,6 @@
-"""Programs that break the declared precision at the borders are named or listed as not watched; those that keep it are not accused."""
+"""Programs that break the declared precision at the borders are named or listed as not watched;
+those that keep it are not accused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import pytest
 pytest.importorskip("trl")
 from .borders import HONEST, LIARS
 
-# what is said of a program beside a violation or a refusal: an entry of `unobserved` or `not watched`
+# what is said of a program beside a violation or a refusal: an entry of `unobserved` or `not
+# watched`
 LISTED = {
     "a_base_of_int8_that_says_bf16": "on Packed in base_model.model.model.layers.1.mlp.down_proj",
     "an_operator_in_the_namespace_of_a_library": "operator bitsandbytes::mix_rows",
@@ -20,7 +23,9 @@ OFTEN = {
 
 
 def cases(programs):
-    return [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.full]) for name in programs]
+    return [
+        pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.full]) for name in programs
+    ]
 
 
 @pytest.mark.parametrize("name", cases(LIARS))

@@ -1,4 +1,6 @@
-"""Every program that breaks its declaration ends in a true violation; what an operator's own kernel hides is said."""
+"""Every program that breaks its declaration ends in a true violation; what an operator's own kernel
+hides is said.
+"""
 
 import pytest
 
@@ -25,7 +27,9 @@ def test_a_broken_declaration_is_reported(subtests):
 
 
 def assert_true_of(program: Program, finding: Finding) -> None:
-    """What it says was declared was declared, what it says was observed differs, and what never changed is not called changed."""
+    """What it says was declared was declared, what it says was observed differs, and what never
+    changed is not called changed.
+    """
     place, _, word = str(finding.declared).partition(": ")
     section, _, role = place.partition(".")
     assert section != "precision" or word == getattr(PRESETS[program.preset], role)

@@ -1,6 +1,8 @@
-"""What an update leaves is what the next step finds; what a resumed run loads is what its file holds; what was not watched is listed.
+"""What an update leaves is what the next step finds; what a resumed run loads is what its file
+holds; what was not watched is listed.
 
-What changes between two looks is noticed."""
+What changes between two looks is noticed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def task(configured):
 
     def make(act=None, **sections):
         given = {"steps": 6, "learning_rate": 1e-2, "eval_every": 2}
-        loaded = configured("run", adapter={"targets": ["q_proj"]}, train=given | sections.pop("train", {}), **sections)
+        loaded = configured(
+            "run",
+            adapter={"targets": ["q_proj"]},
+            train=given | sections.pop("train", {}),
+            **sections,
+        )
         made, evaluations = task_of(loaded.config), []
         evaluate = made.evaluate
 
@@ -70,7 +77,10 @@ def shift_weight(model):
 def test_what_an_evaluation_changes_ends_the_run_before_the_next_update(act, said, task, tmp_path):
     with pytest.raises(DtypeError, match=f"{said} between the update of step 2 and step 3"):
         train(*task(act))
-    assert said in json.loads((tmp_path / "run/precision.json").read_text())["violations"][0]["message"]
+    assert (
+        said
+        in json.loads((tmp_path / "run/precision.json").read_text())["violations"][0]["message"]
+    )
 
 
 class Rounds(Callback):
@@ -79,7 +89,9 @@ class Rounds(Callback):
 
 
 def test_a_callback_that_rounds_a_buffer_is_named(task):
-    with pytest.raises(RunError, match=r"CB001 step 1: Rounds.on_step changed .*rotary_emb.inv_freq"):
+    with pytest.raises(
+        RunError, match=r"CB001 step 1: Rounds.on_step changed .*rotary_emb.inv_freq"
+    ):
         train(*task(), callbacks=[Rounds()])
 
 
@@ -109,9 +121,16 @@ def test_a_record_lists_what_was_not_watched_and_the_report_shows_it(task, tmp_p
     loaded, made = task()
     assert train(loaded, made) == 0
     record = json.loads((tmp_path / "run/precision.json").read_text())
-    assert record["watched"] == ["a step on the longest rows", "an evaluation batch", "a generation"]
+    assert record["watched"] == [
+        "a step on the longest rows",
+        "an evaluation batch",
+        "a generation",
+    ]
     said = record["not watched"]
-    assert any("other steps than these: " + ", ".join(map(str, record["observed_at"])) in what for what in said)
+    assert any(
+        "other steps than these: " + ", ".join(map(str, record["observed_at"])) in what
+        for what in said
+    )
     assert any(what.startswith("evaluations, but for one batch") for what in said)
     page = write_report(tmp_path / "run").read_text()
     assert all(what.partition("(")[0].partition("'")[0] in page for what in said)

@@ -21,7 +21,14 @@ def parameters(model, *, trainable: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("preset", "optimized"), [("fp32", False), ("bf16-lora", True), ("nf4-lora", True), ("bf16-pure", False), ("fp16-mixed", True)]
+    ("preset", "optimized"),
+    [
+        ("fp32", False),
+        ("bf16-lora", True),
+        ("nf4-lora", True),
+        ("bf16-pure", False),
+        ("fp16-mixed", True),
+    ],
 )
 def test_seen_and_unseen_counts_sum_to_the_total(preset, optimized):
     model = tiny_model()
@@ -53,12 +60,23 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        self.count += name in ("mm", "addmm", "bmm", "baddbmm") or name.startswith("_scaled_dot_product")
+        self.count += name in ("mm", "addmm", "bmm", "baddbmm") or name.startswith(
+            "_scaled_dot_product"
+        )
         return func(*args, **(kwargs or {}))
 
 
-# products that are counted beside `compute`: their dtype is that of another declaration, or of PyTorch's own backward
-BESIDE = ("other_products", "isotype_ops", "mirrored_in_backward", "lora_branch", "tables", "router", "family_in_fp32")
+# products that are counted beside `compute`: their dtype is that of another declaration, or of
+# PyTorch's own backward
+BESIDE = (
+    "other_products",
+    "isotype_ops",
+    "mirrored_in_backward",
+    "lora_branch",
+    "tables",
+    "router",
+    "family_in_fp32",
+)
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-lora"])
@@ -67,21 +85,28 @@ def test_every_product_of_a_step_is_counted_once(preset):
     run = set_up(lora(model) if preset == "bf16-lora" else model, PRESETS[preset])
     with Products() as there:
         seen = watched_step(run, 1)
-    assert sums(seen, "compute") + sum(seen.dtypes[kind].total() for kind in BESIDE) == there.count > 0
+    assert (
+        sums(seen, "compute") + sum(seen.dtypes[kind].total() for kind in BESIDE) == there.count > 0
+    )
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> int:
     """Counted without the observer: every tensor of every state, as a checkpoint has them."""
-    return sum(isinstance(v, torch.Tensor) for state in optimizer.state.values() for v in state.values())
+    return sum(
+        isinstance(v, torch.Tensor) for state in optimizer.state.values() for v in state.values()
+    )
 
 
 def test_8_bit_states_are_named_and_counted():
     pytest.importorskip("bitsandbytes")
-    model = tiny_model(hidden_size=64, intermediate_size=96)  # matrices on both sides of 4,096 elements
+    # matrices on both sides of 4,096 elements
+    model = tiny_model(hidden_size=64, intermediate_size=96)
     precision = PRESETS["bf16-mixed"].but(optimizer="int8")
     run = set_up(model, precision, optimizer="adamw8bit")
     run.observer.precision = PRESETS["bf16-mixed"]
-    assert any("is int8, declared fp32" in finding.message for finding in watched_step(run, 1).violations)
+    assert any(
+        "is int8, declared fp32" in finding.message for finding in watched_step(run, 1).violations
+    )
     run.observer.precision = precision
     seen = watched_step(run, 2)
     assert seen.violations == []
@@ -102,7 +127,11 @@ def test_large_fp32_states_declared_int8_are_a_violation():
 def test_every_tensor_of_a_saved_file_is_counted(tmp_path):
     from safetensors.torch import save_file
 
-    tensors = {"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.bfloat16), "packed": torch.zeros(4, dtype=torch.uint8)}
+    tensors = {
+        "a": torch.zeros(2),
+        "b": torch.zeros(3, dtype=torch.bfloat16),
+        "packed": torch.zeros(4, dtype=torch.uint8),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     seen = Observation(1)
     model = tiny_model()

@@ -1,4 +1,5 @@
-"""Plain practice is not accused: families of transformers, LoRA, 4-bit bases, recomputation, eager attention, dropout, tied weights.
+"""Plain practice is not accused: families of transformers, LoRA, 4-bit bases, recomputation, eager
+attention, dropout, tied weights.
 
 Arithmetic that is none of the watched kinds is counted.
 """
@@ -35,10 +36,32 @@ FAMILIES = {
     "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     # switch autocast off for what they want in fp32: scores, the mixing of streams
     "flint": {"head_dim": 8},
-    "hy_v4": dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 8)
-    | {"n_routed_experts": 4, "num_key_value_heads": 4, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, **EXPERTS},
+    "hy_v4": dict.fromkeys(
+        (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "head_dim",
+        ),
+        8,
+    )
+    | {
+        "n_routed_experts": 4,
+        "num_key_value_heads": 4,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 8,
+        **EXPERTS,
+    },
     # its decays are buffers of the model's file: a base in bf16 has them in bf16
-    "minimax": {"num_local_experts": 4, "head_dim": 8, "block_size": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "minimax": {
+        "num_local_experts": 4,
+        "head_dim": 8,
+        "block_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 CASES = [
     *((family, "bf16-mixed", "") for family in FAMILIES),
@@ -66,7 +89,9 @@ def built(family: str, preset: str, how: str):
     if how == "optimized":
         optimize(model, PRESETS[preset])
     if how in ("recomputed", "reentrant"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"}
+        )
         model.enable_input_require_grads()
     return model
 
@@ -76,7 +101,14 @@ OFTEN = {"llama", "gpt2", "gemma2", "mixtral"}
 
 @pytest.mark.parametrize(
     ("family", "preset", "how"),
-    [pytest.param(*case, id="-".join(filter(None, case)), marks=[] if case[0] in OFTEN else [pytest.mark.full]) for case in CASES],
+    [
+        pytest.param(
+            *case,
+            id="-".join(filter(None, case)),
+            marks=[] if case[0] in OFTEN else [pytest.mark.full],
+        )
+        for case in CASES
+    ],
 )
 def test_common_practice_gives_no_violation(family, preset, how):
     run = set_up(built(family, preset, how), PRESETS[preset])
@@ -87,28 +119,42 @@ def test_common_practice_gives_no_violation(family, preset, how):
         assert not seen.unobserved
     run.model.eval()
     with torch.no_grad(), generating(run.model), run.observer.watch(0, role="generate") as made:
-        run.model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+        run.model.generate(
+            input_ids=BATCH.input_ids[:1, :5],
+            max_new_tokens=2,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     assert [finding.message for finding in made.violations] == []
     assert not made.unobserved
 
 
 def turned(x, weight):
-    angles = torch.outer(torch.arange(x.shape[1]).float(), 10000 ** -(torch.arange(x.shape[2]) / x.shape[2]))
+    angles = torch.outer(
+        torch.arange(x.shape[1]).float(), 10000 ** -(torch.arange(x.shape[2]) / x.shape[2])
+    )
     return x.float() * angles.cos()
 
 
 ISLANDS = {
     "RoPE": turned,
     "norm": lambda x, weight: x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt(),
-    "router": lambda x, weight: x.float() * torch.nn.functional.linear(x.float(), weight.float()).softmax(-1).topk(1).values,
+    "router": lambda x, weight: (
+        x.float() * torch.nn.functional.linear(x.float(), weight.float()).softmax(-1).topk(1).values
+    ),
     "FFT": lambda x, weight: torch.fft.fft(x.float()).real,
-    "product": lambda x, weight: torch.nn.functional.linear(x.float(), weight.float()).mean(-1, keepdim=True),
+    "product": lambda x, weight: torch.nn.functional.linear(x.float(), weight.float()).mean(
+        -1, keepdim=True
+    ),
 }
 
 
 @pytest.mark.parametrize("island", ISLANDS)
 def test_islands_in_fp32_are_activations_while_samples_are_made(island):
-    """PEFT's `generate` calls the model inside it: what that one is given is the input. Only a plain product is none of common practice."""
+    """PEFT's `generate` calls the model inside it: what that one is given is the input. Only a
+    plain product is none of common practice.
+    """
     model = tiny_llama()
     mlp = model.model.layers[1].mlp
     mlp.scores = torch.nn.Parameter(torch.randn(4, model.config.hidden_size), requires_grad=False)
@@ -121,9 +167,17 @@ def test_islands_in_fp32_are_activations_while_samples_are_made(island):
     mlp.forward = forward
     run = set_up(lora(model), PRESETS["bf16-lora"])
     with torch.no_grad(), generating(run.model), run.observer.watch(0, role="generate") as made:
-        run.model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+        run.model.generate(
+            input_ids=BATCH.input_ids[:1, :5],
+            max_new_tokens=3,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     assert any("layers.1.mlp" in place for place, _ in made.arithmetic)
-    assert ["multiplies in fp32, declared bf16" in finding.message for finding in made.violations] == [True] * (island == "product")
+    assert [
+        "multiplies in fp32, declared bf16" in finding.message for finding in made.violations
+    ] == [True] * (island == "product")
 
 
 def test_a_narrowed_table_of_rotary_positions_is_a_violation():
@@ -146,7 +200,9 @@ class LogProbabilities(MLP):
 
 
 class TokenShift(MLP):
-    """Mixes each position with the one before by a weight of its own, cast to the dtype of the activations, in two places."""
+    """Mixes each position with the one before by a weight of its own, cast to the dtype of the
+    activations, in two places.
+    """
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -158,21 +214,30 @@ class TokenShift(MLP):
 
 
 def test_a_table_of_rotations_in_compute_under_fused_lora_gives_no_violation():
-    """The gradient of what a table rotated is summed into an adapter's fp32 gradient by Isotype's own product."""
+    """The gradient of what a table rotated is summed into an adapter's fp32 gradient by Isotype's
+    own product.
+    """
     settings = peft.LoraConfig(r=4, target_modules=["qkv", "out"])
     narrow = tiny().to(torch.bfloat16)
     narrow.rotary = type(narrow.rotary)()
     model = peft.get_peft_model(narrow, settings)
     optimize(model, PRESETS["bf16-lora"])
-    assert [finding.message for finding in watched_step(set_up(model, PRESETS["bf16-lora"]), 1).violations] == []
+    assert [
+        finding.message
+        for finding in watched_step(set_up(model, PRESETS["bf16-lora"]), 1).violations
+    ] == []
 
 
 class OfPyTorchs(MLP):
-    """Attention with dropout by PyTorch's own layer, a quantile, random slopes, and a table of a list of numbers."""
+    """Attention with dropout by PyTorch's own layer, a quantile, random slopes, and a table of a
+    list of numbers.
+    """
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
-        self.attention = torch.nn.MultiheadAttention(self.up.in_features, 4, dropout=0.1, batch_first=True)
+        self.attention = torch.nn.MultiheadAttention(
+            self.up.in_features, 4, dropout=0.1, batch_first=True
+        )
 
     def forward(self, x):
         y = x + self.attention(x, x, x, need_weights=False)[0]
@@ -193,14 +258,21 @@ def test_layers_of_plain_pytorch_give_no_violation(mlp, preset):
 
 @pytest.mark.parametrize(
     ("preset", "declared", "other"),
-    [("fp32", torch.float32, torch.bfloat16), pytest.param("bf16-mixed", torch.bfloat16, torch.float16, marks=pytest.mark.full)],
+    [
+        ("fp32", torch.float32, torch.bfloat16),
+        pytest.param("bf16-mixed", torch.bfloat16, torch.float16, marks=pytest.mark.full),
+    ],
 )
-def test_numbers_made_in_compute_and_exact_numbers_give_no_violation(preset, declared, other, subtests):
+def test_numbers_made_in_compute_and_exact_numbers_give_no_violation(
+    preset, declared, other, subtests
+):
     for name, make in MAKERS.items():
         wide = torch.float32 if name in ("linspace", "arange") else declared
         for dtype, number in ((wide, 1 / 0.9), (other, 0.5), (other, -0.75)):
             with subtests.test(f"{name} of {number} in {dtype}"):
-                seen = watched_step(set_up(tiny(mlp=dropout(make, dtype, number)), PRESETS[preset]), 1)
+                seen = watched_step(
+                    set_up(tiny(mlp=dropout(make, dtype, number)), PRESETS[preset]), 1
+                )
                 assert [finding.message for finding in seen.violations] == []
                 assert not seen.unobserved
 
@@ -211,7 +283,11 @@ class RoundedWeight(MLP):
     def forward(self, x):
         scale = self.up.weight.detach().abs().amax(1, keepdim=True) / 7
         levels = (self.up.weight / scale).round().clamp(-8, 7) * scale
-        return self.down(self.act(torch.nn.functional.linear(x, self.up.weight + (levels - self.up.weight).detach())))
+        return self.down(
+            self.act(
+                torch.nn.functional.linear(x, self.up.weight + (levels - self.up.weight).detach())
+            )
+        )
 
 
 class WideFromTheStart(Tiny):

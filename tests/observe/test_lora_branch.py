@@ -39,11 +39,17 @@ def violations_of(model, branch):
 
 @pytest.mark.parametrize(
     ("dtype", "branch", "word"),
-    [(torch.bfloat16, "fp32", "bf16"), (torch.float32, "compute", "fp32"), (torch.float64, "fp32", "fp64")],
+    [
+        (torch.bfloat16, "fp32", "bf16"),
+        (torch.float32, "compute", "fp32"),
+        (torch.float64, "fp32", "fp64"),
+    ],
 )
 def test_products_outside_the_branchs_dtype_are_violations(dtype, branch, word):
     found = violations_of(multiplying_in(dtype), branch)
-    assert any("lora_A.default" in finding.message and finding.observed == word for finding in found)
+    assert any(
+        "lora_A.default" in finding.message and finding.observed == word for finding in found
+    )
 
 
 @pytest.mark.parametrize(("dtype", "branch"), [(torch.bfloat16, "compute"), (torch.float32, None)])
@@ -56,7 +62,9 @@ def test_a_family_whose_adapters_have_no_op_does_not_have_the_branch_in_fp32():
     model = lora(tiny("gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=128, n_inner=48))
     optimize(model, BF16, lora_branch="fp32")
     found = violations_of(model, "fp32")
-    assert any("lora_A.default multiplies in bf16, declared fp32" in finding.message for finding in found)
+    assert any(
+        "lora_A.default multiplies in bf16, declared fp32" in finding.message for finding in found
+    )
     assert {finding.fix for finding in found} == {"model.lora_branch: compute"}
 
 
@@ -71,5 +79,11 @@ def test_ops_compute_the_branch_in_fp32():
     assert set(seen.dtypes["lora_branch"]) == {"fp32"}
     model.eval()
     with torch.no_grad(), generating(model), run.observer.watch(0, role="generate") as made:
-        model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+        model.generate(
+            input_ids=BATCH.input_ids[:1, :5],
+            max_new_tokens=2,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     assert made.violations == []

@@ -1,4 +1,6 @@
-"""A small causal model in plain PyTorch, whose parts the programs replace: embedding, norm, attention with rotation, MLP, head."""
+"""A small causal model in plain PyTorch, whose parts the programs replace: embedding, norm,
+attention with rotation, MLP, head.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ class TinyRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+        return (self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))).to(
+            x.dtype
+        )
 
 
 class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         size = HIDDEN // HEADS
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size), persistent=False)
+        self.register_buffer(
+            "inv_freq", 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size), persistent=False
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         positions = torch.arange(x.shape[1], device=x.device)
@@ -42,10 +48,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(HIDDEN, 3 * HIDDEN, bias=False),
+            nn.Linear(HIDDEN, HIDDEN, bias=False),
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
         y = self.attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -66,7 +77,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.attention, self.mlp = TinyRMSNorm(), TinyRMSNorm(), Attention(), MLP()
+        self.norm1, self.norm2, self.attention, self.mlp = (
+            TinyRMSNorm(),
+            TinyRMSNorm(),
+            Attention(),
+            MLP(),
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)

@@ -1,4 +1,6 @@
-"""Every op with its reference, contract and inputs: the rows of the tables that test_contracts.py and test_every_op.py walk."""
+"""Every op with its reference, contract and inputs: the rows of the tables that test_contracts.py
+and test_every_op.py walk.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +28,23 @@ from isotype.ops.attention.op import ATTENTION, attention_reference
 from isotype.ops.contract import OpContract
 from isotype.ops.cross_entropy.op import CROSS_ENTROPY, cross_entropy_reference
 from isotype.ops.experts.op import EXPERTS, Adapter, experts, experts_reference
-from isotype.ops.gated.op import GELU, GELU_MUL, SILU_MUL, gelu_mul_reference, gelu_reference, silu_mul_reference
+from isotype.ops.gated.op import (
+    GELU,
+    GELU_MUL,
+    SILU_MUL,
+    gelu_mul_reference,
+    gelu_reference,
+    silu_mul_reference,
+)
 from isotype.ops.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, linear_cross_entropy_reference
 from isotype.ops.linear_divergence.op import LINEAR_DIVERGENCE, linear_divergence_reference
 from isotype.ops.linear_log_probs import LINEAR_LOG_PROBS, linear_log_probs_reference
-from isotype.ops.modulation.op import GATED_RESIDUAL, MODULATED_LAYER_NORM, gated_residual_reference, modulated_layer_norm_reference
+from isotype.ops.modulation.op import (
+    GATED_RESIDUAL,
+    MODULATED_LAYER_NORM,
+    gated_residual_reference,
+    modulated_layer_norm_reference,
+)
 from isotype.ops.rms_norm.op import ADD_RMS_NORM, RMS_NORM, rms_norm_reference
 from isotype.ops.rope.op import ROPE, rope_reference
 
@@ -81,7 +95,9 @@ def head(rows: int) -> tuple[torch.Tensor, ...]:
 
 
 def mild_head(rows: int) -> tuple[torch.Tensor, ...]:
-    """Logits of a few units: where one class has nearly all the probability, the entropy's gradient is what rounding the logits leaves."""
+    """Logits of a few units: where one class has nearly all the probability, the entropy's gradient
+    is what rounding the logits leaves.
+    """
     return drawn(rows, 8) / 3, drawn(40, 8), labels(rows, 40)
 
 
@@ -95,7 +111,11 @@ def states(positions: int, width: int = 8) -> tuple[torch.Tensor, ...]:
 
 def heads(positions: int) -> tuple[torch.Tensor, ...]:
     # a long sum is over the keys of few queries, or the queries of few keys
-    return drawn(1, 2, min(positions, 40), 16), drawn(1, 1, positions, 16), drawn(1, 1, positions, 16) + 1
+    return (
+        drawn(1, 2, min(positions, 40), 16),
+        drawn(1, 1, positions, 16),
+        drawn(1, 1, positions, 16) + 1,
+    )
 
 
 def tables(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +125,12 @@ def tables(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def turned(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`f` with fp32 tables, as transformers makes them."""
-    return lambda q, k: f(q, k, *(t.to(q.device, torch.promote_types(q.dtype, torch.float32)) for t in tables(q.shape[2])), **options)
+    return lambda q, k: f(
+        q,
+        k,
+        *(t.to(q.device, torch.promote_types(q.dtype, torch.float32)) for t in tables(q.shape[2])),
+        **options,
+    )
 
 
 def mixture(tokens: int) -> tuple[torch.Tensor, ...]:
@@ -117,21 +142,32 @@ def mixture(tokens: int) -> tuple[torch.Tensor, ...]:
 def adapted(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`f` with fp32 adapters on both layers of every expert."""
     shapes = {"up_adapter": (16, 8), "down_adapter": (8, 8)}
-    made = {name: (drawn(4, 3, columns), drawn(4, rows, 3)) for name, (rows, columns) in shapes.items()}
+    made = {
+        name: (drawn(4, 3, columns), drawn(4, rows, 3)) for name, (rows, columns) in shapes.items()
+    }
 
     def run(x: torch.Tensor, *others: torch.Tensor) -> Any:
-        return f(x, *others, **{name: Adapter(a.to(x.device), b.to(x.device), 0.5) for name, (a, b) in made.items()}, **options)
+        return f(
+            x,
+            *others,
+            **{name: Adapter(a.to(x.device), b.to(x.device), 0.5) for name, (a, b) in made.items()},
+            **options,
+        )
 
     return run
 
 
-def added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def added(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return rms_norm_reference(total, weight), total
 
 
 def log_probs(**options: Any) -> Callable[..., Any]:
-    return lambda h, w, t: linear_log_probs(h, w, t, outputs=("log_probs", "entropy", "logsumexp"), **options)[:3]
+    return lambda h, w, t: linear_log_probs(
+        h, w, t, outputs=("log_probs", "entropy", "logsumexp"), **options
+    )[:3]
 
 
 def log_probs_reference(**options: Any) -> Callable[..., Any]:
@@ -154,9 +190,15 @@ def both(op: Any, reference: Any, contract: OpContract, inputs: Any, **options: 
 
 CASES = {
     "cross_entropy": both(cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss),
-    "cross_entropy-every-option": both(cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss, num_items=7, **EVERY),
-    "cross_entropy-none": both(cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss, reduction="none"),
-    "linear_cross_entropy": both(linear_cross_entropy, linear_cross_entropy_reference, LINEAR_CROSS_ENTROPY, head),
+    "cross_entropy-every-option": both(
+        cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss, num_items=7, **EVERY
+    ),
+    "cross_entropy-none": both(
+        cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss, reduction="none"
+    ),
+    "linear_cross_entropy": both(
+        linear_cross_entropy, linear_cross_entropy_reference, LINEAR_CROSS_ENTROPY, head
+    ),
     "linear_cross_entropy-chunks": Case(
         partial(linear_cross_entropy, chunk=64, **EVERY),
         partial(linear_cross_entropy_reference, **EVERY),
@@ -164,7 +206,12 @@ CASES = {
         head,
     ),
     "linear_cross_entropy-none": both(
-        linear_cross_entropy, linear_cross_entropy_reference, LINEAR_CROSS_ENTROPY, head, reduction="none", **EVERY
+        linear_cross_entropy,
+        linear_cross_entropy_reference,
+        LINEAR_CROSS_ENTROPY,
+        head,
+        reduction="none",
+        **EVERY,
     ),
     "linear_log_probs": Case(log_probs(), log_probs_reference(), LINEAR_LOG_PROBS, mild_head),
     "linear_log_probs-every-option": Case(
@@ -173,7 +220,9 @@ CASES = {
         LINEAR_LOG_PROBS,
         mild_head,
     ),
-    "linear_divergence": both(linear_divergence, linear_divergence_reference, LINEAR_DIVERGENCE, two_heads, beta=0.3),
+    "linear_divergence": both(
+        linear_divergence, linear_divergence_reference, LINEAR_DIVERGENCE, two_heads, beta=0.3
+    ),
     "linear_divergence-chunks": Case(
         partial(linear_divergence, chunk=64, temperature=0.7, softcap=8.0),
         partial(linear_divergence_reference, temperature=0.7, softcap=8.0),
@@ -188,13 +237,17 @@ CASES = {
     "gelu_mul-tanh": both(gelu_mul, gelu_mul_reference, GELU_MUL, pair, approximate="tanh"),
     "gelu": both(gelu, gelu_reference, GELU, one),
     "gelu-tanh": both(gelu, gelu_reference, GELU, one, approximate="tanh"),
-    "modulated_layer_norm": both(modulated_layer_norm, modulated_layer_norm_reference, MODULATED_LAYER_NORM, modulated),
+    "modulated_layer_norm": both(
+        modulated_layer_norm, modulated_layer_norm_reference, MODULATED_LAYER_NORM, modulated
+    ),
     "gated_residual": both(gated_residual, gated_residual_reference, GATED_RESIDUAL, gated),
     "experts-none": both(experts, experts_reference, EXPERTS, mixture),
     "experts": Case(adapted(experts), adapted(experts_reference), EXPERTS, mixture),
     "attention": both(attention, attention_reference, ATTENTION, heads),
     "rope": Case(turned(rope), turned(rope_reference), ROPE, states),
-    "rope-interleaved": Case(turned(rope, interleaved=True), turned(rope_reference, interleaved=True), ROPE, states),
+    "rope-interleaved": Case(
+        turned(rope, interleaved=True), turned(rope_reference, interleaved=True), ROPE, states
+    ),
 }
 
 # names of cases that are options of another's op

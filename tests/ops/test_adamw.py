@@ -1,10 +1,14 @@
-"""AdamW as one kernel: the reference's update, noise that keeps the mean, and machine code for GPUs that are not here."""
+"""AdamW as one kernel: the reference's update, noise that keeps the mean, and machine code for GPUs
+that are not here.
+"""
 
 import itertools
 
 import pytest
 import torch
-import torch._dynamo  # library ops import it on their first call, which must not happen while launches are trapped
+
+# library ops import it on their first call, which must not happen while launches are trapped
+import torch._dynamo
 
 pytest.importorskip("triton")
 
@@ -28,14 +32,18 @@ def tensors(n, weight, gradient, state, device="cpu"):
 def test_the_kernel_makes_the_references_update(device, subtests):
     narrow = (torch.float32, torch.bfloat16)
     for dtypes in itertools.product((*narrow, torch.float16), narrow, narrow):
-        want, got = (tensors(2500 if device == "cpu" else 100_001, *dtypes, device) for _ in range(2))
+        want, got = (
+            tensors(2500 if device == "cpu" else 100_001, *dtypes, device) for _ in range(2)
+        )
         adamw_reference_(*want, NUMBERS, None)
         with kernels(device):
             adamw_(*got, NUMBERS, seed=None)
         with subtests.test(str(dtypes)):
             for mine, theirs in zip(got, want, strict=True):
                 # one fp32 operation may round to the other side, and with it the one narrowing
-                torch.testing.assert_close(mine, theirs, rtol=2 * torch.finfo(mine.dtype).eps, atol=1e-6)
+                torch.testing.assert_close(
+                    mine, theirs, rtol=2 * torch.finfo(mine.dtype).eps, atol=1e-6
+                )
 
 
 def rounded(value, lr, seed):
@@ -59,7 +67,9 @@ def test_noise_keeps_the_mean_differs_by_seed_and_repeats_itself():
     # neighbours are independent: of pairs, both rise as often as the product of their chances
     up = (first > 1).double().view(-1, 4)
     assert torch.allclose(
-        up.t() @ up / len(up) - torch.diag(up.mean(0)), torch.full((4, 4), 1 / 64, dtype=torch.float64).fill_diagonal_(0), atol=0.02
+        up.t() @ up / len(up) - torch.diag(up.mean(0)),
+        torch.full((4, 4), 1 / 64, dtype=torch.float64).fill_diagonal_(0),
+        atol=0.02,
     )
 
 
@@ -78,5 +88,9 @@ def test_the_kernel_compiles_for_every_dtype_and_target(stochastic):
         triton.adamw_(weight, gradient, mean, square, NUMBERS, 12345 if stochastic else None)
 
     compile_matrix(
-        run, tuple(tensors(300, *[torch.float32] * 3)), targets=["sm_80", "sm_90", "sm_100", "gfx942"], fail_on="note", binary=True
+        run,
+        tuple(tensors(300, *[torch.float32] * 3)),
+        targets=["sm_80", "sm_90", "sm_100", "gfx942"],
+        fail_on="note",
+        binary=True,
     )

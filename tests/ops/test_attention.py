@@ -1,4 +1,6 @@
-"""attention: beside PyTorch's own at every layout, mask and head sharing, and what its blocks could hide."""
+"""attention: beside PyTorch's own at every layout, mask and head sharing, and what its blocks could
+hide.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from isotype.ops.attention.op import attention_reference, kernels_take
 from tests.ops.trials import FACTOR, error
 
 needs_compiler = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
-# batch, query heads, key heads, queries, keys, head size: below, at and past a block of 64; the last two share work by key heads
+# batch, query heads, key heads, queries, keys, head size: below, at and past a block of 64; the
+# last two share work by key heads
 SHAPES = [
     (2, 4, 4, 128, 128, 64),
     (1, 4, 2, 77, 77, 96),
@@ -22,7 +25,9 @@ SHAPES = [
 
 def plain(query, key, value, *, mask=None, causal=False, scale=None):
     shared = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared
+    )
 
 
 def drawn(shape, seed=0):
@@ -31,11 +36,21 @@ def drawn(shape, seed=0):
 
     def states(count, positions):
         # heads behind positions, as a projection leaves them
-        return torch.randn(batch, positions, count, size, generator=generator).bfloat16().transpose(1, 2)
+        return (
+            torch.randn(batch, positions, count, size, generator=generator)
+            .bfloat16()
+            .transpose(1, 2)
+        )
 
     mask = torch.rand(batch, 1, queries, keys, generator=generator) < 0.4
     mask[..., 0] = True
-    return states(heads, queries), states(key_heads, keys), states(key_heads, keys), states(heads, queries), mask
+    return (
+        states(heads, queries),
+        states(key_heads, keys),
+        states(key_heads, keys),
+        states(heads, queries),
+        mask,
+    )
 
 
 def run(f, inputs, dy, dtype=torch.bfloat16, **options):
@@ -46,10 +61,20 @@ def run(f, inputs, dy, dtype=torch.bfloat16, **options):
 
 @needs_compiler
 def test_output_and_gradients_are_as_near_to_fp64_as_pytorchs(subtests):
-    for shape, masked in zip(SHAPES, ["causal", "mask and causal", "full", "mask", "causal", "mask and causal"]):
+    for shape, masked in zip(
+        SHAPES, ["causal", "mask and causal", "full", "mask", "causal", "mask and causal"]
+    ):
         *inputs, dy, mask = drawn(shape)
-        options = {"causal": "causal" in masked, "mask": mask if "mask" in masked else None, "scale": 0.3 if masked == "full" else None}
-        both = options if masked != "mask and causal" else {"mask": mask & torch.ones(shape[3:5], dtype=torch.bool).tril()}
+        options = {
+            "causal": "causal" in masked,
+            "mask": mask if "mask" in masked else None,
+            "scale": 0.3 if masked == "full" else None,
+        }
+        both = (
+            options
+            if masked != "mask and causal"
+            else {"mask": mask & torch.ones(shape[3:5], dtype=torch.bool).tril()}
+        )
         with subtests.test(masked, shape=shape):
             assert kernels_take(torch.bfloat16, *inputs, options["mask"])
             truth = run(attention_reference, inputs, dy, torch.float64, **options)
@@ -74,7 +99,10 @@ def test_a_query_that_attends_to_nothing_gives_zeros_and_no_gradient():
 def test_large_scores_neither_overflow_nor_vanish():
     *inputs, dy, _ = drawn(SHAPES[1])
     inputs[0] = inputs[0] * 300
-    truth, ours = run(attention_reference, inputs, dy, torch.float64, causal=True), run(attention, inputs, dy, causal=True)
+    truth, ours = (
+        run(attention_reference, inputs, dy, torch.float64, causal=True),
+        run(attention, inputs, dy, causal=True),
+    )
     theirs = run(plain, inputs, dy, causal=True)
     for got, their, true in zip(ours, theirs, truth):
         assert got.isfinite().all()
@@ -85,6 +113,8 @@ def test_large_scores_neither_overflow_nor_vanish():
 def test_saves_no_matrix_of_queries_by_keys():
     *inputs, _, _ = drawn((1, 2, 2, 256, 256, 16))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         attention(*(t.requires_grad_() for t in inputs), causal=True)
     assert max(saved) == 2 * 256 * 16

@@ -1,4 +1,6 @@
-"""attention on CUDA: which back end, what each of PyTorch's operators is called with, and the results of what a CPU can run of it."""
+"""attention on CUDA: which back end, what each of PyTorch's operators is called with, and the
+results of what a CPU can run of it.
+"""
 
 import itertools
 from collections import OrderedDict
@@ -38,7 +40,9 @@ def of(shape, dtype=torch.bfloat16, grad=True):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """`pretend(capability, **asked)`: the back end on a GPU of this capability, with a cuDNN that serves and kernels that run."""
+    """`pretend(capability, **asked)`: the back end on a GPU of this capability, with a cuDNN that
+    serves and kernels that run.
+    """
     monkeypatch.setattr(gpu, "cudnn_version", lambda: 92200)
     monkeypatch.setattr(gpu, "has_flash", lambda: True)
     monkeypatch.setattr(gpu, "why_no_kernels", lambda device: "")
@@ -46,8 +50,17 @@ def pretend(monkeypatch):
 
     def chosen(capability, depth=128, keys=256, dtype=torch.bfloat16, **asked):
         monkeypatch.setattr(gpu, "capability", lambda device: capability)
-        asked = {"causal": True, "masked": False, "window": None, "softcap": None, "packed": False, **asked}
-        return gpu.on_a_gpu(dtype, of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype), **asked)
+        asked = {
+            "causal": True,
+            "masked": False,
+            "window": None,
+            "softcap": None,
+            "packed": False,
+            **asked,
+        }
+        return gpu.on_a_gpu(
+            dtype, of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype), **asked
+        )
 
     return chosen
 
@@ -55,12 +68,18 @@ def pretend(monkeypatch):
 def test_the_back_end_follows_from_shapes_and_device(pretend, subtests):
     for asked, *expected in CHOICES:
         with subtests.test(str(asked)):
-            assert [pretend(capability, **asked) for capability in (HOPPER, AMPERE, TURING)] == expected
+            assert [
+                pretend(capability, **asked) for capability in (HOPPER, AMPERE, TURING)
+            ] == expected
     # PyTorch's check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
     for depth, small in ((192, "flash"), (200, "sdpa"), (224, "sdpa"), (232, "flash")):
         with subtests.test("a head size without a backward on small GPUs", depth=depth):
-            assert [pretend(c, depth, packed=True) for c in ((8, 6), ADA, CONSUMER_BLACKWELL, (12, 1))] == [small] * 4
-            assert [pretend(c, depth, packed=True) for c in (AMPERE, HOPPER, BLACKWELL)] == ["flash"] * 3
+            assert [
+                pretend(c, depth, packed=True) for c in ((8, 6), ADA, CONSUMER_BLACKWELL, (12, 1))
+            ] == [small] * 4
+            assert [pretend(c, depth, packed=True) for c in (AMPERE, HOPPER, BLACKWELL)] == [
+                "flash"
+            ] * 3
 
 
 def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
@@ -82,8 +101,11 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     for positions in lengths:
         q, k, v = (torch.randn(1, n, positions, 16) for n in (2, 1, 1))
         out = gpu.flex_attention_softcapped(q, k, v, None, True, 0.25, None, 50.0, None)
-    torch.testing.assert_close(out, written_out(q, k, v, causal=True, softcap=50.0), rtol=1e-4, atol=1e-5)
-    # one graph for the first length, one for any other. Past Dynamo's limit of 8 a call would run none
+    torch.testing.assert_close(
+        out, written_out(q, k, v, causal=True, softcap=50.0), rtol=1e-4, atol=1e-5
+    )
+    # one graph for the first length, one for any other. Past Dynamo's limit of 8 a call would run
+    # none
     assert len(graphs) <= 4
     assert len(runs) == len(lengths)
 
@@ -93,25 +115,43 @@ DOCUMENTS, PACKED = Documents.of([100, 0, 156, 200, 56]), Documents.of([10, 14, 
 
 @pytest.mark.parametrize(
     ("options", "operator"),
-    [({}, "_scaled_dot_product_cudnn_attention"), ({"window": 100, "documents": True}, "_flash_attention")],
+    [
+        ({}, "_scaled_dot_product_cudnn_attention"),
+        ({"window": 100, "documents": True}, "_flash_attention"),
+    ],
     ids=["cudnn", "flash"],
 )
-def test_one_operator_a_pass_no_mask_no_repeated_heads_and_nothing_read_on_the_host(options, operator):
+def test_one_operator_a_pass_no_mask_no_repeated_heads_and_nothing_read_on_the_host(
+    options, operator
+):
     q, k, v = of((2, 8, 256, 64)), of((2, 2, 256, 64)), of((2, 2, 256, 64))
-    options = {**options, **({"documents": DOCUMENTS.to(torch.device("meta"))} if options.get("documents") else {})}
+    options = {
+        **options,
+        **({"documents": DOCUMENTS.to(torch.device("meta"))} if options.get("documents") else {}),
+    }
     with planned_for("cuda"), NoHostReads() as mode:
         out = attention(q, k, v, causal=True, **options)
         out.backward(torch.empty_like(out))
     assert out.shape == q.shape
     assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
     heavy = [name.split(".")[1] for name in mode.seen if "attention" in name]
-    assert heavy == [operator + ("_forward" if operator.startswith("_flash") else ""), f"{operator}_backward"]
-    assert not [name for name in mode.seen if any(word in name for word in ("mm", "where", "softmax", "expand", "repeat"))]
+    assert heavy == [
+        operator + ("_forward" if operator.startswith("_flash") else ""),
+        f"{operator}_backward",
+    ]
+    assert not [
+        name
+        for name in mode.seen
+        if any(word in name for word in ("mm", "where", "softmax", "expand", "repeat"))
+    ]
 
 
 def drawn(dtype, batch=2, heads=4, keys=2, positions=24, depth=16):
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(batch, n, positions, depth, generator=g).to(dtype).requires_grad_() for n in (heads, keys, keys)]
+    return [
+        torch.randn(batch, n, positions, depth, generator=g).to(dtype).requires_grad_()
+        for n in (heads, keys, keys)
+    ]
 
 
 def written_out(q, k, v, *, causal, window=None, softcap=None, documents=None, mask=None):
@@ -120,7 +160,9 @@ def written_out(q, k, v, *, causal, window=None, softcap=None, documents=None, m
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     i, j = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])[None]
-    allowed = (i >= j if causal else torch.ones_like(i >= j)) & ((i - j < window) if window else True)
+    allowed = (i >= j if causal else torch.ones_like(i >= j)) & (
+        (i - j < window) if window else True
+    )
     allowed = allowed if mask is None else allowed & mask
     allowed = allowed if documents is None else allowed & documents.mask(q.shape[0], q.shape[2])
     return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
@@ -156,7 +198,14 @@ def test_on_a_gpu_every_back_end_is_as_near_to_fp64_as_pytorchs(dtype, depth, wi
     def run(op, dtype):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         out = op(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape).to(out))]
+        return [
+            out,
+            *torch.autograd.grad(
+                out,
+                leaves,
+                torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape).to(out),
+            ),
+        ]
 
     allowed = torch.ones(256, 256, dtype=torch.bool, device=DEVICE).tril()
     allowed = allowed if window is None else op.in_window(allowed, window)
@@ -170,7 +219,9 @@ def test_on_a_gpu_every_back_end_is_as_near_to_fp64_as_pytorchs(dtype, depth, wi
 
 @on_a_gpu
 def test_on_a_gpu_a_softcap_is_computed():
-    q, k, v = (x.detach().to(DEVICE, torch.bfloat16) for x in drawn(torch.float32, positions=256, depth=64))
+    q, k, v = (
+        x.detach().to(DEVICE, torch.bfloat16) for x in drawn(torch.float32, positions=256, depth=64)
+    )
     got = attention(q, k, v, causal=True, softcap=20.0)
     want = attention_reference(q.double(), k.double(), v.double(), causal=True, softcap=20.0)
     assert error(got, want) < 1e-2

@@ -1,4 +1,6 @@
-"""Every op passes the doctor's own check of its contract: all dtypes and autocasts, long sums, aliasing, checkpointing."""
+"""Every op passes the doctor's own check of its contract: all dtypes and autocasts, long sums,
+aliasing, checkpointing.
+"""
 
 from typing import Any
 
@@ -13,20 +15,30 @@ from tests.ops.cases import CASES, LONG, OPTIONAL, Case
 
 
 def without_a_finding(case: Case, inputs: Any) -> int:
-    report = ampcheck(case.op, inputs, reference=case.reference, contract=case.contract, raises=False)
+    report = ampcheck(
+        case.op, inputs, reference=case.reference, contract=case.contract, raises=False
+    )
     assert not report.findings, report.render()
     assert not report.refused
     assert not report.skipped
     return report.tried
 
 
-CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler"))
+CPP = pytest.param(
+    "cpp", marks=pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
+)
 
 
-# `make test` runs each op's own case on the C++ kernels; its options, and plain PyTorch, are left to the whole matrix
+# `make test` runs each op's own case on the C++ kernels; its options, and plain PyTorch, are left
+# to the whole matrix
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), CPP])
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] if name.endswith(OPTIONAL) else []) for name, case in CASES.items()], ids=CASES
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.full] if name.endswith(OPTIONAL) else [])
+        for name, case in CASES.items()
+    ],
+    ids=CASES,
 )
 def test_keeps_its_contract(case, backend):
     with using(backend):
@@ -34,8 +46,8 @@ def test_keeps_its_contract(case, backend):
     assert not cpp.fallbacks()
 
 
-# One of each kernel: what its other flags, chunks and an addition before it compute is held by test_kernels to plain PyTorch, whose
-# contract is checked above
+# One of each kernel: what its other flags, chunks and an addition before it compute is held by
+# test_kernels to plain PyTorch, whose contract is checked above
 ON_KERNELS = [
     "cross_entropy-every-option",
     "rms_norm",
@@ -48,7 +60,11 @@ ON_KERNELS = [
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("rms_norm", "silu_mul") else pytest.mark.full) for name in ON_KERNELS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("rms_norm", "silu_mul") else pytest.mark.full)
+        for name in ON_KERNELS
+    ],
 )
 def test_its_kernels_keep_it_in_the_interpreter(name, monkeypatch):
     pytest.importorskip("triton")
@@ -72,5 +88,7 @@ def test_keeps_its_contract_on_a_gpu(name, monkeypatch):
         long = 3
     with kernels():
         inputs = tuple(t.to(DEVICE) for t in case.inputs(long))
-        report = ampcheck(case.op, inputs, reference=case.reference, contract=case.contract, raises=False)
+        report = ampcheck(
+            case.op, inputs, reference=case.reference, contract=case.contract, raises=False
+        )
     assert not report.findings, report.render()

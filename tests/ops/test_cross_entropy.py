@@ -1,4 +1,6 @@
-"""cross_entropy: every option against fp64, every dtype combination, and the ways in which fused losses have failed before."""
+"""cross_entropy: every option against fp64, every dtype combination, and the ways in which fused
+losses have failed before.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,13 @@ from isotype.ops.cross_entropy import rule
 from isotype.ops.cross_entropy.op import cross_entropy_reference
 from tests.ops.trials import FACTOR, Sizes, error
 
-OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2, "num_items": 7}
+OPTIONS = {
+    "label_smoothing": 0.1,
+    "logit_scale": 1.5,
+    "softcap": 8.0,
+    "z_loss": 1e-2,
+    "num_items": 7,
+}
 
 
 def make(tokens=12, classes=50, seed=0, dtype=torch.float64):
@@ -43,7 +51,15 @@ def test_no_fp32_copy_of_the_logits():
     with Sizes(torch.float32) as seen:
         # the dispatch mode sees inside the library op only when its body is called directly
         _, lse = rule.cross_entropy_forward(logits.detach(), targets, rule.LossRule())
-        rule.cross_entropy_backward(logits.detach(), targets, lse, torch.ones(64), rule.LossRule(), torch.empty_like(logits), 65536)
+        rule.cross_entropy_backward(
+            logits.detach(),
+            targets,
+            lse,
+            torch.ones(64),
+            rule.LossRule(),
+            torch.empty_like(logits),
+            65536,
+        )
     assert max(seen.numbers) <= logits.numel() / 8
 
 

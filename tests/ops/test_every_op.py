@@ -1,4 +1,6 @@
-"""One set of demands for every op: derivatives, transforms, strides, no rows, results that may be written to, nothing read on the host."""
+"""One set of demands for every op: derivatives, transforms, strides, no rows, results that may be
+written to, nothing read on the host.
+"""
 
 import contextlib
 from functools import partial
@@ -30,9 +32,13 @@ ROW_OPS = ("rms_norm", "add_rms_norm", "silu", "gelu", "modulated", "gated", "ro
 
 
 def leaves(case, *sizes, dtype=torch.float64):
-    """The inputs of a call; those that the contract gives a gradient (a teacher's head has none) require it."""
+    """The inputs of a call; those that the contract gives a gradient (a teacher's head has none)
+    require it.
+    """
     made = [t.to(dtype) if t.is_floating_point() else t for t in case.inputs(*sizes)]
-    return [t.requires_grad_(name in case.contract.grads) for name, t in zip(case.contract.inputs, made)]
+    return [
+        t.requires_grad_(name in case.contract.grads) for name, t in zip(case.contract.inputs, made)
+    ]
 
 
 def outputs(made):
@@ -41,7 +47,9 @@ def outputs(made):
 
 
 def gradients(made, inputs):
-    total = sum((t * torch.linspace(-1, 2, t.numel()).view(t.shape).to(t)).sum() for t in outputs(made))
+    total = sum(
+        (t * torch.linspace(-1, 2, t.numel()).view(t.shape).to(t)).sum() for t in outputs(made)
+    )
     return torch.autograd.grad(total, [t for t in inputs if t.requires_grad])
 
 
@@ -70,7 +78,9 @@ PLAIN = {
     "gelu_mul-tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
-    "modulated_layer_norm": lambda x, a, b: F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + a)[:, None] + b[:, None],
+    "modulated_layer_norm": lambda x, a, b: (
+        F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + a)[:, None] + b[:, None]
+    ),
     "gated_residual": lambda r, x, g: r + g[:, None] * x,
     "attention": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
 }
@@ -105,7 +115,8 @@ def test_ops_compile_without_a_graph_break(cast, subtests):
 
 def compiled_as_it_is(case, cast):
     torch._dynamo.reset()
-    # fp32 too: there the op's last cast changes nothing, which torch 2.11 takes for an output without a gradient
+    # fp32 too: there the op's last cast changes nothing, which torch 2.11 takes for an output
+    # without a gradient
     dtype = torch.float32 if cast is None else torch.bfloat16
     results = []
     for f in (torch.compile(lambda *a: case.op(*a), fullgraph=True, backend="aot_eager"), case.op):
@@ -118,7 +129,11 @@ def compiled_as_it_is(case, cast):
 
 @COMPILED
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float32, torch.float16))]
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float32, torch.float16)),
+    ],
 )
 def test_cpp_kernels_take_rows_of_any_stride_and_length_and_none(dtype, subtests):
     for name in NAMES:
@@ -133,19 +148,28 @@ def strided(name, dtype):
     for path in ("cpp", "eager", "fp64"):
         drawn = [x.detach().to(torch.float64).requires_grad_(x.requires_grad) if path == "fp64" and x.is_floating_point() else x
                  for x in leaves(case, *sizes, dtype=dtype)]  # fmt: skip
-        inputs = [torch.stack((x.detach(), x.detach()), -1)[..., 0].requires_grad_(x.requires_grad) for x in drawn]
+        inputs = [
+            torch.stack((x.detach(), x.detach()), -1)[..., 0].requires_grad_(x.requires_grad)
+            for x in drawn
+        ]
         with using("eager" if path == "fp64" else path):
             made = case.op(*inputs)
             results.append([*outputs(made), *gradients(made, inputs)])
             nothing = leaves(case, 0)
-            assert [g.shape for g in gradients(case.op(*nothing), nothing)] == [x.shape for x in nothing if x.requires_grad]
+            assert [g.shape for g in gradients(case.op(*nothing), nothing)] == [
+                x.shape for x in nothing if x.requires_grad
+            ]
     for mine, plain, exact in zip(*results, strict=True):
         assert error(mine, plain) <= max(2 * torch.finfo(dtype).eps, FACTOR * error(plain, exact))
 
 
 @pytest.mark.parametrize("path", ["cpp", pytest.param("eager", marks=pytest.mark.full)])
-def test_on_a_planned_gpu_nothing_is_read_on_the_host_and_results_have_the_real_forms(path, subtests):
-    """ "cpp": each op as one operator, as with kernels; "eager": every operator of the formulas, loops over chunks included."""
+def test_on_a_planned_gpu_nothing_is_read_on_the_host_and_results_have_the_real_forms(
+    path, subtests
+):
+    """ "cpp": each op as one operator, as with kernels; "eager": every operator of the formulas,
+    loops over chunks included.
+    """
     for name in NAMES:
         with subtests.test(name):
             planned(name, path)
@@ -154,10 +178,19 @@ def test_on_a_planned_gpu_nothing_is_read_on_the_host_and_results_have_the_real_
 def planned(name, path):
     forms = []
     for device in ("cpu", "meta"):
-        inputs = [t.detach().to(device).requires_grad_(t.requires_grad) for t in leaves(CASES[name], 70, dtype=torch.bfloat16)]
-        with planned_for("cuda") if device == "meta" else contextlib.nullcontext(), using(path), NoHostReads() as mode:
+        inputs = [
+            t.detach().to(device).requires_grad_(t.requires_grad)
+            for t in leaves(CASES[name], 70, dtype=torch.bfloat16)
+        ]
+        with (
+            planned_for("cuda") if device == "meta" else contextlib.nullcontext(),
+            using(path),
+            NoHostReads() as mode,
+        ):
             made = CASES[name].op(*inputs)
-            grads = torch.autograd.grad(outputs(made), [t for t in inputs if t.requires_grad], outputs(made))
+            grads = torch.autograd.grad(
+                outputs(made), [t for t in inputs if t.requires_grad], outputs(made)
+            )
         assert mode.seen
         forms.append([(t.dtype, t.shape) for t in (*outputs(made), *grads)])
     assert forms[0] == forms[1]
@@ -189,7 +222,9 @@ def four_bit(x):
 LORA = {
     "lora_linear": lambda x: lora_linear(x, WEIGHT, A.clone().requires_grad_(), B),
     "lora_group": lambda x: lora_group(x, [projection(), projection()], decided(x)),
-    "lora_mlp": lambda x: lora_mlp(x, [projection(), projection()], projection(), "silu_mul", decided(x)),
+    "lora_mlp": lambda x: lora_mlp(
+        x, [projection(), projection()], projection(), "silu_mul", decided(x)
+    ),
     "linear_4bit": four_bit,
 }
 
@@ -208,7 +243,8 @@ def beside(y):
     return torch.cat([torch.zeros_like(y[..., :1]), y[..., 1:]], -1) if y.dim() else y
 
 
-# backward needs the other results: the sum is the norm's input. Attention keeps its output for backward, as sdpa does
+# backward needs the other results: the sum is the norm's input. Attention keeps its output for
+# backward, as sdpa does
 FIRST = ("add_rms_norm", "linear_log_probs")
 
 
@@ -224,16 +260,27 @@ def test_results_can_be_changed_in_place(path, subtests):
 def changed_in_place(name, path):
     seen = []
     for change in (in_place, beside):
-        x, *others = [drawn(2, 3, 8).requires_grad_()] if name in LORA else leaves(CASES[name], 6, dtype=torch.float32)
+        x, *others = (
+            [drawn(2, 3, 8).requires_grad_()]
+            if name in LORA
+            else leaves(CASES[name], 6, dtype=torch.float32)
+        )
         with using(path):
             made = (LORA[name] if name in LORA else CASES[name].op)(x * 1, *others)
-        parts = [change(y) for y in (outputs(made)[:1] if name.startswith(FIRST) else outputs(made))]
+        parts = [
+            change(y) for y in (outputs(made)[:1] if name.startswith(FIRST) else outputs(made))
+        ]
         sum((y.square() * (i + 1)).sum() for i, y in enumerate(parts)).backward()
         seen.append([x.grad, *(y.detach() for y in parts)])
     torch.testing.assert_close(*seen)
 
 
-X, TOKENS, VECTOR, HEADS = torch.randn(3, 4), torch.randn(2, 3, 4), torch.randn(2, 4), torch.randn(1, 2, 3, 4)
+X, TOKENS, VECTOR, HEADS = (
+    torch.randn(3, 4),
+    torch.randn(2, 3, 4),
+    torch.randn(2, 4),
+    torch.randn(1, 2, 3, 4),
+)
 T, STACK = torch.tensor([0, 1, 2]), torch.randn(2, 4, 4)
 
 
@@ -243,29 +290,69 @@ BAD = (
     (lambda: ops.rms_norm(X, torch.ones(3)), ShapeError, "SH001 weight"),
     (lambda: ops.add_rms_norm(X, X[:2], torch.ones(4)), ShapeError, "SH001 x is"),
     (lambda: ops.modulated_layer_norm(TOKENS, VECTOR, VECTOR[:1]), ShapeError, "SH001 shift is"),
-    (lambda: ops.modulated_layer_norm(TOKENS, VECTOR, VECTOR.bfloat16()), DtypeError, "DT001 scale is"),
+    (
+        lambda: ops.modulated_layer_norm(TOKENS, VECTOR, VECTOR.bfloat16()),
+        DtypeError,
+        "DT001 scale is",
+    ),
     (lambda: ops.gated_residual(TOKENS, TOKENS, torch.ones(4)), ShapeError, "SH001 gate is"),
-    (lambda: ops.gated_residual(TOKENS, TOKENS.bfloat16(), VECTOR), DtypeError, "DT001 residual is"),
+    (
+        lambda: ops.gated_residual(TOKENS, TOKENS.bfloat16(), VECTOR),
+        DtypeError,
+        "DT001 residual is",
+    ),
     (lambda: ops.gated_residual(TOKENS[:, :2], TOKENS, VECTOR), ShapeError, "SH001 residual is"),
     (lambda: ops.gelu(X, approximate="sigmoid"), UsageError, "expected none or tanh"),
-    (lambda: ops.rope(HEADS, HEADS, torch.ones(3, 3), torch.ones(3, 3)), ShapeError, "pairs need 6"),
+    (
+        lambda: ops.rope(HEADS, HEADS, torch.ones(3, 3), torch.ones(3, 3)),
+        ShapeError,
+        "pairs need 6",
+    ),
     (lambda: ops.rope(HEADS, HEADS, torch.ones(2, 2), torch.ones(2, 2)), ShapeError, "expected"),
-    (lambda: ops.cross_entropy(X, T + 2), IsotypeError, r"SH002 1 .* of range, .* is 4: expected 0\.\.3"),
+    (
+        lambda: ops.cross_entropy(X, T + 2),
+        IsotypeError,
+        r"SH002 1 .* of range, .* is 4: expected 0\.\.3",
+    ),
     (lambda: ops.cross_entropy(X, T - 1), IsotypeError, "SH002"),
     (lambda: ops.cross_entropy(X, T.float()), DtypeError, "DT001"),
     (lambda: ops.cross_entropy(X, T[:1]), ShapeError, "SH001"),
     (lambda: ops.cross_entropy(X, T, reduction="average"), UsageError, "reduction"),
-    (lambda: ops.cross_entropy(X, T, reduction="sum", num_items=3), UsageError, "num_items=3 has no effect"),
+    (
+        lambda: ops.cross_entropy(X, T, reduction="sum", num_items=3),
+        UsageError,
+        "num_items=3 has no effect",
+    ),
     (lambda: ops.cross_entropy(X, T, label_smoothing=2.0), UsageError, "label_smoothing"),
     (lambda: ops.linear_divergence(X, STACK[0], X, STACK[1, :3]), ShapeError, "a student of"),
     (lambda: ops.linear_divergence(X, STACK[0], X, STACK[1], beta=2), UsageError, "beta is 2"),
-    (lambda: ops.linear_divergence(X, STACK[0], X, STACK[1], temperature=0), UsageError, "temperature is 0"),
+    (
+        lambda: ops.linear_divergence(X, STACK[0], X, STACK[1], temperature=0),
+        UsageError,
+        "temperature is 0",
+    ),
     (lambda: ops.attention(HEADS, HEADS, HEADS, window=0), UsageError, "window is 0"),
     (lambda: ops.attention(HEADS, HEADS, HEADS, softcap=-1.0), UsageError, "softcap is -1"),
-    (lambda: ops.attention(HEADS, HEADS.bfloat16(), HEADS.bfloat16()), DtypeError, "query, key and value are fp32, bf16 and bf16"),
-    (lambda: ops.attention(HEADS, HEADS[..., :2], HEADS[..., :2]), ShapeError, "head size must be the same"),
-    (lambda: ops.attention(HEADS[:, :1], HEADS, HEADS), ShapeError, "1 query heads cannot share 2 key heads"),
-    (lambda: ops.experts(X, T[:, None], X[:, :1], STACK[..., :3], STACK), ShapeError, r"SH001 x is .* up \[2, 4, 3\]"),
+    (
+        lambda: ops.attention(HEADS, HEADS.bfloat16(), HEADS.bfloat16()),
+        DtypeError,
+        "query, key and value are fp32, bf16 and bf16",
+    ),
+    (
+        lambda: ops.attention(HEADS, HEADS[..., :2], HEADS[..., :2]),
+        ShapeError,
+        "head size must be the same",
+    ),
+    (
+        lambda: ops.attention(HEADS[:, :1], HEADS, HEADS),
+        ShapeError,
+        "1 query heads cannot share 2 key heads",
+    ),
+    (
+        lambda: ops.experts(X, T[:, None], X[:, :1], STACK[..., :3], STACK),
+        ShapeError,
+        r"SH001 x is .* up \[2, 4, 3\]",
+    ),
     (lambda: ops.experts(X, X[:, :1], X[:, :1], STACK, STACK), DtypeError, "index is"),
 )
 

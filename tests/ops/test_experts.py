@@ -1,4 +1,6 @@
-"""The op of stacked experts in each of its forms beside plain PyTorch, and the gradient of a routing weight."""
+"""The op of stacked experts in each of its forms beside plain PyTorch, and the gradient of a
+routing weight.
+"""
 
 import itertools
 from contextlib import contextmanager, nullcontext
@@ -17,7 +19,13 @@ from tests.ops.trials import error
 from tests.published import packed
 
 TOKENS, PLACES, EXPERTS, HIDDEN, INNER, RANK = 37, 2, 5, 24, 19, 3
-GATES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "clamped": Clamped(1.7, 0.8), "relu": torch.relu}
+GATES = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "clamped": Clamped(1.7, 0.8),
+    "relu": torch.relu,
+}
 COMPILED = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
 
 
@@ -30,20 +38,37 @@ def on_the_kernels_of_a_gpu():
 
 
 class Call:
-    """One call and its gradients. Values are drawn in fp64 and rounded to `dtype`; adapters are `adapter`."""
+    """One call and its gradients. Values are drawn in fp64 and rounded to `dtype`; adapters are
+    `adapter`.
+    """
 
     def __init__(
-        self, *, gate="silu", biased=False, transposed=False, lora=False, dtype=torch.float64, adapter=None, hidden=HIDDEN, inner=INNER
+        self,
+        *,
+        gate="silu",
+        biased=False,
+        transposed=False,
+        lora=False,
+        dtype=torch.float64,
+        adapter=None,
+        hidden=HIDDEN,
+        inner=INNER,
     ):
         generator = torch.Generator().manual_seed(0)
 
         def made(*shape, dtype=dtype):
-            return (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5).to(dtype).requires_grad_()
+            return (
+                (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5)
+                .to(dtype)
+                .requires_grad_()
+            )
 
         width = inner if gate == "relu" else 2 * inner
         self.x, self.w = made(TOKENS, hidden), made(TOKENS, PLACES)
         # the last expert has no row
-        self.index = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:PLACES] for _ in range(TOKENS)])
+        self.index = torch.stack(
+            [torch.randperm(EXPERTS - 1, generator=generator)[:PLACES] for _ in range(TOKENS)]
+        )
         self.up = made(*((EXPERTS, hidden, width) if transposed else (EXPERTS, width, hidden)))
         self.down = made(*((EXPERTS, inner, hidden) if transposed else (EXPERTS, hidden, inner)))
         self.leaves = {"x": self.x, "w": self.w, "up": self.up, "down": self.down}
@@ -54,7 +79,10 @@ class Call:
                 self.leaves[f"{name}_bias"] = self.options[f"{name}_bias"] = made(EXPERTS, rows)
             if lora:
                 # B as PEFT keeps it: the expert is its fast index
-                a, b = made(EXPERTS, RANK, columns, dtype=adapter), made(rows, RANK, EXPERTS, dtype=adapter)
+                a, b = (
+                    made(EXPERTS, RANK, columns, dtype=adapter),
+                    made(rows, RANK, EXPERTS, dtype=adapter),
+                )
                 self.leaves |= {f"{name}_a": a, f"{name}_b": b}
                 self.options[f"{name}_adapter"] = Adapter(a, b.permute(2, 0, 1), 2.0)
         self.dy = made(TOKENS, hidden).detach()
@@ -68,7 +96,10 @@ class Call:
 FORMS = list(itertools.product(GATES, (False, True), (False, True), (False, True)))
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("eager", torch.float64), pytest.param("cpp", torch.float32, marks=COMPILED)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("eager", torch.float64), pytest.param("cpp", torch.float32, marks=COMPILED)],
+)
 def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, monkeypatch):
     monkeypatch.setattr(groups, "ROWS", 30)
     for gate, biased, transposed, lora in FORMS:
@@ -77,7 +108,13 @@ def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, mo
             got = call.run(experts)
         for name, want in call.run(experts_reference).items():
             assert got[name].dtype == want.dtype
-            assert error(got[name], want) < (1e-12 if dtype == torch.float64 else 5e-6), (name, gate, biased, transposed, lora)
+            assert error(got[name], want) < (1e-12 if dtype == torch.float64 else 5e-6), (
+                name,
+                gate,
+                biased,
+                transposed,
+                lora,
+            )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +125,16 @@ def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, mo
         pytest.param("fp8-block", False, on_the_kernels_of_a_gpu, marks=pytest.mark.full),
     ],
 )
-def test_packed_stacks_are_as_exact_as_the_dense_weights_that_they_mean(form, transposed, path, monkeypatch):
+def test_packed_stacks_are_as_exact_as_the_dense_weights_that_they_mean(
+    form, transposed, path, monkeypatch
+):
     """A few experts are wide at a time: no tensor is as large as half of the larger stack."""
     monkeypatch.setattr(groups, "ROWS", 30)
     monkeypatch.setattr(groups, "FEW", 2)
-    options, sizes = {"gate": "silu", "lora": True, "transposed": transposed}, {"hidden": 64, "inner": 32}
+    options, sizes = (
+        {"gate": "silu", "lora": True, "transposed": transposed},
+        {"hidden": 64, "inner": 32},
+    )
     call = Call(**options, **sizes, dtype=torch.bfloat16, adapter=torch.float32)
     exact = Call(**options, **sizes)
     states = {}
@@ -125,8 +167,13 @@ def packed_stack(form, o, i, *, transposed):
     torch.manual_seed(0)
     made = [read(form, packed(form, o, i), (o, i)) for _ in range(EXPERTS)]
     first = made[0][1]
-    tensors = {name: torch.stack([state.tensors[name][None] for _, state in made]) for name in first.tensors}
-    state = StackState(first.layout, first.word, tensors, experts=EXPERTS, pieces=1, transposed=transposed)
+    tensors = {
+        name: torch.stack([state.tensors[name][None] for _, state in made])
+        for name in first.tensors
+    }
+    state = StackState(
+        first.layout, first.word, tensors, experts=EXPERTS, pieces=1, transposed=transposed
+    )
     return torch.stack([weight for weight, _ in made]).flatten(), state
 
 
@@ -153,11 +200,17 @@ def test_the_gradient_of_a_routing_weight_of_zero_is_exact():
 
 
 def test_no_expert_output_is_kept():
-    """x, the first layer's output, products with A, and the order of the rows: nothing of rows times hidden features besides x."""
+    """x, the first layer's output, products with A, and the order of the rows: nothing of rows
+    times hidden features besides x.
+    """
     call, kept = Call(lora=True, dtype=torch.float32), []
     weights = {t.untyped_storage().data_ptr() for name, t in call.leaves.items() if name != "x"}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         experts(call.x, call.index, call.w, call.up, call.down, **call.options)
     rows = TOKENS * PLACES
-    of_rows = {tuple(t.shape) for t in kept if t.untyped_storage().data_ptr() not in weights and t.shape[:1] == (rows,)}
+    of_rows = {
+        tuple(t.shape)
+        for t in kept
+        if t.untyped_storage().data_ptr() not in weights and t.shape[:1] == (rows,)
+    }
     assert of_rows == {(rows, 2 * INNER), (rows, RANK), (rows,)}

@@ -1,4 +1,6 @@
-"""lanes.h: every narrow value is widened and narrowed as PyTorch does it, and a source is built once."""
+"""lanes.h: every narrow value is widened and narrowed as PyTorch does it, and a source is built
+once.
+"""
 
 import math
 from pathlib import Path
@@ -30,7 +32,9 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_narrow_value_is_widened_exactly_and_narrowing_is_pytorchs_to_nearest_even(probe, dtype):
+def test_every_narrow_value_is_widened_exactly_and_narrowing_is_pytorchs_to_nearest_even(
+    probe, dtype
+):
     narrow = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     y = torch.empty(narrow.shape)
     probe("convert", dtype, torch.float32, narrow, y, narrow.numel())
@@ -38,9 +42,35 @@ def test_every_narrow_value_is_widened_exactly_and_narrowing_is_pytorchs_to_near
     exact = narrow.float()
     ordered = exact[exact.isfinite()].sort().values
     ties = (ordered[1:].double() + ordered[:-1].double()).div(2).float()
-    special = torch.tensor([65504.0, 65519.99, 65520.0, 65536.0, 3.4e38, math.inf, -math.inf, math.nan, 1e-45, -0.0, 6e-8, 2.9e-8, 3e-8])
+    special = torch.tensor(
+        [
+            65504.0,
+            65519.99,
+            65520.0,
+            65536.0,
+            3.4e38,
+            math.inf,
+            -math.inf,
+            math.nan,
+            1e-45,
+            -0.0,
+            6e-8,
+            2.9e-8,
+            3e-8,
+        ]
+    )
     random = torch.randint(-(2**31), 2**31, (2**16,)).to(torch.int32).view(torch.float32)
-    x = torch.cat((exact, ties, ties.nextafter(torch.tensor(math.inf)), ties.nextafter(torch.tensor(-math.inf)), special, -special, random))
+    x = torch.cat(
+        (
+            exact,
+            ties,
+            ties.nextafter(torch.tensor(math.inf)),
+            ties.nextafter(torch.tensor(-math.inf)),
+            special,
+            -special,
+            random,
+        )
+    )
     y = torch.empty(x.shape, dtype=dtype)
     probe("convert", torch.float32, dtype, x, y, x.numel())
     same(y, x.to(dtype))
@@ -53,7 +83,10 @@ def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeyp
     ops_cpp.library(source)
     (built,) = (tmp_path / "new" / "folder").glob("*.so")
     assert built.parent.stat().st_mode & 0o077 == 0
-    assert f"compiling C++ kernels for this processor, once; they are kept in {built.parent}" in capsys.readouterr().err
+    assert (
+        f"compiling C++ kernels for this processor, once; they are kept in {built.parent}"
+        in capsys.readouterr().err
+    )
     before = built.stat().st_ino
     ops_cpp.library(source)
     assert built.stat().st_ino == before

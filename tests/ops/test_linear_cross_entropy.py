@@ -1,4 +1,6 @@
-"""linear_cross_entropy: both gradient paths against fp64 and plain PyTorch, and the defects that shipped in other fused heads."""
+"""linear_cross_entropy: both gradient paths against fp64 and plain PyTorch, and the defects that
+shipped in other fused heads.
+"""
 
 import pytest
 import torch
@@ -24,8 +26,15 @@ def make(tokens=20, hidden=8, classes=50, dtype=torch.float64):
 
 
 def test_no_gradient_of_a_mean_or_a_chunk_is_rounded_a_second_time(subtests):
-    """Dividing a gradient that is already bf16 rounded it once more: 2.3e-3 where plain PyTorch has 1.7e-3."""
-    for options in ({}, {"num_items": torch.tensor(300)}, {"reduction": "sum"}, {"chunk": 32, "reduction": "none"}):
+    """Dividing a gradient that is already bf16 rounded it once more: 2.3e-3 where plain PyTorch has
+    1.7e-3.
+    """
+    for options in (
+        {},
+        {"num_items": torch.tensor(300)},
+        {"reduction": "sum"},
+        {"chunk": 32, "reduction": "none"},
+    ):
         with subtests.test(str(options)):
             rounded_once(options, FACTOR if "chunk" in options else 1.1)
 
@@ -37,10 +46,17 @@ def rounded_once(options, factor):
     peer = [t.detach().clone().requires_grad_() for t in leaves]
     items = options.get("num_items", (targets != -100).sum())
     outside = items if "reduction" in options else 1
-    (linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], **{"chunk": 512, **options}).sum() / outside).backward()
+    (
+        linear_cross_entropy(
+            *leaves[:2], targets, bias=leaves[2], **{"chunk": 512, **options}
+        ).sum()
+        / outside
+    ).backward()
     for given in (peer, exact):
         logits = F.linear(*given)
-        loss = F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="sum")
+        loss = F.cross_entropy(
+            logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="sum"
+        )
         (loss / items).backward()
     for mine, theirs, truth in zip(leaves, peer, exact):
         assert error(mine.grad, truth.grad) <= factor * error(theirs.grad, truth.grad)
@@ -49,14 +65,20 @@ def rounded_once(options, factor):
 @pytest.mark.parametrize(("reduction", "upstream"), [("mean", 2.0**16), ("none", 2.0**-8)])
 def test_fp16_neither_flushes_nor_overflows_under_a_loss_scale(reduction, upstream):
     x, w, _, targets = make(256, 32, 20000)
-    # near-uniform probabilities: each 5e-5, and divided by 220 tokens 2e-7, where fp16 has two bits left
+    # near-uniform probabilities: each 5e-5, and divided by 220 tokens 2e-7, where fp16 has two bits
+    # left
     leaves = [(x * 0.1).half().requires_grad_(), w.half().requires_grad_()]
     exact = [t.detach().double().requires_grad_() for t in leaves]
     items = (targets != -100).sum()
-    (linear_cross_entropy(*leaves, targets, reduction=reduction).sum() / (1 if reduction == "mean" else items) * upstream).backward()
+    (
+        linear_cross_entropy(*leaves, targets, reduction=reduction).sum()
+        / (1 if reduction == "mean" else items)
+        * upstream
+    ).backward()
     (linear_cross_entropy_reference(*exact, targets) * upstream).backward()
     for leaf, truth in zip(leaves, exact):
-        # what rounding the true gradient to fp16 once costs (a small one is subnormal) is the least that any implementation can reach
+        # what rounding the true gradient to fp16 once costs (a small one is subnormal) is the least
+        # that any implementation can reach
         least = error(truth.grad.half(), truth.grad)
         assert error(leaf.grad, truth.grad) <= FACTOR * least + torch.finfo(torch.float16).eps
 
@@ -64,12 +86,16 @@ def test_fp16_neither_flushes_nor_overflows_under_a_loss_scale(reduction, upstre
 def test_logits_never_exist_at_once():
     x, w, _, targets = make(512, 8, 2000, dtype=torch.float32)
     with Sizes() as seen:
-        op._forward.__wrapped__(x, w, None, targets, torch.ones(()), *LossRule().arguments, 64, True, True, False, True)
+        op._forward.__wrapped__(
+            x, w, None, targets, torch.ones(()), *LossRule().arguments, 64, True, True, False, True
+        )
     assert max(seen.numbers) <= 64 * 2000
 
 
 def test_a_mean_over_no_tokens_is_nan_with_zero_gradients():
-    """0 / 0 has a gradient of nan, which the head would hand on to every weight; PyTorch's is 0 there."""
+    """0 / 0 has a gradient of nan, which the head would hand on to every weight; PyTorch's is 0
+    there.
+    """
     for items in (None, torch.tensor(0)):
         x, w = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
         loss = linear_cross_entropy(x, w, torch.full((3,), -100), num_items=items)
@@ -82,7 +108,10 @@ def test_a_mean_over_no_tokens_is_nan_with_zero_gradients():
 def test_a_product_in_parts_of_the_vocabulary_is_the_product():
     """What a GPU runs where few rows would leave it idle."""
     generator = torch.Generator().manual_seed(0)
-    left, right = torch.randn(65, 777, generator=generator), torch.randn(777, 33, generator=generator)
+    left, right = (
+        torch.randn(65, 777, generator=generator),
+        torch.randn(777, 33, generator=generator),
+    )
     exact = left.double() @ right.double()
     room = chunked.rows_of_logits(65, 777, torch.float32, left.device).copy_(left)
     got = chunked.product_in_parts(room, right, torch.full((65, 33), float("nan")), 3)

@@ -1,4 +1,6 @@
-"""linear_log_probs: every output and every gradient path against fp64 and plain PyTorch, and against TRL's own op where it is installed."""
+"""linear_log_probs: every output and every gradient path against fp64 and plain PyTorch, and
+against TRL's own op where it is installed.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,15 @@ def weighed(values):
     for i, name in enumerate(DIFFERENTIABLE):
         v = getattr(values, name)
         if v is not None:
-            total = total + (v * torch.linspace(-1 - i, 2, v.numel(), dtype=v.dtype, device=v.device).view(v.shape)).sum()
+            total = (
+                total
+                + (
+                    v
+                    * torch.linspace(-1 - i, 2, v.numel(), dtype=v.dtype, device=v.device).view(
+                        v.shape
+                    )
+                ).sum()
+            )
     return total
 
 
@@ -76,24 +86,39 @@ def test_the_largest_logits_of_bf16_rows_are_those_of_fp32_products(options):
     torch.manual_seed(0)
     w = (torch.randn(2000, 128) * 0.8).bfloat16()
     x = torch.randn(64, 128).bfloat16()
-    exact = linear_log_probs_reference(x.double(), w.double(), torch.zeros(64, dtype=torch.long), **options)[-1]
+    exact = linear_log_probs_reference(
+        x.double(), w.double(), torch.zeros(64, dtype=torch.long), **options
+    )[-1]
     p = F.log_softmax(transformed(F.linear(x.double(), w.double()), options), -1).exp()
     targets = torch.multinomial(p, 1).squeeze(-1)
     truth = p.gather(-1, targets.unsqueeze(-1)).squeeze(-1).log()
     dz = F.one_hot(targets, 2000) - p
     if "softcap" in options:
-        dz = dz * (1 - (F.linear(x.double(), w.double()) / options["softcap"]).tanh().square()) / options["temperature"]
+        dz = (
+            dz
+            * (1 - (F.linear(x.double(), w.double()) / options["softcap"]).tanh().square())
+            / options["temperature"]
+        )
     errors = {}
     for backend in ("eager", "cpp"):
         leaf = x.clone().requires_grad_()
         with using(backend):
             made = linear_log_probs(leaf, w, targets, outputs=("log_probs", "top1"), **options)
             made.log_probs.sum().backward()
-            loss = linear_cross_entropy(x, w, targets, reduction="sum") if not options else -made.log_probs.sum()
-        errors[backend] = error(made.log_probs, truth), error(leaf.grad, dz @ w.double()), abs(loss.item() + truth.sum().item())
+            loss = (
+                linear_cross_entropy(x, w, targets, reduction="sum")
+                if not options
+                else -made.log_probs.sum()
+            )
+        errors[backend] = (
+            error(made.log_probs, truth),
+            error(leaf.grad, dz @ w.double()),
+            abs(loss.item() + truth.sum().item()),
+        )
     assert torch.equal(made.top1, exact)
     assert errors["cpp"][0] < errors["eager"][0] / 10
-    assert errors["cpp"][1] < errors["eager"][1] / 2  # what is left is the rounding of the gradient itself
+    # what is left is the rounding of the gradient itself
+    assert errors["cpp"][1] < errors["eager"][1] / 2
     assert errors["cpp"][2] < errors["eager"][2] / 3
 
 

@@ -1,4 +1,6 @@
-"""Published formats of a weight: each widened value is what its definition gives, whatever the pieces; damaged tensors are named."""
+"""Published formats of a weight: each widened value is what its definition gives, whatever the
+pieces; damaged tensors are named.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,11 @@ OUT, IN = 72, 80  # no multiples of the blocks' 32: the last ones are smaller
 
 def read(form: str, tensors: dict, shape=(OUT, IN)) -> tuple[torch.Tensor, PackedState]:
     how = packing(FORMATS[form][1])
-    parts = {name: Part(t.dtype, tuple(t.shape)) for name, t in tensors.items() if name not in OF_ACTIVATIONS}
+    parts = {
+        name: Part(t.dtype, tuple(t.shape))
+        for name, t in tensors.items()
+        if name not in OF_ACTIVATIONS
+    }
     layout = recognise("layer", parts, how, shape)
     tensors = {TORCHAO.get(name, name): t for name, t in tensors.items()}
     weight, made = in_rows(tensors[layout.main[0]], state_of("layer", layout, how.word, tensors))
@@ -37,9 +43,15 @@ def test_each_value_is_what_the_definition_gives(subtests):
             assert wide.shape == how.shape == (OUT, IN)
             for o in range(0, OUT, 3):
                 for i in range(0, IN, 7):
-                    assert float(wide[o, i]) == pytest.approx(element(form, tensors, o, i), rel=1e-15, abs=0)
-            torch.testing.assert_close(widen(weight, how, torch.float32).double(), wide, rtol=2e-7, atol=0)
-            assert torch.equal(widen(weight, how, torch.bfloat16), widen(weight, how, torch.float32).bfloat16())
+                    assert float(wide[o, i]) == pytest.approx(
+                        element(form, tensors, o, i), rel=1e-15, abs=0
+                    )
+            torch.testing.assert_close(
+                widen(weight, how, torch.float32).double(), wide, rtol=2e-7, atol=0
+            )
+            assert torch.equal(
+                widen(weight, how, torch.bfloat16), widen(weight, how, torch.float32).bfloat16()
+            )
 
 
 @needs_compiler
@@ -59,16 +71,25 @@ def test_the_kernel_gives_the_values_of_plain_pytorch(subtests):
 def test_a_number_of_every_bit_pattern_is_read():
     """All 254 finite numbers of fp8, all of int8, all pairs of 4 bits, in each dtype of the result."""
     bits = torch.arange(256, dtype=torch.uint8)
-    rows = {name: bits[torch.isfinite(bits.view(name).float())] for name in (torch.float8_e4m3fn, torch.float8_e5m2)}
+    rows = {
+        name: bits[torch.isfinite(bits.view(name).float())]
+        for name in (torch.float8_e4m3fn, torch.float8_e5m2)
+    }
     for name, row in {**rows, torch.int8: bits}.items():
         layout = Layout("scaled", (1, len(row)), ("weight", name, (1, len(row))), (1, len(row)))
         how = PackedState(layout, "fp8", {"weight_scale": torch.ones(1, 1)})
         assert torch.equal(widen(row, how, torch.float32)[0], row.view(name).float())
     fours = Layout("mxfp4", (1, 512), ("weight_packed", torch.uint8, (1, 256)), (1, 32))
-    made = widen(bits, PackedState(fours, "mxfp4", {"weight_scale": torch.full((1, 16), 127, dtype=torch.uint8)}), torch.float32)[0]
+    made = widen(
+        bits,
+        PackedState(fours, "mxfp4", {"weight_scale": torch.full((1, 16), 127, dtype=torch.uint8)}),
+        torch.float32,
+    )[0]
     sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     numbers = torch.tensor(sizes + [-size for size in sizes])
-    assert torch.equal(made, torch.stack((numbers[bits.int() & 15], numbers[bits.int() >> 4]), 1).flatten())
+    assert torch.equal(
+        made, torch.stack((numbers[bits.int() & 15], numbers[bits.int() >> 4]), 1).flatten()
+    )
 
 
 @everywhere
@@ -79,7 +100,10 @@ def test_the_kernel_of_a_gpu_gives_the_values_of_plain_pytorch(device, subtests)
         with using("eager"):
             want = widen(weight, how, torch.bfloat16)
         with kernels(device), subtests.test(form):
-            assert torch.equal(widen(weight.to(device), how.moved(torch.device(device)), torch.bfloat16).cpu(), want)
+            assert torch.equal(
+                widen(weight.to(device), how.moved(torch.device(device)), torch.bfloat16).cpu(),
+                want,
+            )
 
 
 @pytest.mark.full
@@ -92,27 +116,47 @@ def test_the_kernel_compiles_for_every_output_and_target(form):
 
     weight, how = read(form, packed(form, 64, 640), (64, 640))
     name, dtype, shape = how.layout.main
-    made = forms.ordered({**how.tensors, name: weight.view(dtype).view(shape)}, slice(0, 64), how.layout)
+    made = forms.ordered(
+        {**how.tensors, name: weight.view(dtype).view(shape)}, slice(0, 64), how.layout
+    )
 
     fours = []
     for double in (False, True):
         bits, s = four_bit((64, 640), double=double)
-        *inner, block = (s.state2.absmax, s.state2.code, s.offset, s.state2.blocksize) if double else (None, None, None, 1)
+        *inner, block = (
+            (s.state2.absmax, s.state2.code, s.offset, s.state2.blocksize)
+            if double
+            else (None, None, None, 1)
+        )
         fours.append((bits, s.absmax, s.code, *inner, s.blocksize, block))
 
     def run(out):
-        triton.widen_(out, made.packed, made.scale, made.zero, KINDS[made.kind], 0, *how.layout.block)
+        triton.widen_(
+            out, made.packed, made.scale, made.zero, KINDS[made.kind], 0, *how.layout.block
+        )
         for given in fours:
             triton.widen_4bit(*given, out)
 
-    compile_matrix(run, (torch.empty(64, 640),), targets=["sm_80", "sm_90", "sm_100", "gfx942"], fail_on="note", binary=True)
+    compile_matrix(
+        run,
+        (torch.empty(64, 640),),
+        targets=["sm_80", "sm_90", "sm_100", "gfx942"],
+        fail_on="note",
+        binary=True,
+    )
 
 
 def four_bit(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8, device="cpu"):
     functional = pytest.importorskip("bitsandbytes.functional")
     torch.manual_seed(0)
     weight = torch.randn(shape).mul_(torch.rand(shape[0], 1) * 4).to(device)
-    return functional.quantize_4bit(weight, blocksize=blocksize, compress_statistics=double, quant_type=kind, quant_storage=storage)
+    return functional.quantize_4bit(
+        weight,
+        blocksize=blocksize,
+        compress_statistics=double,
+        quant_type=kind,
+        quant_storage=storage,
+    )
 
 
 FOUR_BITS = (
@@ -126,16 +170,20 @@ FOUR_BITS = (
 def test_the_kernel_gives_bitsandbytes_values(device, subtests):
     pytest.importorskip("triton")
     for dtype, options in FOUR_BITS:
-        # the last program's block is not full, nor the last block of scales. Whole scales a row: where two rows share one (blocksize 256,
-        # 640 columns) bitsandbytes 0.50.2 is wrong on a CPU, by as much as the values themselves
+        # the last program's block is not full, nor the last block of scales. Whole scales a row:
+        # where two rows share one (blocksize 256, 640 columns) bitsandbytes 0.50.2 is wrong on a
+        # CPU, by as much as the values themselves
         want = widen_4bit(*four_bit((67, 768), **options), dtype)
         weight, state = four_bit((67, 768), **options, device=device)
         with kernels(device):
             got = widen_4bit(weight, state, dtype)
-        # the interpreter and bitsandbytes round each fp32 operation alike; a GPU's fused multiply-add may round a scale to the other side
+        # the interpreter and bitsandbytes round each fp32 operation alike; a GPU's fused
+        # multiply-add may round a scale to the other side
         exact = device == "cpu" and dtype != torch.float32
         with subtests.test(str(dtype)):
-            torch.testing.assert_close(got.cpu(), want, rtol=0 if exact else 2 * torch.finfo(dtype).eps, atol=0)
+            torch.testing.assert_close(
+                got.cpu(), want, rtol=0 if exact else 2 * torch.finfo(dtype).eps, atol=0
+            )
 
 
 BAD = {

@@ -14,17 +14,34 @@ MORE = {
     "gemma2": {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8},
     "cohere": {"logit_scale": 0.25},
-    "qwen2.5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "use_sliding_window": False},
+    "qwen2.5": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "use_sliding_window": False,
+    },
 }
 
 
-def tiny(family: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **more):
+def tiny(
+    family: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **more
+):
     """Two layers, four heads of size 8, weights of unequal sizes."""
-    settings = {"head_dim": 8, "tie_word_embeddings": tied, "attn_implementation": "eager", **MORE.get(family, {})}
+    settings = {
+        "head_dim": 8,
+        "tie_word_embeddings": tied,
+        "attn_implementation": "eager",
+        **MORE.get(family, {}),
+    }
     if "moe" in family or family == "mixtral":
-        settings |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        settings |= {
+            "num_experts": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        }
     # Qwen2.5 is Qwen2's code
-    model = models.tiny("qwen2" if family == "qwen2.5" else family, seed=seed, **{**settings, **more})
+    model = models.tiny(
+        "qwen2" if family == "qwen2.5" else family, seed=seed, **{**settings, **more}
+    )
     # norm weights of exactly 1 (or 0) would hide a wrong form
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -1,4 +1,6 @@
-"""Attention on a CPU: the op where it serves, the model's own function everywhere else, and the model's own result always."""
+"""Attention on a CPU: the op where it serves, the model's own function everywhere else, and the
+model's own result always.
+"""
 
 import copy
 
@@ -14,7 +16,12 @@ from tests.optimize.models import batch, tiny
 
 logging.set_verbosity_error()
 pytestmark = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
-SDPA = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+SDPA = {
+    "attn_implementation": "sdpa",
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.fixture
@@ -53,7 +60,12 @@ def test_gradients_are_as_near_to_fp64_as_the_models_own(calls):
 
 
 def as_near(family, *, whole):
-    model = tiny(family, dtype=torch.bfloat16, **SDPA, **({"sliding_window": 30} if family == "gemma3_text" else {})).train()
+    model = tiny(
+        family,
+        dtype=torch.bfloat16,
+        **SDPA,
+        **({"sliding_window": 30} if family == "gemma3_text" else {}),
+    ).train()
     mine, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     assert ("attention", "attention") in {(e.part, e.op) for e in optimize(mine).replaced}
     inputs = batch(rows=3, length=75) if whole else padded()
@@ -86,7 +98,9 @@ def test_autocast_decides_the_dtype(calls):
 
 
 def test_a_position_bias_is_the_models():
-    """T5-likes hand a tensor to the attention function; without dropout 40 queries would be the op's to compute."""
+    """T5-likes hand a tensor to the attention function; without dropout 40 queries would be the
+    op's to compute.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
     torch.manual_seed(0)
@@ -94,7 +108,11 @@ def test_a_position_bias_is_the_models():
         vocab_size=96, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
         eos_token_id=1,
     )  # fmt: skip
-    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="sdpa").to(torch.bfloat16).eval()
+    model = (
+        AutoModelForSeq2SeqLM.from_config(config, attn_implementation="sdpa")
+        .to(torch.bfloat16)
+        .eval()
+    )
     mine = copy.deepcopy(model)
     assert any(e.op == "attention" for e in optimize(mine).replaced)
     ids = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,6 @@
-"""Deferred logits: what stays deferred, what turns them real, and that either way the values are the model's."""
+"""Deferred logits: what stays deferred, what turns them real, and that either way the values are
+the model's.
+"""
 
 import copy
 
@@ -38,7 +40,10 @@ CHAINS = {
 
 
 def test_the_loss_of_a_chain_is_the_real_tensors(subtests):
-    for chain, bias in (*((chain, False) for chain in CHAINS), ("softcap, then a temperature", True)):
+    for chain, bias in (
+        *((chain, False) for chain in CHAINS),
+        ("softcap, then a temperature", True),
+    ):
         results = []
         for f in (defer, F.linear):
             leaves = [t for t in make(bias) if t is not None]
@@ -63,9 +68,14 @@ MATERIAL = {
     "another view": lambda x: x.view(5, 14),
     "in place": lambda x: x.mul_(2),
     "weighted loss, smoothed, of a softcap": lambda x: F.cross_entropy(
-        (x / 5).tanh().view(-1, 7), torch.arange(10) % 7, weight=torch.ones(7, dtype=torch.float64), label_smoothing=0.1
+        (x / 5).tanh().view(-1, 7),
+        torch.arange(10) % 7,
+        weight=torch.ones(7, dtype=torch.float64),
+        label_smoothing=0.1,
     ),
-    "probabilities as targets": lambda x: F.cross_entropy(x.view(-1, 7), torch.full((10, 7), 1 / 7, dtype=torch.float64)),
+    "probabilities as targets": lambda x: F.cross_entropy(
+        x.view(-1, 7), torch.full((10, 7), 1 / 7, dtype=torch.float64)
+    ),
     "an autograd.Function": lambda x: Double.apply(x),
     "numpy": lambda x: torch.as_tensor(x.detach().numpy()),
     "deepcopy": lambda x: copy.deepcopy(x.detach()),
@@ -104,7 +114,10 @@ def test_reading_without_gradients_keeps_the_graph():
         with context():
             x.argmax(-1)
     F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7).backward()
-    want = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).view(-1, 7), torch.arange(10) % 7), (hidden, weight))
+    want = torch.autograd.grad(
+        F.cross_entropy(F.linear(hidden, weight).view(-1, 7), torch.arange(10) % 7),
+        (hidden, weight),
+    )
     torch.testing.assert_close((hidden.grad, weight.grad), want)
     with torch.no_grad():
         assert not defer(hidden, weight, None).requires_grad
@@ -120,7 +133,10 @@ def test_a_write_in_place_is_the_real_tensors():
         x.div_(3.0)
         with torch.no_grad():
             x[0, 0, :2] = -5.0
-        loss = F.cross_entropy(x.reshape(-1, 7), torch.arange(x.numel() // 7) % 7) + before.logsumexp(-1).mean()
+        loss = (
+            F.cross_entropy(x.reshape(-1, 7), torch.arange(x.numel() // 7) % 7)
+            + before.logsumexp(-1).mean()
+        )
         loss.backward()
         seen.append([loss.detach(), hidden.grad, weight.grad, x.detach() * 1])
     torch.testing.assert_close(*seen)
@@ -138,7 +154,9 @@ def test_logits_whose_memory_was_written_through_others_are_refused():
 
 
 def test_logits_read_after_the_weight_changed_are_refused(subtests):
-    """Fused optimizers leave the version counter of the weight alone; sharpness-aware minimisation moves weights without an optimizer."""
+    """Fused optimizers leave the version counter of the weight alone; sharpness-aware minimisation
+    moves weights without an optimizer.
+    """
     for change in ("fused AdamW", "by hand", "a hook of backward"):
         with subtests.test(change):
             refused_after(change)
@@ -171,8 +189,15 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def test_a_loss_has_plain_pytorchs_dtype_and_is_no_worse(subtests):
-    """Under autocast PyTorch computes a cross-entropy in fp32, of whatever logits: BERT's loss is one, and its fp16 gradient is scaled."""
-    for case in ((BF16, FP32, "mean", True), (FP16, FP32, "mean", True), (None, BF16, "none", False), (BF16, FP32, "sum", False)):
+    """Under autocast PyTorch computes a cross-entropy in fp32, of whatever logits: BERT's loss is
+    one, and its fp16 gradient is scaled.
+    """
+    for case in (
+        (BF16, FP32, "mean", True),
+        (FP16, FP32, "mean", True),
+        (None, BF16, "none", False),
+        (BF16, FP32, "sum", False),
+    ):
         with subtests.test(str(case)):
             no_worse(*case)
 
@@ -183,7 +208,10 @@ def no_worse(cast, dtype, reduction, inside):
     targets = torch.randint(0, 50, (64,))
     seen = {}
     for kind in ("deferred", "plain", "exact"):
-        hidden, weight = (v.to(dtype).to(torch.float64 if kind == "exact" else dtype).requires_grad_() for v in values)
+        hidden, weight = (
+            v.to(dtype).to(torch.float64 if kind == "exact" else dtype).requires_grad_()
+            for v in values
+        )
         with torch.autocast("cpu", cast, enabled=cast is not None and kind != "exact"):
             logits = (defer if kind == "deferred" else F.linear)(hidden, weight, None)
             if inside:
@@ -209,26 +237,40 @@ def test_the_gradient_of_deferred_logits_is_refused():
         logits.register_hook(print)
 
 
-# --- A loss that transformers sums and divides is rounded as plain PyTorch's is, whatever the window of micro-batches.
+# --- A loss that transformers sums and divides is rounded as plain PyTorch's is, whatever the
+# window of micro-batches.
 
 
 def test_a_window_of_several_batches_rounds_no_gradient_a_second_time():
-    """With num_items_in_batch of three micro-batches, and a product after it: 2.8e-3 before, plain 2.3e-3."""
+    """With num_items_in_batch of three micro-batches, and a product after it: 2.8e-3 before, plain
+    2.3e-3.
+    """
     grads = {}
     for kind in ("ours", "plain", "exact"):
-        model = models.tiny(vocab_size=3000, hidden_size=64, tie_word_embeddings=False).requires_grad_(False)
+        model = models.tiny(
+            vocab_size=3000, hidden_size=64, tie_word_embeddings=False
+        ).requires_grad_(False)
         model.lm_head.requires_grad_().to(torch.float64 if kind == "exact" else torch.bfloat16)
-        torch.nn.init.normal_(model.lm_head.weight, std=0.125, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(
+            model.lm_head.weight, std=0.125, generator=torch.Generator().manual_seed(1)
+        )
         # the backbone gives what it is given
         model.model = Given(model.model.embed_tokens)
         if kind == "ours":
             isotype.optimize(model)
         g, made = torch.Generator().manual_seed(0), []
         for counted in (200, 150, 90):
-            x = torch.randn(1, 257, 64, generator=g).bfloat16().to(model.lm_head.weight.dtype).requires_grad_()
+            x = (
+                torch.randn(1, 257, 64, generator=g)
+                .bfloat16()
+                .to(model.lm_head.weight.dtype)
+                .requires_grad_()
+            )
             labels = torch.randint(0, 3000, (1, 257), generator=g)
             labels[:, counted + 1 :] = -100
-            model(inputs_embeds=x, labels=labels, num_items_in_batch=torch.tensor(440)).loss.backward()
+            model(
+                inputs_embeds=x, labels=labels, num_items_in_batch=torch.tensor(440)
+            ).loss.backward()
             made.append(x.grad)
         grads[kind] = [torch.cat(made), model.lm_head.weight.grad]
     for mine, theirs, truth in zip(*grads.values()):
@@ -248,7 +290,8 @@ class Given(torch.nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
-# --- Values of single rows of deferred logits: the numbers and gradients of the real logits, and no real logits.
+# --- Values of single rows of deferred logits: the numbers and gradients of the real logits, and no
+# real logits.
 
 
 INDEX = torch.arange(10).view(2, 5, 1) % 7
@@ -268,13 +311,21 @@ LOSSES = {
     "of rows chosen by a mask": lambda x: torch.log_softmax(x[MASK], -1).gather(-1, INDEX[MASK]),
     "of flattened rows": lambda x: x.flatten(0, 1).log_softmax(-1).gather(-1, INDEX.view(-1, 1)),
     "sliced afterwards": lambda x: x.log_softmax(-1)[:, :-1].gather(-1, INDEX[:, 1:]),
-    "label smoothing as Trainer's": lambda x: (lp := -F.log_softmax(x, dim=-1)).gather(-1, INDEX) + lp.sum(dim=-1, keepdim=True) / 7,
+    "label smoothing as Trainer's": lambda x: (
+        (lp := -F.log_softmax(x, dim=-1)).gather(-1, INDEX) + lp.sum(dim=-1, keepdim=True) / 7
+    ),
     "cross-entropy with weights of classes": lambda x: F.cross_entropy(
         x.view(-1, 7), INDEX.view(-1), weight=torch.arange(1.0, 8.0).to(x.dtype), reduction="sum"
     ),
-    "nll_loss": lambda x: F.nll_loss(F.log_softmax(x.view(-1, 7), -1), INDEX.view(-1), reduction="sum"),
+    "nll_loss": lambda x: F.nll_loss(
+        F.log_softmax(x.view(-1, 7), -1), INDEX.view(-1), reduction="sum"
+    ),
 }
-SCALES = {"as it is": lambda x: x, "scaled": lambda x: x / 3, "softcap": lambda x: torch.tanh(x / 5.0) * 5.0}
+SCALES = {
+    "as it is": lambda x: x,
+    "scaled": lambda x: x / 3,
+    "softcap": lambda x: torch.tanh(x / 5.0) * 5.0,
+}
 
 
 def results(f, loss, *, bias=False, scale=SCALES["as it is"]):
@@ -289,19 +340,29 @@ def results(f, loss, *, bias=False, scale=SCALES["as it is"]):
 def test_a_loss_of_them_is_the_real_tensors_and_needs_no_logits(subtests):
     """Each loss with one scale, and every scale and both biases with the losses of several forms."""
     for loss, scale, bias in (
-        *((loss, ["as it is", "scaled", "softcap"][i % 3], i % 2 == 1) for i, loss in enumerate(LOSSES)),
-        *((loss, "softcap", False) for loss in ("gather", "logsumexp", "mean", "log-probabilities")),
+        *(
+            (loss, ["as it is", "scaled", "softcap"][i % 3], i % 2 == 1)
+            for i, loss in enumerate(LOSSES)
+        ),
+        *(
+            (loss, "softcap", False)
+            for loss in ("gather", "logsumexp", "mean", "log-probabilities")
+        ),
     ):
         with subtests.test(loss, scale=scale, bias=bias):
             logits, got = results(defer, LOSSES[loss], bias=bias, scale=SCALES[scale])
             _, want = results(F.linear, LOSSES[loss], bias=bias, scale=SCALES[scale])
             torch.testing.assert_close(got, want)
-            if not (scale == "softcap" and ("mean" in loss or "smoothing" in loss)):  # the gradient of a capped mean needs every logit
+            # the gradient of a capped mean needs every logit
+            if not (scale == "softcap" and ("mean" in loss or "smoothing" in loss)):
                 assert logits.computed is None
 
 
 def test_what_is_read_for_metrics_needs_no_logits():
     hidden, weight, _ = make()
     x, y = (SCALES["softcap"](f(hidden, weight, None)).detach() for f in (defer, F.linear))
-    torch.testing.assert_close([x.argmax(-1), x.argmax(2, keepdim=True), x.mean()], [y.argmax(-1), y.argmax(2, keepdim=True), y.mean()])
+    torch.testing.assert_close(
+        [x.argmax(-1), x.argmax(2, keepdim=True), x.mean()],
+        [y.argmax(-1), y.argmax(2, keepdim=True), y.mean()],
+    )
     assert x.computed is None

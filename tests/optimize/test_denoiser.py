@@ -1,4 +1,6 @@
-"""Ops in diffusers' transformers: the model's own results and gradients, fewer bytes kept, and the class's code for every other call."""
+"""Ops in diffusers' transformers: the model's own results and gradients, fewer bytes kept, and the
+class's code for every other call.
+"""
 
 import copy
 
@@ -21,7 +23,9 @@ from isotype.training.memory.recomputation import LAYERS, Checkpointing, apply_c
 
 
 def sd35():
-    """A second attention of the picture alone in the first block, and a last block that leaves the text."""
+    """A second attention of the picture alone in the first block, and a last block that leaves the
+    text.
+    """
     return SD3Transformer2DModel(
         sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=2,
         joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32, pos_embed_max_size=8, qk_norm="rms_norm",
@@ -38,18 +42,27 @@ PLACED = {
 
 
 def loss(model, family, batch):
-    return picture_losses(model, family, plain_objective(family), batch, Asked(), dtype="fp32").sum()
+    return picture_losses(
+        model, family, plain_objective(family), batch, Asked(), dtype="fp32"
+    ).sum()
 
 
 def pair(name):
-    """(the model, a copy with ops, its family, a batch), every weight drawn: zeros would hide a gate that is left out."""
+    """(the model, a copy with ops, its family, a batch), every weight drawn: zeros would hide a
+    gate that is left out.
+    """
     make, family = MODELS[name]
     torch.manual_seed(0)
     plain = make().train()
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    return plain, copy.deepcopy(plain), family, random_batch(family, make().config, Precision.preset("fp32"))
+    return (
+        plain,
+        copy.deepcopy(plain),
+        family,
+        random_batch(family, make().config, Precision.preset("fp32")),
+    )
 
 
 def test_results_and_gradients_are_the_models_own(subtests):
@@ -63,7 +76,11 @@ def same_as_the_model(name):
     manifest = optimize(ours)
     parts = [entry for entry in manifest.entries if entry.op]
     adaptive = [e for e in parts if e.part == denoiser.NORM and e.kind != "LayerNorm"]
-    assert (sum(e.part == denoiser.BLOCK for e in parts), len(adaptive), sum(e.part == "joint attention" for e in parts)) == PLACED[name]
+    assert (
+        sum(e.part == denoiser.BLOCK for e in parts),
+        len(adaptive),
+        sum(e.part == "joint attention" for e in parts),
+    ) == PLACED[name]
     results = []
     for model in (plain, ours):
         made = loss(model, family, batch)
@@ -72,7 +89,9 @@ def same_as_the_model(name):
     for mine, theirs in zip(results[1], results[0], strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-7
+            )
 
 
 def test_a_lora_step_keeps_at_most_45_hundredths_of_a_peft_loops_bytes():
@@ -80,10 +99,20 @@ def test_a_lora_step_keeps_at_most_45_hundredths_of_a_peft_loops_bytes():
     width = 256
     mine, its = benchmark.denoiser(width), benchmark.denoiser(width)
     blocks = ("transformer_blocks.", "single_transformer_blocks.")
-    targets = [name for name, module in its.named_modules() if isinstance(module, nn.Linear) and name.startswith(blocks)]
+    targets = [
+        name
+        for name, module in its.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(blocks)
+    ]
     (batch,) = benchmark.draws(1, side=16, text=32)
-    (_, our_forward), (_, plain_forward) = benchmark.ours(mine, "bf16-lora"), benchmark.plain(its, targets)
-    kept = benchmark.kept_bytes(our_forward, copy.deepcopy(batch), mine), benchmark.kept_bytes(plain_forward, batch, its)
+    (_, our_forward), (_, plain_forward) = (
+        benchmark.ours(mine, "bf16-lora"),
+        benchmark.plain(its, targets),
+    )
+    kept = (
+        benchmark.kept_bytes(our_forward, copy.deepcopy(batch), mine),
+        benchmark.kept_bytes(plain_forward, batch, its),
+    )
     assert kept[0] <= 0.45 * kept[1]
 
 
@@ -94,7 +123,9 @@ def test_a_block_that_recomputes_keeps_its_inputs_alone_and_gives_the_same_gradi
         optimize(ours)
         if layers:
             apply_checkpointing(ours, Checkpointing(LAYERS, layers, 2))
-        kept = benchmark.kept_bytes(lambda batch, ours=ours, family=family: loss(ours, family, batch), batch, ours)
+        kept = benchmark.kept_bytes(
+            lambda batch, ours=ours, family=family: loss(ours, family, batch), batch, ours
+        )
         loss(ours, family, batch).backward()
         results.append((kept, [p.grad for p in ours.parameters()]))
     (whole, plain), (less, again) = results
@@ -107,11 +138,18 @@ def test_what_the_form_does_not_know_runs_the_classes_own_code():
     optimize(ours)
     for model in (plain, ours):
         block = model.transformer_blocks[0]
-        # rows in chunks; another library's hook after a norm; another processor, which attends in its own way
+        # rows in chunks; another library's hook after a norm; another processor, which attends in
+        # its own way
         block.set_chunk_feed_forward(1, 1)
-        model.transformer_blocks[1].norm2.register_forward_hook(lambda module, args, output: output * 1.5)
-        model.transformer_blocks[1].norm1.norm.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-    torch.testing.assert_close(loss(ours, family, batch), loss(plain, family, batch), rtol=1e-5, atol=0)
+        model.transformer_blocks[1].norm2.register_forward_hook(
+            lambda module, args, output: output * 1.5
+        )
+        model.transformer_blocks[1].norm1.norm.register_forward_pre_hook(
+            lambda module, args: (args[0] + 0.1,)
+        )
+    torch.testing.assert_close(
+        loss(ours, family, batch), loss(plain, family, batch), rtol=1e-5, atol=0
+    )
 
 
 def test_a_model_in_fp16_is_clipped_as_its_class_does():
@@ -125,7 +163,8 @@ def test_a_model_in_fp16_is_clipped_as_its_class_does():
 
 
 def test_a_line_says_what_computes_attention():
-    here = "cpp" if ops_cpp.cpu_compiler() else "sdpa"  # the op's own kernel takes heads of multiples of 16
+    # the op's own kernel takes heads of multiples of 16
+    here = "cpp" if ops_cpp.cpu_compiler() else "sdpa"
     for name, on_cpu, on_gpu in (
         ("Flux", {f"{here} in bf16"}, {"flash in bf16"}),
         ("SDXL U-Net", {"AttnProcessor2_0's own (4 of 8 layers), sdpa in bf16 (4 of 8 layers)",

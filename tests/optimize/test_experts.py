@@ -1,4 +1,6 @@
-"""Mixtures of experts: what `adapter.targets: all-linear` adapts, and that the fused experts give PEFT's results and leave no trace."""
+"""Mixtures of experts: what `adapter.targets: all-linear` adapts, and that the fused experts give
+PEFT's results and leave no trace.
+"""
 
 import copy
 
@@ -85,7 +87,10 @@ def test_experts_obey_what_peft_switches():
 
 
 def test_a_router_that_is_named_is_adapted_and_said_to_be():
-    for family, named in (("gpt_oss", {"targets": ["router"]}), ("olmoe", {"parameters": ["gate.weight"]})):
+    for family, named in (
+        ("gpt_oss", {"targets": ["router"]}),
+        ("olmoe", {"parameters": ["gate.weight"]}),
+    ):
         section = AdapterSection(r=2, **named)
         model = attach_adapter(tiny(family), section, seed=0)
         (note,) = notes_of_targets(model, section)
@@ -94,14 +99,18 @@ def test_a_router_that_is_named_is_adapted_and_said_to_be():
 
 
 def test_parameters_name_stacks():
-    model = attach_adapter(tiny("mixtral"), AdapterSection(r=2, targets=[], parameters=["experts.down_proj"]), seed=0)
+    model = attach_adapter(
+        tiny("mixtral"), AdapterSection(r=2, targets=[], parameters=["experts.down_proj"]), seed=0
+    )
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert names
     assert all(".mlp.experts.lora_" in name for name in names)
     optimize(model)
     _, grads = trained(model.train())
     assert grads.keys() == set(names)
-    with pytest.raises(UsageError, match=r"adapter\.parameters: experts\.down: the model has no such") as caught:
+    with pytest.raises(
+        UsageError, match=r"adapter\.parameters: experts\.down: the model has no such"
+    ) as caught:
         attach_adapter(tiny("mixtral"), AdapterSection(parameters=["experts.down"]), seed=0)
     assert caught.value.fix == "one of experts.down_proj, experts.gate_up_proj"
 

@@ -1,4 +1,6 @@
-"""An optimised model equals the original: loss, gradients, weights after three steps, greedy tokens, for many families."""
+"""An optimised model equals the original: loss, gradients, weights after three steps, greedy
+tokens, for many families.
+"""
 
 import copy
 
@@ -23,7 +25,11 @@ IN_DEFAULT = ("llama", "qwen3", "gemma2", "phi3", "glm4", "cohere", "mixtral")
     ("families", "tied"),
     [
         (IN_DEFAULT, False),
-        pytest.param(tuple(name for name in FAMILIES if name not in IN_DEFAULT), False, marks=pytest.mark.full),
+        pytest.param(
+            tuple(name for name in FAMILIES if name not in IN_DEFAULT),
+            False,
+            marks=pytest.mark.full,
+        ),
         pytest.param(FAMILIES, True, marks=pytest.mark.full),
     ],
     ids=["some", "others", "tied"],
@@ -50,7 +56,9 @@ def trains_alike(family, tied):
             step(model_, **batch(seed=seed))
             optimizer.step()
         model_.eval()
-    torch.testing.assert_close(dict(mine.named_parameters()), dict(model.named_parameters()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        dict(mine.named_parameters()), dict(model.named_parameters()), rtol=1e-4, atol=1e-5
+    )
     prompt = batch()["input_ids"][:, :5]
     tokens = [m.generate(prompt, max_new_tokens=6, do_sample=False) for m in (model, mine)]
     assert torch.equal(*tokens)
@@ -63,9 +71,12 @@ def test_each_family_gets_the_ops_that_fit_its_modules():
         assert ("head", "linear_cross_entropy") in found, family
     assert ("norm", "rms_norm") in replaced["llama"] & replaced["gemma"] & replaced["olmo2"]
     assert ("gated mlp", "silu_mul") in replaced["llama"] & replaced["phi3"] & replaced["glm4"]
-    assert ("gated mlp", "gelu_mul tanh") in replaced["gemma"] & replaced["gemma2"] & replaced["gemma3_text"]
+    assert ("gated mlp", "gelu_mul tanh") in replaced["gemma"] & replaced["gemma2"] & replaced[
+        "gemma3_text"
+    ]
     assert ("gated mlp", "gelu_mul exact") in {
-        (e.part, e.op) for e in optimize(tiny("gemma2", hidden_activation="gelu", hidden_act="gelu")).replaced
+        (e.part, e.op)
+        for e in optimize(tiny("gemma2", hidden_activation="gelu", hidden_act="gelu")).replaced
     }
     # LayerNorms and ungated MLPs are not what the ops compute
     assert not {part for part, _ in replaced["starcoder2"]} & {"norm", "gated mlp"}
@@ -73,21 +84,36 @@ def test_each_family_gets_the_ops_that_fit_its_modules():
 
 
 def test_every_module_without_an_op_has_a_reason():
-    assert ("norm", "its output is not RMSNorm's on a probe") in {(e.part, e.reason) for e in optimize(tiny("cohere")).left}
+    assert ("norm", "its output is not RMSNorm's on a probe") in {
+        (e.part, e.reason) for e in optimize(tiny("cohere")).left
+    }
     # without its gate, which a model always gives, it is an RMSNorm
-    gated, plain = optimize(nn.ModuleList([Zamba2RMSNormGated(16, group_size=16), Zamba2RMSNorm(16)])).entries
+    gated, plain = optimize(
+        nn.ModuleList([Zamba2RMSNormGated(16, group_size=16), Zamba2RMSNorm(16)])
+    ).entries
     assert (gated.op, gated.reason) == (None, "its forward takes gate beside its input")
     assert plain.op == "rms_norm"
 
 
 def with_dropout(family, dropout):
-    """A model whose gated MLP has a dropout after it (Seed-OSS) or within it (T5), in evaluation mode as from_pretrained gives it."""
+    """A model whose gated MLP has a dropout after it (Seed-OSS) or within it (T5), in evaluation
+    mode as from_pretrained gives it.
+    """
     if family == "seed_oss":
         return tiny(family, residual_dropout=dropout, attention_dropout=0.0).eval()
     torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    sizes = {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 96,
+    }
     tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=dropout, feed_forward_proj="gated-gelu")).eval()
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, **tokens, dropout_rate=dropout, feed_forward_proj="gated-gelu")
+    ).eval()
 
 
 def test_a_dropout_acts_though_the_model_was_in_evaluation_mode():
@@ -111,7 +137,9 @@ def with_its_dropout(family):
 def test_restore_gives_back_the_original():
     model = tiny("gemma2")
     before = {n: dict(m.__dict__) for n, m in model.named_modules()}
-    hooks = {n: (dict(m._forward_hooks), dict(m._forward_pre_hooks)) for n, m in model.named_modules()}
+    hooks = {
+        n: (dict(m._forward_hooks), dict(m._forward_pre_hooks)) for n, m in model.named_modules()
+    }
     classes = {type(m): type(m).forward for m in model.modules()}
     manifest = optimize(model)
     assert all(c.forward is f for c, f in classes.items())

@@ -1,4 +1,6 @@
-"""Decoder layers whose two sums are ours: which families have the form, and that they compute what their own code computes."""
+"""Decoder layers whose two sums are ours: which families have the form, and that they compute what
+their own code computes.
+"""
 
 import copy
 
@@ -13,7 +15,10 @@ from tests.optimize.models import batch, tiny
 
 logging.set_verbosity_error()
 
-MORE = {"gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}, "vaultgemma": {"query_pre_attn_scalar": 8}}
+MORE = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "vaultgemma": {"query_pre_attn_scalar": 8},
+}
 FUSED = ("llama", "gemma2", "gemma3_text", "glm4", "granite", "gpt_oss", "vaultgemma")
 AFTER = ("olmo2", "exaone4")
 FEW = ("llama", "gemma2", "granite", "gpt_oss", "exaone4")
@@ -39,13 +44,19 @@ def placed(manifest):
     return {(e.op, e.reason) for e in manifest.entries if e.part == layers.PART}
 
 
-@pytest.mark.parametrize("families", [FEW, pytest.param(REST, marks=pytest.mark.full)], ids=["few", "rest"])
+@pytest.mark.parametrize(
+    "families", [FEW, pytest.param(REST, marks=pytest.mark.full)], ids=["few", "rest"]
+)
 def test_a_step_is_the_models_own(families, subtests):
     for family in families:
         with subtests.test(family):
             model, mine, manifest = pair(family)
-            assert {op for op, _ in placed(manifest)} == {"add_rms_norm" if family in FUSED else "halves"}, str(manifest)
-            assert_same_step(step(mine, **batch(), use_cache=False), step(model, **batch(), use_cache=False))
+            assert {op for op, _ in placed(manifest)} == {
+                "add_rms_norm" if family in FUSED else "halves"
+            }, str(manifest)
+            assert_same_step(
+                step(mine, **batch(), use_cache=False), step(model, **batch(), use_cache=False)
+            )
 
 
 def test_layers_of_another_form_run_their_own_code_for_a_reason(subtests):

@@ -1,4 +1,6 @@
-"""Optimised models on a GPU: the original's loss, gradients and tokens, and a head whose logits never exist."""
+"""Optimised models on a GPU: the original's loss, gradients and tokens, and a head whose logits
+never exist.
+"""
 
 import copy
 
@@ -20,11 +22,16 @@ def step(model, inputs, cast=None):
     with torch.autocast(DEVICE, cast or torch.bfloat16, enabled=cast is not None):
         loss = model(**inputs).loss
     loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def total(grads, truth):
-    return error(torch.cat([g.double().flatten() for g in grads.values()]), torch.cat([truth[n].flatten() for n in grads]))
+    return error(
+        torch.cat([g.double().flatten() for g in grads.values()]),
+        torch.cat([truth[n].flatten() for n in grads]),
+    )
 
 
 @on_a_gpu
@@ -40,7 +47,9 @@ def test_narrow_loss_and_gradients_are_as_near_to_fp64_as_the_originals(family, 
     theirs, their_grads = step(model, inputs, cast)
     with kernels():
         ours, our_grads = step(mine, inputs, cast)
-    assert {n: g.dtype for n, g in our_grads.items()} == {n: g.dtype for n, g in their_grads.items()}
+    assert {n: g.dtype for n, g in our_grads.items()} == {
+        n: g.dtype for n, g in their_grads.items()
+    }
     assert abs(ours.double() - truth) <= FACTOR * abs(theirs.double() - truth) + 2e-2 * abs(truth)
     assert total(our_grads, true_grads) <= FACTOR * total(their_grads, true_grads)
 
@@ -62,5 +71,6 @@ def test_the_logits_are_never_held():
         torch.cuda.reset_peak_memory_stats()
         model(input_ids=ids, labels=ids).loss.backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # 1 GiB of fp32 logits and half of it for their gradient; all of them would be 4.2 GB and as much again
+    # 1 GiB of fp32 logits and half of it for their gradient; all of them would be 4.2 GB and as
+    # much again
     assert max(peaks) < 2.2 * 2**30, peaks

@@ -1,4 +1,6 @@
-"""A causal LM that is given targets: its head computes the loss, the same as that of its logits, and no logits exist."""
+"""A causal LM that is given targets: its head computes the loss, the same as that of its logits,
+and no logits exist.
+"""
 
 import copy
 
@@ -57,13 +59,22 @@ def as_of_the_logits(family, each, patch):
 
 def test_another_forward_gets_logits_and_the_manifest_says_why():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = Shifted(LlamaConfig(**sizes, pad_token_id=0))
     targets = next_tokens(BATCH, every_row=True)
     wanted = loss_of(model, INPUTS, targets)
     (entry,) = [entry for entry in optimize(model).entries if entry.part == "head"]
     assert not takes_targets(model)
-    assert entry.reason == "deferred logits; takes no targets: its forward does more to the logits than a scale and a softcap"
+    assert (
+        entry.reason
+        == "deferred logits; takes no targets: its forward does more to the logits than a scale and a softcap"
+    )
     torch.testing.assert_close(loss_of(model, INPUTS, targets), wanted)
 
 
@@ -76,4 +87,6 @@ def test_wrappers_of_adapter_and_precision_hand_targets_on():
     assert (loss.dtype, takes_targets(model)) == (torch.float32, True)
     found = copy.deepcopy(model)
     assert torch.equal(loss_of(found, INPUTS, targets), loss)
-    torch.testing.assert_close(targets.of_logits(model(**INPUTS).logits.float()), loss, rtol=1e-2, atol=0.0)
+    torch.testing.assert_close(
+        targets.of_logits(model(**INPUTS).logits.float()), loss, rtol=1e-2, atol=0.0
+    )

@@ -1,4 +1,6 @@
-"""An unmodified Trainer with `optimize(model)` called before: the same losses as without, evaluation with and without metrics."""
+"""An unmodified Trainer with `optimize(model)` called before: the same losses as without,
+evaluation with and without metrics.
+"""
 
 import copy
 
@@ -13,7 +15,10 @@ from tests.optimize.models import VOCABULARY, Rows, tiny
 
 
 def accuracy(p):
-    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean()), "size": p.predictions.shape[-1]}
+    return {
+        "accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean()),
+        "size": p.predictions.shape[-1],
+    }
 
 
 def test_hugging_faces_trainer_trains_an_optimized_model_as_the_plain_one(tmp_path):
@@ -60,7 +65,12 @@ def tokens_are_right(tmp_path, checkpointed):
 
     class Compares(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **_):
-            seen.append([model.train(mode).generate(input_ids=PROMPT, max_new_tokens=8, do_sample=False) for mode in (True, False)])
+            seen.append(
+                [
+                    model.train(mode).generate(input_ids=PROMPT, max_new_tokens=8, do_sample=False)
+                    for mode in (True, False)
+                ]
+            )
             model.train()
 
     if checkpointed == "isotype":

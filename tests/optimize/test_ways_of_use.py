@@ -1,4 +1,6 @@
-"""An optimised model under what people do to models: PEFT, deepcopy, both checkpointings, compile, saving."""
+"""An optimised model under what people do to models: PEFT, deepcopy, both checkpointings, compile,
+saving.
+"""
 
 import copy
 import io
@@ -32,11 +34,18 @@ def with_peft(model, **more):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False, **more)
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
+        init_lora_weights=False,
+        **more,
+    )
     return get_peft_model(model, config)
 
 
-@pytest.mark.parametrize(("when", "more"), [("before", {}), ("after", {"modules_to_save": ["lm_head"]})])
+@pytest.mark.parametrize(
+    ("when", "more"), [("before", {}), ("after", {"modules_to_save": ["lm_head"]})]
+)
 def test_optimize_before_or_after_peft_trains_the_same(when, more):
     model, mine = with_peft(tiny("qwen2"), **more), tiny("qwen2")
     if when == "before":
@@ -47,7 +56,9 @@ def test_optimize_before_or_after_peft_trains_the_same(when, more):
         assert manifest.replaced
     same_training(model, mine)
     prompt = batch()["input_ids"][:, :4]
-    assert torch.equal(*(m.generate(input_ids=prompt, max_new_tokens=4, do_sample=False) for m in (model, mine)))
+    assert torch.equal(
+        *(m.generate(input_ids=prompt, max_new_tokens=4, do_sample=False) for m in (model, mine))
+    )
     with mine.disable_adapter(), model.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(mine(**batch()).loss, model(**batch()).loss)
 
@@ -59,7 +70,9 @@ def test_training_under_checkpointing_is_the_same():
     for reentrant in (True, False):
         for m in (model, mine):
             m.train()
-            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            m.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+            )
         same_training(model, mine)
 
 
@@ -74,7 +87,10 @@ def test_a_precision_in_any_form():
         model = tiny("llama")
         assert "norms give bf16" in str(optimize(model, precision)), precision
         assert model.model.norm(torch.randn(2, 32)).dtype == torch.bfloat16, precision
-    for wrong, says in (("bf16-lra", "expected one of fp32 bf16-mixed bf16-lora"), (16, "not a int")):
+    for wrong, says in (
+        ("bf16-lra", "expected one of fp32 bf16-mixed bf16-lora"),
+        (16, "not a int"),
+    ):
         with pytest.raises(UsageError, match=says):
             optimize(tiny("llama"), wrong)
 
@@ -97,13 +113,17 @@ def test_what_changes_on_a_module_after_optimize_is_computed():
 
 
 def test_a_model_outlined_on_the_meta_device_is_optimised_and_filled():
-    """As `torch.device("meta")` makes it, for `load_state_dict(assign=True)`: its tables are asked for their form, and have no values."""
+    """As `torch.device("meta")` makes it, for `load_state_dict(assign=True)`: its tables are asked
+    for their form, and have no values.
+    """
     plain = tiny("gemma3_text")
     with torch.device("meta"):
         model = type(plain)(plain.config)
     placed = optimize(model, device_type="cpu")
     assert all(buffer.is_meta for _, buffer in model.named_buffers())
-    assert [(e.module, e.op) for e in placed.entries] == [(e.module, e.op) for e in optimize(tiny("gemma3_text")).entries]
+    assert [(e.module, e.op) for e in placed.entries] == [
+        (e.module, e.op) for e in optimize(tiny("gemma3_text")).entries
+    ]
     model.load_state_dict(plain.state_dict(), assign=True)
     for name, buffer in plain.named_buffers():
         path, _, leaf = name.rpartition(".")
@@ -137,7 +157,8 @@ def test_accelerates_offloading_is_preserved(order):
     assert torch.equal(model(**batch(length=40)).loss.detach(), want)
 
 
-# --- An optimised model saved whole and pickled: what is read back trains alike, is a model of its own, and can be restored.
+# --- An optimised model saved whole and pickled: what is read back trains alike, is a model of its
+# own, and can be restored.
 
 
 def torch_saved(model):
@@ -149,7 +170,10 @@ def torch_saved(model):
 
 def test_what_is_read_back_is_optimised_and_independent():
     for model, again in (
-        (lora(tiny("llama", attn_implementation="sdpa"), init_lora_weights=False), lambda model: pickle.loads(pickle.dumps(model))),
+        (
+            lora(tiny("llama", attn_implementation="sdpa"), init_lora_weights=False),
+            lambda model: pickle.loads(pickle.dumps(model)),
+        ),
         (lora(quantised(tiny("phi3")), init_lora_weights=False), torch_saved),
     ):
         places = len(optimize(model).replaced)
@@ -161,14 +185,22 @@ def test_what_is_read_back_is_optimised_and_independent():
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
         originals = {id(module) for module in model.modules()}
-        methods = [value for module in twin.modules() for value in vars(module).values() if hasattr(value, "__self__")]
+        methods = [
+            value
+            for module in twin.modules()
+            for value in vars(module).values()
+            if hasattr(value, "__self__")
+        ]
         assert methods
         assert not any(id(method.__self__) in originals for method in methods)
         assert restore(twin) == restore(model) == places
-        assert not any("forward" in vars(module) or "generate" in vars(module) for module in twin.modules())
+        assert not any(
+            "forward" in vars(module) or "generate" in vars(module) for module in twin.modules()
+        )
 
 
-# --- A class that is given another forward after its model was optimised is refused at the next step; so is none that only wraps it.
+# --- A class that is given another forward after its model was optimised is refused at the next
+# step; so is none that only wraps it.
 
 
 def scaled(original):
@@ -184,13 +216,16 @@ def test_a_class_patched_after_optimize_is_refused_at_the_next_step(monkeypatch)
     check_placed(model)
     with monkeypatch.context() as patch:
         patch.setattr(of, "forward", scaled(of.forward))
-        with pytest.raises(UsageError, match=f"{of.__name__}.forward was replaced after isotype.optimize"):
+        with pytest.raises(
+            UsageError, match=f"{of.__name__}.forward was replaced after isotype.optimize"
+        ):
             check_placed(model)
         restore(model)
         check_placed(model)
 
 
-# --- Without C++ kernels, norms, rotary functions and gated MLPs are no faster than the model's own: they stay, and the manifest says why.
+# --- Without C++ kernels, norms, rotary functions and gated MLPs are no faster than the model's
+# own: they stay, and the manifest says why.
 
 
 def test_row_ops_are_not_placed_without_kernels_and_the_reason_is_noted(monkeypatch):
@@ -199,17 +234,26 @@ def test_row_ops_are_not_placed_without_kernels_and_the_reason_is_noted(monkeypa
     for op in (gated, norm, rope, attention):
         monkeypatch.setattr(op.KERNELS, "library", None)
     manifest = optimize(tiny("llama"))
-    assert {entry.op for entry in manifest.entries if entry.op} == {"generate", "linear_cross_entropy"}
-    assert any(note.startswith("no C++ compiler (g++ or clang++) was found: norms, rotary") for note in manifest.notes)
+    assert {entry.op for entry in manifest.entries if entry.op} == {
+        "generate",
+        "linear_cross_entropy",
+    }
+    assert any(
+        note.startswith("no C++ compiler (g++ or clang++) was found: norms, rotary")
+        for note in manifest.notes
+    )
 
 
 def test_a_triton_that_cannot_run_is_a_line_of_the_manifest(monkeypatch):
     def probe(device):
-        raise RuntimeError("\nFailed to find C compiler. Please specify via CC environment variable.\n more")
+        raise RuntimeError(
+            "\nFailed to find C compiler. Please specify via CC environment variable.\n more"
+        )
 
     monkeypatch.setattr("isotype.ops.launch.probe", probe)
     model = tiny("llama")
-    on_cuda = [types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:13"))]  # of its own: an answer is kept
+    # of its own: an answer is kept
+    on_cuda = [types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:13"))]
     monkeypatch.setattr(model, "parameters", lambda *a, **k: iter(on_cuda))
     notes = optimize(model, device_type="cuda").notes
     said = "cuda:13: Triton cannot run a kernel: RuntimeError: Failed to find C compiler. Please specify via CC environment variable."

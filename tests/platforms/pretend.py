@@ -1,8 +1,9 @@
 """Runs `isotype` as another system would have it: `python pretend.py win32 check PATH`.
 
-The standard library and the packages of the command line are imported first, as they are here. Then `sys.platform` is the other
-system's, and what that system lacks is gone: modules (`fcntl`, `resource`), functions (`os.fork`, `os.getuid`, ...), /proc. This cannot
-show another file system: separators, locks, line ends.
+The standard library and the packages of the command line are imported first, as they are here. Then
+`sys.platform` is the other system's, and what that system lacks is gone: modules (`fcntl`,
+`resource`), functions (`os.fork`, `os.getuid`, ...), /proc. This cannot show another file system:
+separators, locks, line ends.
 """
 
 import builtins
@@ -13,7 +14,8 @@ import signal
 import sys
 import sysconfig
 
-# the standard library and the packages decide while they are imported; Isotype must decide when it is asked
+# the standard library and the packages decide while they are imported; Isotype must decide when it
+# is asked
 PRELOADED = (
     "asyncio", "concurrent.futures.process", "ctypes", "difflib", "email", "importlib.metadata", "importlib.resources", "inspect", "json",
     "multiprocessing.connection", "packaging.version", "pathlib", "platform", "pydantic", "rich.console", "rich.markdown", "rich.table",
@@ -22,7 +24,16 @@ PRELOADED = (
 GONE = {
     "win32": (
         ["fcntl", "resource", "pwd", "grp", "termios"],
-        ["fork", "getuid", "geteuid", "sysconf", "killpg", "setsid", "sched_getaffinity", "getpgid"],
+        [
+            "fork",
+            "getuid",
+            "geteuid",
+            "sysconf",
+            "killpg",
+            "setsid",
+            "sched_getaffinity",
+            "getpgid",
+        ],
     ),
     "darwin": ([], ["sched_getaffinity"]),
 }

@@ -1,6 +1,8 @@
-"""macOS and Windows: what runs there runs without torch and without Linux's modules, and the rest is refused by name.
+"""macOS and Windows: what runs there runs without torch and without Linux's modules, and the rest
+is refused by name.
 
-The workflow runs this file on real macOS and Windows machines; elsewhere the other system is pretended (`pretend.py`).
+The workflow runs this file on real macOS and Windows machines; elsewhere the other system is
+pretended (`pretend.py`).
 """
 
 import json
@@ -11,7 +13,11 @@ from pathlib import Path
 import pytest
 
 PRETEND = Path(__file__).with_name("pretend.py")
-SYSTEMS = ["win32", pytest.param("darwin", marks=pytest.mark.full)] if sys.platform.startswith("linux") else [sys.platform]
+SYSTEMS = (
+    ["win32", pytest.param("darwin", marks=pytest.mark.full)]
+    if sys.platform.startswith("linux")
+    else [sys.platform]
+)
 AXOLOTL = """base_model: a/b
 micro_batch_size: 1
 sequence_len: 512
@@ -39,8 +45,20 @@ REFUSED = [
 
 
 def isotype(system: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PRETEND), system] if sys.platform.startswith("linux") else [sys.executable, "-m", "isotype"]
-    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, encoding="utf-8", timeout=900, check=False)
+    command = (
+        [sys.executable, str(PRETEND), system]
+        if sys.platform.startswith("linux")
+        else [sys.executable, "-m", "isotype"]
+    )
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=900,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -66,7 +84,9 @@ def test_the_doctor_and_import_run_without_torch(system, folder, subtests):
             assert "Traceback" not in done.stderr, done.stderr[-2000:]
             assert told in done.stdout.replace("\\", "/").lower(), done.stdout + done.stderr
             assert done.returncode == status, done.stdout + done.stderr
-    (folder / "run with spaces/lora.yml").write_text(AXOLOTL.replace("fp16: true\n", ""), encoding="utf-8")
+    (folder / "run with spaces/lora.yml").write_text(
+        AXOLOTL.replace("fp16: true\n", ""), encoding="utf-8"
+    )
     made = isotype(system, folder, "import", "run with spaces/lora.yml", "--out", "run.yaml")
     assert made.returncode == 0, made.stderr
     assert "preset: bf16-lora" in (folder / "run.yaml").read_text(encoding="utf-8")

@@ -1,4 +1,6 @@
-"""fp32 gradients on bf16 weights work, and matter: 256 micro-batches against fp64, on one process and under two-process DDP."""
+"""fp32 gradients on bf16 weights work, and matter: 256 micro-batches against fp64, on one process
+and under two-process DDP.
+"""
 
 import copy
 
@@ -20,7 +22,10 @@ def network() -> nn.Module:
 
 def batches(ranks: int = 1, rank: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     g = torch.Generator().manual_seed(1)
-    every = [(torch.randn(4, 32, generator=g) + 0.5, torch.randn(4, 8, generator=g)) for _ in range(MICRO_BATCHES)]
+    every = [
+        (torch.randn(4, 32, generator=g) + 0.5, torch.randn(4, 8, generator=g))
+        for _ in range(MICRO_BATCHES)
+    ]
     return every[rank::ranks]
 
 
@@ -30,7 +35,9 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def micro_gradients_summed_in_fp64(model: nn.Module) -> list[torch.Tensor]:
-    """The bf16 gradient of each micro-batch, added in fp64: what accumulation alone gets wrong is the difference to this."""
+    """The bf16 gradient of each micro-batch, added in fp64: what accumulation alone gets wrong is
+    the difference to this.
+    """
     total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     for x, y in batches():
         backward(model, x, y)
@@ -51,7 +58,9 @@ def accumulated(dtype: str) -> float:
     accumulator = GradientAccumulator(model.parameters(), dtype=dtype)
     for x, y in batches():
         backward(model, x, y)
-    assert {g.dtype for g in accumulator.gradients()} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+    assert {g.dtype for g in accumulator.gradients()} == {
+        torch.float32 if dtype == "fp32" else torch.bfloat16
+    }
     return relative_error(accumulator.gradients(), true)
 
 
@@ -76,16 +85,26 @@ def test_zero_frees_and_close_gives_back_plain_gradients():
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypatch):
     monkeypatch.setattr("isotype.precision.accumulate.BUCKET", 40)
-    weights = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in ((4, torch.bfloat16), (3, torch.float32), (30, torch.bfloat16))]
+    weights = [
+        nn.Parameter(torch.zeros(n, dtype=dtype))
+        for n, dtype in ((4, torch.bfloat16), (3, torch.float32), (30, torch.bfloat16))
+    ]
     unused, elsewhere = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(2))
     both = Doubled()
-    accumulator = GradientAccumulator([*weights, unused, elsewhere], dtype="fp32", reduce=reduce, processes=both)
+    accumulator = GradientAccumulator(
+        [*weights, unused, elsewhere], dtype="fp32", reduce=reduce, processes=both
+    )
     sum(w.float().sum() * 3 for w in weights).backward()
     assert accumulator.reached() == [True, True, True, False, False]
     accumulator.finish_sums()
-    accumulator.drop_unreached([True, True, True, False, True])  # the last one has a gradient in the other process
+    # the last one has a gradient in the other process
+    accumulator.drop_unreached([True, True, True, False, True])
     assert [accumulator.gradient(w).unique().tolist() for w in weights] == [[6.0]] * 3
     assert accumulator.gradient(unused) is None  # none anywhere: the optimizer must not touch it
     assert accumulator.gradient(elsewhere).tolist() == [0.0, 0.0]
     assert [n for what, n in both.events if what == "sent"] == [7, 30, 7]
-    assert both.dtypes == {torch.float32 if reduce == "fp32" else torch.bfloat16} == set(accumulator.sent)
+    assert (
+        both.dtypes
+        == {torch.float32 if reduce == "fp32" else torch.bfloat16}
+        == set(accumulator.sent)
+    )

@@ -1,6 +1,8 @@
-"""The advice of every rule about precision, under all settings of one or two roles where it fires: following it helps.
+"""The advice of every rule about precision, under all settings of one or two roles where it fires:
+following it helps.
 
-Each way out names settings of the schema with values that they do not have yet, and with them the rule is quiet.
+Each way out names settings of the schema with values that they do not have yet, and with them the
+rule is quiet.
 """
 
 from __future__ import annotations
@@ -21,19 +23,48 @@ from isotype.precision.resolve import RULES, changed, that_holds
 
 HALVES = ("fp32", "bf16", "fp16")
 VALUES = {
-    **dict.fromkeys(("trainable", "compute", "grads", "reduce", "loss", "norms", "generate", "vae", "timesteps", "latents", "ema"), HALVES),
+    **dict.fromkeys(
+        (
+            "trainable",
+            "compute",
+            "grads",
+            "reduce",
+            "loss",
+            "norms",
+            "generate",
+            "vae",
+            "timesteps",
+            "latents",
+            "ema",
+        ),
+        HALVES,
+    ),
     "base": (*HALVES, "nf4"),
     "optimizer": ("fp32", "bf16", "int8"),
     "rounding": ("nearest", "stochastic"),
     "loss_scaling": ("none", "dynamic"),
 }
-TASK_ROLES = {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32", "ema": "fp32"}
+TASK_ROLES = {
+    "vae": "fp32",
+    "text_encoder": "compute",
+    "timesteps": "fp32",
+    "latents": "fp32",
+    "ema": "fp32",
+}
 
 
 def findings_of(settings, device):
     """What is said about these settings, with the advice as a user gets it."""
-    precision = {key.removeprefix("precision."): value for key, value in settings.items() if key.startswith("precision.")}
-    asked = {"adapter": settings["adapter.kind"], "optimizer": settings["train.optimizer"], "task_roles": TASK_ROLES}
+    precision = {
+        key.removeprefix("precision."): value
+        for key, value in settings.items()
+        if key.startswith("precision.")
+    }
+    asked = {
+        "adapter": settings["adapter.kind"],
+        "optimizer": settings["train.optimizer"],
+        "task_roles": TASK_ROLES,
+    }
     told = []
     module = sys.modules["isotype.precision.resolve"]
 
@@ -51,7 +82,9 @@ def situations(devices):
     """Every preset with one role set, and a draw of those with two."""
     draw = random.Random(0)
     singles = [(f"precision.{role}", value) for role, values in VALUES.items() for value in values]
-    for preset, adapter, optimizer, device in itertools.product(PRESETS, ("lora", "none"), ("adamw", "adamw8bit", "lion"), devices):
+    for preset, adapter, optimizer, device in itertools.product(
+        PRESETS, ("lora", "none"), ("adamw", "adamw8bit", "lion"), devices
+    ):
         fixed = {"precision.preset": preset, "adapter.kind": adapter, "train.optimizer": optimizer}
         yield fixed, device
         for key, value in singles:
@@ -83,8 +116,12 @@ def ways_of(fix):
     """As a reader takes it: settings that are joined by `and`, and ways that are joined by `, or`."""
     ways = []
     for way in fix.split(", or "):
-        parts = [part.removeprefix("remove ") for part in re.sub(r" \([^)]*\)", "", way).split(" and ")]
-        ways.append({key: value or None for key, _, value in (part.partition(": ") for part in parts)})
+        parts = [
+            part.removeprefix("remove ") for part in re.sub(r" \([^)]*\)", "", way).split(" and ")
+        ]
+        ways.append(
+            {key: value or None for key, _, value in (part.partition(": ") for part in parts)}
+        )
     return ways
 
 
@@ -97,5 +134,10 @@ def test_every_setting_that_is_advised_is_one_of_the_schema(h100, t4):
 
 def test_a_way_is_told_with_what_it_needs_besides(h100):
     settings = {"preset": "bf16-pure", "grads": "bf16", "rounding": "nearest"}
-    (warning,) = (w for w in resolve(settings, device=h100, adapter="none").warnings if w.code == "PR008")
-    assert warning.fix == "precision.rounding: stochastic, or precision.trainable: fp32 and precision.grads: fp32"
+    (warning,) = (
+        w for w in resolve(settings, device=h100, adapter="none").warnings if w.code == "PR008"
+    )
+    assert (
+        warning.fix
+        == "precision.rounding: stochastic, or precision.trainable: fp32 and precision.grads: fp32"
+    )

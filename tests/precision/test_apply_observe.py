@@ -32,7 +32,11 @@ def test_a_step_uses_the_declared_dtypes(preset):
     assert set(seen.dtypes["grads"]) == {"fp32"}
     assert set(seen.dtypes["trainable"]) == {precision.trainable}
     assert set(seen.dtypes["norms"]) == {"fp32"}
-    assert not any("forward" in module.__dict__ for module in model.modules() if type(module).__name__ == "LlamaRMSNorm")
+    assert not any(
+        "forward" in module.__dict__
+        for module in model.modules()
+        if type(module).__name__ == "LlamaRMSNorm"
+    )
     assert not seen.promotions, seen.promotions
 
 
@@ -43,7 +47,9 @@ def test_fp32_norm_weights_do_not_promote_the_residual_stream():
         if "norm" in module_name:
             parameter.data = parameter.data.float()
     with torch.no_grad():
-        assert model.generate(input_ids=IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 6)
+        assert model.generate(
+            input_ids=IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0
+        ).shape == (1, 6)
 
 
 def test_a_callers_autocast_cannot_narrow_a_declared_fp32_run():
@@ -73,7 +79,9 @@ def test_a_norm_that_sums_in_bf16_is_named():
     (found,) = [f for f in seen.violations if f.declared == "precision.norms: fp32"]
     assert str(found.place.file).endswith("test_apply_observe.py")
     assert "its forward" in str(found.cause)
-    with pytest.raises(DtypeError, match=r"arithmetic of model\.layers\.1\.input_layernorm is bf16, declared fp32"):
+    with pytest.raises(
+        DtypeError, match=r"arithmetic of model\.layers\.1\.input_layernorm is bf16, declared fp32"
+    ):
         seen.raise_if_violated()
 
 
@@ -82,7 +90,16 @@ def test_generate_of_an_encoder_decoder_model_runs_its_encoder_under_the_precisi
 
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=64, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0)
+        T5Config(
+            vocab_size=64,
+            d_model=16,
+            d_ff=32,
+            d_kv=8,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
     ).eval()
     apply_precision(model, PRESETS["bf16-mixed"], device_type="cpu")
     ids = torch.tensor([[5, 6, 7]])
@@ -99,7 +116,11 @@ def test_a_setting_that_computes_fp32_products_in_bf16_is_a_violation():
     observer = Observer(model, PRESETS["fp32"])
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
-        for setting, violations in (("ieee", []), ("bf16", ["products of fp32 tensors are computed in bf16"]), ("tf32", [])):
+        for setting, violations in (
+            ("ieee", []),
+            ("bf16", ["products of fp32 tensors are computed in bf16"]),
+            ("tf32", []),
+        ):
             torch.backends.mkldnn.matmul.fp32_precision = setting
             with observer.watch(1) as seen:
                 model(input_ids=IDS, labels=IDS).loss.backward()

@@ -1,4 +1,6 @@
-"""Sums over processes that are sent while backward runs: the same buckets in the same order, and the same bits."""
+"""Sums over processes that are sent while backward runs: the same buckets in the same order, and
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def small_buckets(monkeypatch):
 
 
 def chain(processes, *, sizes=(3, 5, 7, 9)):
-    """Weights whose gradients backward makes from the last to the first, and what it computes with them."""
+    """Weights whose gradients backward makes from the last to the first, and what it computes with
+    them.
+    """
     weights = [nn.Parameter(torch.ones(n)) for n in sizes]
     accumulator = GradientAccumulator(weights, processes=processes)
 

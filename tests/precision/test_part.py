@@ -20,14 +20,22 @@ def test_the_own_rows_have_the_values_of_the_whole_weight():
             assert narrowed.shape == weight.shape
             assert torch.equal(narrowed.chunk(parts)[rank], expected)
         vector = torch.randn(rows)
-        assert torch.equal(Part(parts - 1, parts).narrowed(vector, torch.bfloat16), vector.bfloat16())
+        assert torch.equal(
+            Part(parts - 1, parts).narrowed(vector, torch.bfloat16), vector.bfloat16()
+        )
 
 
 def test_the_model_is_looked_at_while_it_has_every_row():
     model = tiny()
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     seen = {}
-    part = Part(1, 2, look=lambda loaded: seen.update({name: p.detach().clone() for name, p in loaded.named_parameters()}))
+    part = Part(
+        1,
+        2,
+        look=lambda loaded: seen.update(
+            {name: p.detach().clone() for name, p in loaded.named_parameters()}
+        ),
+    )
     cast_parameters(model, PRESETS["bf16-pure"], part)
     assert all(torch.equal(seen[name], p) for name, p in whole.items())
     for name, p in model.named_parameters():

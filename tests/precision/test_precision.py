@@ -31,6 +31,12 @@ def test_save_has_a_dtype_for_model_and_for_adapter():
 
 
 def test_refuses_a_word_a_role_cannot_have():
-    for bad in ({"base": "bf17"}, {"grads": "nf4"}, {"save": "model bf16, tokenizer fp32"}, {"save": "nf4"}, {"lr": "fp32"}):
+    for bad in (
+        {"base": "bf17"},
+        {"grads": "nf4"},
+        {"save": "model bf16, tokenizer fp32"},
+        {"save": "nf4"},
+        {"lr": "fp32"},
+    ):
         with pytest.raises(UsageError, match="PR000"):
             PRESETS["fp32"].but(**bad)

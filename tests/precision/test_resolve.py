@@ -7,7 +7,9 @@ from isotype.precision.resolve import RULES, page
 
 def test_every_preset_resolves_without_a_finding(h100):
     for name in PRESETS:
-        resolved = resolve({"preset": name}, device=h100, adapter="lora" if "lora" in name else "none")
+        resolved = resolve(
+            {"preset": name}, device=h100, adapter="lora" if "lora" in name else "none"
+        )
         assert resolved.precision == PRESETS[name]
         assert not resolved.warnings
         assert set(resolved.reasons.values()) == {f"preset {name}"}
@@ -26,18 +28,27 @@ def test_auto_reports_its_choice_and_the_reason(h100, t4, old_cpu):
 
 def test_an_override_records_its_line(h100):
     resolved = resolve(
-        {"preset": "bf16-pure", "rounding": "nearest"}, device=h100, adapter="none", sources={"precision.rounding": "run.yaml:9"}
+        {"preset": "bf16-pure", "rounding": "nearest"},
+        device=h100,
+        adapter="none",
+        sources={"precision.rounding": "run.yaml:9"},
     )
     assert resolved.reasons["rounding"] == "run.yaml:9"
     assert resolved.reasons["grads"] == "preset bf16-pure"
     assert [f.code for f in resolved.warnings] == ["PR008"]
-    assert resolved.why_preset == "preset bf16-pure; changed: rounding"  # and no word of the stochastic rounding that the preset has
-    assert resolve({"preset": "bf16-pure", "rounding": "stochastic"}, device=h100, adapter="none").why_preset.endswith("fp32 gradients")
+    # and no word of the stochastic rounding that the preset has
+    assert resolved.why_preset == "preset bf16-pure; changed: rounding"
+    assert resolve(
+        {"preset": "bf16-pure", "rounding": "stochastic"}, device=h100, adapter="none"
+    ).why_preset.endswith("fp32 gradients")
 
 
 def test_generate_follows_compute_where_it_is_not_set(h100):
     resolved = resolve({"preset": "fp32", "base": "bf16", "compute": "bf16"}, device=h100)
-    assert (resolved.precision.generate, resolved.reasons["generate"]) == ("bf16", "follows compute")
+    assert (resolved.precision.generate, resolved.reasons["generate"]) == (
+        "bf16",
+        "follows compute",
+    )
 
 
 def test_bf16_without_hardware_is_refused_with_both_ways_out(t4):
@@ -47,7 +58,12 @@ def test_bf16_without_hardware_is_refused_with_both_ways_out(t4):
 
 def test_a_vae_in_bf16_without_hardware_is_refused(t4):
     with pytest.raises(UsageError, match=r"PR027(.|\n)*Tesla T4(.|\n)*precision.vae: fp32"):
-        resolve({"preset": "fp32", "vae": "bf16"}, device=t4, sources={"precision.vae": "run.yaml:3"}, task_roles={"vae": "fp32"})
+        resolve(
+            {"preset": "fp32", "vae": "bf16"},
+            device=t4,
+            sources={"precision.vae": "run.yaml:3"},
+            task_roles={"vae": "fp32"},
+        )
 
 
 def test_roles_of_a_task_are_there_only_with_it(h100):
@@ -107,15 +123,21 @@ def test_every_rule_has_a_test_and_a_page():
     for code in RULES:
         text = page(code)
         assert text is not None
-        assert {"Why it matters", "Example", "What to do"} <= {part.strip("*. ") for part in text.split("**")}, code
+        assert {"Why it matters", "Example", "What to do"} <= {
+            part.strip("*. ") for part in text.split("**")
+        }, code
 
 
 def test_a_contradiction_names_both_settings_and_the_fix(h100, subtests):
     for code, (settings, adapter, optimizer) in BROKEN.items():
         with subtests.test(code):
-            sources = {f"precision.{role}": f"run.yaml:{line}" for line, role in enumerate(settings, 3)}
+            sources = {
+                f"precision.{role}": f"run.yaml:{line}" for line, role in enumerate(settings, 3)
+            }
             try:
-                told = resolve(settings, device=h100, adapter=adapter, optimizer=optimizer, sources=sources).warnings
+                told = resolve(
+                    settings, device=h100, adapter=adapter, optimizer=optimizer, sources=sources
+                ).warnings
                 text = next(f.render() for f in told if f.code == code)
                 assert text.startswith("warning")
             except UsageError as error:

@@ -13,7 +13,15 @@ pytest.importorskip("diffusers")
 from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart_pictures
-from isotype.quickstart.pictures import COLOURS, SHAPES, SIDE, draw, draw_at_random, judged, write_pictures
+from isotype.quickstart.pictures import (
+    COLOURS,
+    SHAPES,
+    SIDE,
+    draw,
+    draw_at_random,
+    judged,
+    write_pictures,
+)
 
 
 @pytest.mark.full
@@ -30,7 +38,12 @@ def test_a_finished_stage_is_not_repeated(tmp_path, capsys):
     folder = tmp_path / "quickstart"
     assert quickstart_pictures(folder, share=0.002, vae_steps=2, draws=1, json_output=True) == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(first["after"]) == {"a red circle", "a green square", "a blue triangle", "a yellow cross"}
+    assert set(first["after"]) == {
+        "a red circle",
+        "a green square",
+        "a blue triangle",
+        "a yellow cross",
+    }
     assert (folder / "drawn.png").read_bytes().startswith(b"\x89PNG")
     adapter = (folder / "lora/adapter/adapter_model.safetensors").stat().st_mtime_ns
     assert quickstart_pictures(folder, share=0.002, draws=1, json_output=True) == 0
@@ -58,8 +71,18 @@ def test_other_pictures_are_no_shape():
     white = np.full((SIDE, SIDE, 3), 255, dtype=np.uint8)
     stripes = white.copy()
     stripes[:, ::4] = (215, 40, 40)
-    moon = np.minimum(np.array(draw("circle", "red")).astype(int) + 255 - np.array(draw("circle", "red", (20, 16), 9)), 255)
-    for other in (white, stripes, np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8), moon.astype(np.uint8)):
+    moon = np.minimum(
+        np.array(draw("circle", "red")).astype(int)
+        + 255
+        - np.array(draw("circle", "red", (20, 16), 9)),
+        255,
+    )
+    for other in (
+        white,
+        stripes,
+        np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8),
+        moon.astype(np.uint8),
+    ):
         assert judged(other) == "no shape"
 
 

@@ -1,4 +1,6 @@
-"""The quickstart at a hundredth of its steps, and stages that end in time whatever their parts take."""
+"""The quickstart at a hundredth of its steps, and stages that end in time whatever their parts
+take.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,8 @@ pytestmark = pytest.mark.timeout(3600)
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("here") / "quickstart"
     texts, pairs = stdlib.stdlib_text()[:200], stdlib.stdlib_pairs()[:120]
-    with pytest.MonkeyPatch.context() as patch:  # a twentieth of the set: most of the time goes into tokenising it
+    # a twentieth of the set: most of the time goes into tokenising it
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib, "stdlib_text", lambda: texts)
         patch.setattr(stdlib, "stdlib_pairs", lambda: pairs)
         assert quickstart(folder, share=0.01) == 0
@@ -41,12 +44,20 @@ def test_both_runs_are_ordinary_and_their_results_load_in_transformers_and_peft(
     model = PeftModel.from_pretrained(base, str(made / "tune" / "adapter"))
     tokenizer = AutoTokenizer.from_pretrained(made / "tune" / "adapter")
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "hi"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+    assert (
+        model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1]
+        > ids["input_ids"].shape[1]
+    )
 
 
-def test_second_call_shows_the_result_without_training(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_call_shows_the_result_without_training(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (made / "tune" / "metrics.jsonl").stat().st_mtime_ns
     assert quickstart(made, share=0.01, json_output=True) == 0
     assert (made / "tune" / "metrics.jsonl").stat().st_mtime_ns == before

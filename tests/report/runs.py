@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-DECLARED = {"base": {"value": "bf16", "reason": "preset bf16-lora"}, "grads": {"value": "fp32", "reason": "run.yaml:9"}}
+DECLARED = {
+    "base": {"value": "bf16", "reason": "preset bf16-lora"},
+    "grads": {"value": "fp32", "reason": "run.yaml:9"},
+}
 RESOLVED = """\
 model:
   name: some/model                        # run.yaml:2
@@ -53,19 +56,44 @@ def whole(path: Path, steps: int = 100) -> Path:
     folder = run_folder(
         path,
         resolved=RESOLVED,
-        metrics=[*(step(n) for n in range(1, steps + 1)), {"step": steps, "event": "evaluation", "eval_loss": 1.25}],
-        precision={"preset": "bf16-lora", "declared": DECLARED, "observed": {"base": {"bf16": 12}, "grads": {"fp32": 4}}, "violations": []},
+        metrics=[
+            *(step(n) for n in range(1, steps + 1)),
+            {"step": steps, "event": "evaluation", "eval_loss": 1.25},
+        ],
+        precision={
+            "preset": "bf16-lora",
+            "declared": DECLARED,
+            "observed": {"base": {"bf16": 12}, "grads": {"fp32": 4}},
+            "violations": [],
+        },
         data={
-            "train": {"rows": 90, "lengths": {"histogram": [{"up_to": 32, "rows": 30}, {"up_to": 64, "rows": 60}]}, "files": []},
+            "train": {
+                "rows": 90,
+                "lengths": {"histogram": [{"up_to": 32, "rows": 30}, {"up_to": 64, "rows": 60}]},
+                "files": [],
+            },
             "notes": ["7 rows were cut"],
         },
         env={"python": "3.11.7", "packages": {"torch": "2.13.0"}},
         result={"status": "done", "base": "some/model", "trained_seconds": 75.0},
         plan={"total": steps, "parameters": 1000, "trained": 10},
         preflight={
-            "findings": [{"code": "PF011", "severity": "warning", "message": "may not fit", "fix": "a smaller train.batch_size"}],
+            "findings": [
+                {
+                    "code": "PF011",
+                    "severity": "warning",
+                    "message": "may not fit",
+                    "fix": "a smaller train.batch_size",
+                }
+            ],
             "checks": {f"PF{n:03}": "updates survive rounding" for n in range(1, 18)},
-            "skipped": [{"code": "PF004", "check": "the disk holds the checkpoints", "reason": "shared disk"}],
+            "skipped": [
+                {
+                    "code": "PF004",
+                    "check": "the disk holds the checkpoints",
+                    "reason": "shared disk",
+                }
+            ],
             "seconds": {"static": 0.5},
         },
         examples={
@@ -75,11 +103,20 @@ def whole(path: Path, steps: int = 100) -> Path:
                     "tokens": 9,
                     "learnt": 3,
                     "left_out": 0,
-                    "parts": [{"text": "<|user|>why?", "learnt": False}, {"text": "because<|end|>", "learnt": True}],
+                    "parts": [
+                        {"text": "<|user|>why?", "learnt": False},
+                        {"text": "because<|end|>", "learnt": True},
+                    ],
                 }
             ]
         },
-        samples=[{"step": s, "samples": [{"prompt": "why?", "answer": f"because {s}", "reference": "so"}]} for s in (steps, 0, steps // 2)],
+        samples=[
+            {
+                "step": s,
+                "samples": [{"prompt": "why?", "answer": f"because {s}", "reference": "so"}],
+            }
+            for s in (steps, 0, steps // 2)
+        ],
     )
     (folder / "adapter").mkdir(exist_ok=True)
     return folder

@@ -32,10 +32,19 @@ def watched(folder: Path) -> Iterator[WatchServer]:
         server.shutdown()
 
 
-def ask(server: WatchServer, path: str = "", *, method: str = "GET", token: str | None = None, tag: str = "") -> tuple[int, str, str]:
+def ask(
+    server: WatchServer,
+    path: str = "",
+    *,
+    method: str = "GET",
+    token: str | None = None,
+    tag: str = "",
+) -> tuple[int, str, str]:
     """Status, text and ETag of an answer."""
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    connection.request(method, f"/{token or server.token}/{path}", headers={"If-None-Match": tag} if tag else {})
+    connection.request(
+        method, f"/{token or server.token}/{path}", headers={"If-None-Match": tag} if tag else {}
+    )
     answer = connection.getresponse()
     content = answer.read().decode("utf-8", "replace")
     connection.close()
@@ -43,18 +52,30 @@ def ask(server: WatchServer, path: str = "", *, method: str = "GET", token: str 
 
 
 def test_the_page_changes_when_the_run_writes_and_only_then(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", metrics=[step(n) for n in range(1, 4)], plan={"total": 20})
+    folder = run_folder(
+        tmp_path / "run", metrics=[step(n) for n in range(1, 4)], plan={"total": 20}
+    )
     (folder / "log.txt").write_text("".join(f"line {n}\n" for n in range(500)))
     with watched(folder) as server:
         assert urlsplit(server.url).hostname == "127.0.0.1"
         status, text, tag = ask(server)
-        assert (status, "step 3 of 20" in text, "line 499" in text, "line 400" in text) == (200, True, True, False)
+        assert (status, "step 3 of 20" in text, "line 499" in text, "line 400" in text) == (
+            200,
+            True,
+            True,
+            False,
+        )
         assert ask(server, tag=tag)[:2] == (304, "")
         with (folder / "metrics.jsonl").open("a") as metrics:
             metrics.write(json.dumps(step(4)) + "\n")
         status, text, newer = ask(server, tag=tag)
         assert (status, "step 4 of 20" in text) == (200, True)
-        run_folder(folder, samples=[{"step": 4, "samples": [{"prompt": "why?", "answer": "because of the sample"}]}])
+        run_folder(
+            folder,
+            samples=[
+                {"step": 4, "samples": [{"prompt": "why?", "answer": "because of the sample"}]}
+            ],
+        )
         assert "because of the sample" in ask(server, tag=newer)[1]
 
 
@@ -68,16 +89,24 @@ def test_nothing_is_shown_or_stopped_without_the_token(tmp_path: Path) -> None:
 
 
 def test_text_of_a_run_is_escaped_and_the_one_script_is_the_servers(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", metrics=[step(1)], samples=[{"step": 1, "samples": [{"prompt": HOSTILE, "answer": HOSTILE}]}])
+    folder = run_folder(
+        tmp_path / "run",
+        metrics=[step(1)],
+        samples=[{"step": 1, "samples": [{"prompt": HOSTILE, "answer": HOSTILE}]}],
+    )
     (folder / "log.txt").write_text(HOSTILE)
     with watched(folder) as server:
         page = Page(ask(server)[1])
-        assert [attributes for tag, attributes in page.tags if tag == "script"] == [{"src": "live.js", "defer": None}]
+        assert [attributes for tag, attributes in page.tags if tag == "script"] == [
+            {"src": "live.js", "defer": None}
+        ]
         assert page.text.count("alert('ran')") == 3
         connection = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
         connection.request("GET", f"/{server.token}/")
         policy = connection.getresponse().headers["Content-Security-Policy"]
-        assert {"default-src 'none'", "script-src 'self'", "connect-src 'self'"} <= set(policy.split("; "))
+        assert {"default-src 'none'", "script-src 'self'", "connect-src 'self'"} <= set(
+            policy.split("; ")
+        )
         connection.close()
 
 
@@ -86,7 +115,10 @@ def test_a_picture_of_a_run_is_served_and_no_other_file(tmp_path: Path) -> None:
     (folder / "samples/step_4_0.png").write_bytes(b"\x89PNG\r\n\x1a\n and more")
     (folder / "samples/step_4_1.png").write_bytes(b"no picture")
     with watched(folder) as server:
-        found = [ask(server, f"samples/{name}")[0] for name in ("step_4_0.png", "step_4_1.png", "../metrics.jsonl")]
+        found = [
+            ask(server, f"samples/{name}")[0]
+            for name in ("step_4_0.png", "step_4_1.png", "../metrics.jsonl")
+        ]
         assert found == [200, 404, 404]
 
 
@@ -107,7 +139,9 @@ def test_the_button_saves_and_stops_a_run_of_another_process(configured, tmp_pat
     command = [interpreter(), "-m", "isotype", "train", str(tmp_path / "run.yaml")]
     trains = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run/metrics.jsonl"
-    while trains.poll() is None and not (metrics.is_file() and '"grad_norm"' in metrics.read_text()):
+    while trains.poll() is None and not (
+        metrics.is_file() and '"grad_norm"' in metrics.read_text()
+    ):
         time.sleep(0.1)
     with watched(tmp_path / "run") as server:
         page = ask(server)[1]
@@ -136,5 +170,8 @@ def test_a_folder_without_a_run_and_a_port_that_is_taken_are_one_line(tmp_path: 
         with pytest.raises(UsageError, match=r"the run has not begun yet"):
             WatchServer(tmp_path / "empty")
     run = whole(tmp_path / "run")
-    with watched(run) as server, pytest.raises(UsageError, match=r"--port \d+: Address already in use"):
+    with (
+        watched(run) as server,
+        pytest.raises(UsageError, match=r"--port \d+: Address already in use"),
+    ):
         WatchServer(run, server.server_port)

@@ -67,7 +67,11 @@ def test_everything_is_on_the_page(tmp_path: Path) -> None:
         "a smaller train.batch_size|shared disk|3 of 9 tokens are learnt|weight_decay|run.yaml:12"
     )
     assert [word for word in words.split("|") if word not in page.text] == []
-    assert page.text.index("because 0") < page.text.index("because 100") < page.text.index("because 50"), "first and last, then between"
+    assert (
+        page.text.index("because 0")
+        < page.text.index("because 100")
+        < page.text.index("because 50")
+    ), "first and last, then between"
     assert f"isotype merge {run}" in page.text
 
 
@@ -77,7 +81,9 @@ def test_it_needs_no_network_and_allows_no_script(tmp_path: Path) -> None:
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert not re.search(r"""(?:src|action)\s*=|url\(|@import|https?:""", text)
     assert {a["href"][0] for _, a in page.tags if a.get("href")} == {"#"}, "links stay on the page"
-    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -85,10 +91,25 @@ def pictures_of(path: Path, steps: tuple[int, ...] = (0, 5, 10), **files: Any) -
     """A diffusion run with an average, whose prompts are HOSTILE, and `a dog` with two seeds."""
     from PIL import Image
 
-    asked = [(prompt, whose) for whose in ({}, {"weights": "average"}) for prompt in (HOSTILE, "a dog", "a dog")]
+    asked = [
+        (prompt, whose)
+        for whose in ({}, {"weights": "average"})
+        for prompt in (HOSTILE, "a dog", "a dog")
+    ]
     names = {(s, i): f"samples/step_{s}_{i}.png" for s in steps for i in range(len(asked))}
-    moments = [{"step": s, "samples": [{"prompt": p, "file": names[s, i], **w} for i, (p, w) in enumerate(asked)]} for s in steps]
-    run_folder(path, samples=moments, plan={"task": "diffusion", "total": 10}, **{"metrics": [step(1)], **files})
+    moments = [
+        {
+            "step": s,
+            "samples": [{"prompt": p, "file": names[s, i], **w} for i, (p, w) in enumerate(asked)],
+        }
+        for s in steps
+    ]
+    run_folder(
+        path,
+        samples=moments,
+        plan={"task": "diffusion", "total": 10},
+        **{"metrics": [step(1)], **files},
+    )
     for (s, i), name in names.items():
         Image.new("RGB", (1, 1), (25 * s, 25 * i, 128)).save(path / name)
     return path
@@ -98,29 +119,60 @@ def test_pictures_are_beside_the_base_and_the_average_by_step(tmp_path: Path) ->
     text = html_of(pictures_of(tmp_path / "run"))
     page = Page(text)
     cards = text[: text.index('id="curves"')].split('<div class="card sample drawn">')[1:]
-    shown = ["step 0, the base", "step 5, trained", "step 5, average", "step 10, trained", "step 10, average"]
-    assert [re.findall("<figcaption>(.*?)</figcaption>", card) for card in cards] == 3 * [shown], "a card a prompt"
+    shown = [
+        "step 0, the base",
+        "step 5, trained",
+        "step 5, average",
+        "step 10, trained",
+        "step 10, average",
+    ]
+    assert [re.findall("<figcaption>(.*?)</figcaption>", card) for card in cards] == 3 * [shown], (
+        "a card a prompt"
+    )
     files = [re.findall(r"samples/step_(\d+_\d+)", card) for card in cards]
     assert files == [[f"0_{i}", f"5_{i}", f"5_{i + 3}", f"10_{i}", f"10_{i + 3}"] for i in range(3)]
     assert [a["max"] for _, a in page.tags if a.get("type") == "range"] == ["1", "1", "1"]
-    assert text.index('id="samples"') < text.index('id="curves"') < text.index('id="data"') < text.index('id="precision"')
+    assert (
+        text.index('id="samples"')
+        < text.index('id="curves"')
+        < text.index('id="data"')
+        < text.index('id="precision"')
+    )
 
 
 def test_the_one_script_of_a_page_with_pictures_is_named_by_its_hash(tmp_path: Path) -> None:
     text = html_of(pictures_of(tmp_path / "run"))
     page = Page(text)
     (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
-    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     named = b64encode(sha256(script.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{named}'; img-src data:"
+    assert (
+        policy
+        == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{named}'; img-src data:"
+    )
     assert [tag for tag, _ in page.tags].count("script") == 1
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_the_slider_shows_one_step(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(html_of(pictures_of(tmp_path / "run")).replace('value="1" auto', 'value="0" auto', 1))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    after = subprocess.run(["chromium", *options, f"file://{tmp_path}/page.html"], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "page.html").write_text(
+        html_of(pictures_of(tmp_path / "run")).replace('value="1" auto', 'value="0" auto', 1)
+    )
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+        "--dump-dom",
+    ]
+    after = subprocess.run(
+        ["chromium", *options, f"file://{tmp_path}/page.html"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert re.findall(r'<div class="step" data-step="(\d+)"( hidden="")?>', after)[:4] == [
         ("5", ""), ("10", ' hidden=""'), ("5", ' hidden=""'), ("10", ""),
     ]  # fmt: skip
@@ -129,14 +181,25 @@ def test_the_slider_shows_one_step(tmp_path: Path) -> None:
 
 def test_losses_by_noise_level_and_pictures_by_size_are_tables(tmp_path: Path) -> None:
     levels = {"eval_loss_t500_1000": 0.25, "eval_loss_t0_500": 0.75}
-    metrics = [step(1), *({"step": s, "event": "evaluation", "eval_loss": 0.5, **levels} for s in (0, 1))]
+    metrics = [
+        step(1),
+        *({"step": s, "event": "evaluation", "eval_loss": 0.5, **levels} for s in (0, 1)),
+    ]
     data = {"train_pictures": 5, "train_pictures_by_size": {"24 x 40": 2, "32 x 32": 3}}
     text = html_of(pictures_of(tmp_path / "run", (0,), metrics=metrics, data=data))
-    rows = [re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", text, re.DOTALL)]
+    rows = [
+        re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", row)
+        for row in re.findall("<tr>(.*?)</tr>", text, re.DOTALL)
+    ]
     start = rows.index(["noise level", "step 0", "step 1"])
-    assert rows[start + 1 : start + 3] == [["0 to 500", "0.75", "0.75"], ["500 to 1,000", "0.25", "0.25"]]
+    assert rows[start + 1 : start + 3] == [
+        ["0 to 500", "0.75", "0.75"],
+        ["500 to 1,000", "0.25", "0.25"],
+    ]
     assert ["training pictures of 24 x 40", "2"] in rows
-    assert "range" not in [attributes.get("type") for _, attributes in Page(text).tags], "nothing to slide through"
+    assert "range" not in [attributes.get("type") for _, attributes in Page(text).tags], (
+        "nothing to slide through"
+    )
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
@@ -152,7 +215,10 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
             "violations": [{"code": bad, "message": bad}],
             "promotions": [{"module": bad, "dtype": bad, "times": bad}],
         },
-        data={"train": {"rows": 1, "files": [{"path": bad, "format": bad, "why": bad}]}, "notes": [bad]},
+        data={
+            "train": {"rows": 1, "files": [{"path": bad, "format": bad, "why": bad}]},
+            "notes": [bad],
+        },
         env={bad: bad, "list": [bad, {bad: bad}]},
         result={"status": bad, "error": bad, "base": bad},
         samples=[{"step": 1, "samples": [{"prompt": bad, "answer": bad, "reference": bad}]}],
@@ -169,14 +235,26 @@ def test_a_run_that_died_anywhere_still_has_a_page(tmp_path: Path, subtests: Any
     folders: tuple[dict[str, Any], ...] = (
         {"resolved": "model:\n  name: x\n"},
         {"resolved": "", "metrics": []},
-        {"metrics": [step(1, loss=float("nan"), grad_norm=float("inf"))], "result": {"status": "failed", "error": "not finite"}},
+        {
+            "metrics": [step(1, loss=float("nan"), grad_norm=float("inf"))],
+            "result": {"status": "failed", "error": "not finite"},
+        },
         {"metrics": [step(1)]},
         {"metrics": [{"step": 1, "event": "evaluation", "eval_loss": 2.0}]},
         {"metrics": [{"step": "x", "loss": None}, {"loss": 1}, {"step": 3, "loss": True}]},
         {"precision": {"declared": None, "observed": {"base": "bf16"}, "violations": None}},
         {"precision": [1], "data": [], "env": 3, "result": None},
-        {"data": {"train": {"lengths": None, "files": None, "dropped": None}, "eval": 3, "notes": None}},
-        {"result": {"status": "interrupted", "steps": 3}, "samples": [{"step": 0, "samples": [{"prompt": "p"}, 3]}]},
+        {
+            "data": {
+                "train": {"lengths": None, "files": None, "dropped": None},
+                "eval": 3,
+                "notes": None,
+            }
+        },
+        {
+            "result": {"status": "interrupted", "steps": 3},
+            "samples": [{"step": 0, "samples": [{"prompt": "p"}, 3]}],
+        },
     )
     for number, files in enumerate(folders):
         with subtests.test(**files):
@@ -190,13 +268,26 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (folder / "data.json").write_text("{")
     (folder / "env.json").write_bytes(b"\xff\xfe")
     text = page_of(folder).text
-    for name in ("metrics.jsonl: 1 lines cut short or broken (first: line 3)", "data.json: ", "env.json: ", "resolved.yaml: "):
+    for name in (
+        "metrics.jsonl: 1 lines cut short or broken (first: line 3)",
+        "data.json: ",
+        "env.json: ",
+        "resolved.yaml: ",
+    ):
         assert name in text, name
 
 
 def test_a_violation_is_at_the_top(tmp_path: Path) -> None:
-    violation = {"code": "DT003", "message": "gradient of w is bf16, declared fp32", "declared": "precision.grads: fp32"}
-    precision = {"declared": DECLARED, "observed": {"grads": {"bf16": 4}, "base": {"bf16": 1}}, "violations": [violation]}
+    violation = {
+        "code": "DT003",
+        "message": "gradient of w is bf16, declared fp32",
+        "declared": "precision.grads: fp32",
+    }
+    precision = {
+        "declared": DECLARED,
+        "observed": {"grads": {"bf16": 4}, "base": {"bf16": 1}},
+        "violations": [violation],
+    }
     text = page_of(run_folder(tmp_path / "run", precision=precision)).text
     assert text.index("gradient of w is bf16") < text.index("Curves")
     assert "✗ 4 bf16" in re.sub(r"\s+", " ", text)
@@ -217,26 +308,43 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     assert not list(run.glob(".report*"))
 
 
-# --- The verdict on top of a report: base against tuned loss, and whether the declared precision was kept.
+# --- The verdict on top of a report: base against tuned loss, and whether the declared precision
+# was kept.
 
 
-KEPT = {"declared": DECLARED, "observed": {"base": {"bf16": 12}, "grads": {"fp32": 4}}, "violations": []}
+KEPT = {
+    "declared": DECLARED,
+    "observed": {"base": {"bf16": 12}, "grads": {"fp32": 4}},
+    "violations": [],
+}
 
 
 def evaluations(*losses: float) -> list[dict]:
-    return [{"step": 10 * i, "event": "evaluation", "eval_loss": loss} for i, loss in enumerate(losses)]
+    return [
+        {"step": 10 * i, "event": "evaluation", "eval_loss": loss} for i, loss in enumerate(losses)
+    ]
 
 
 def test_base_against_tuned_loss(tmp_path: Path, subtests: Any) -> None:
     for losses, said, mood in (
         ((4.0, 3.0), "Evaluation loss 4 before training, 3 at step 10: 25% lower.", "good"),
         ((4.0, 5.0), "Evaluation loss 4 before training, 5 at step 10: 25% higher.", "warn"),
-        ((4.0, 2.0, 3.0), "25% lower. It was lower at step 10, 2: it learns its training rows by heart.", "warn"),
+        (
+            (4.0, 2.0, 3.0),
+            "25% lower. It was lower at step 10, 2: it learns its training rows by heart.",
+            "warn",
+        ),
         ((4.0,), "no second evaluation", "warn"),
         ((), "No evaluation", "warn"),
     ):
         with subtests.test(said):
-            found = verdict(read_run(run_folder(tmp_path / "run", metrics=[step(1), *evaluations(*losses)], precision=KEPT)))
+            found = verdict(
+                read_run(
+                    run_folder(
+                        tmp_path / "run", metrics=[step(1), *evaluations(*losses)], precision=KEPT
+                    )
+                )
+            )
             assert said in found.learnt
             assert found.mood == mood
             assert found.precision == "The declared precision was kept in 2 of 2 roles."

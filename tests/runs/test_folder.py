@@ -1,4 +1,6 @@
-"""A run's folder: what a start leaves when no run begins, and checkpoints that are whole or not there at all."""
+"""A run's folder: what a start leaves when no run begins, and checkpoints that are whole or not
+there at all.
+"""
 
 import errno
 import multiprocessing
@@ -32,7 +34,10 @@ def test_the_folder_of_another_run_is_left_alone(tmp_path):
     other = context.Process(target=_hold, args=(tmp_path / "run", held, end))
     other.start()
     held.wait()
-    with pytest.raises(UsageError, match="in use by another run"), RunFolder(tmp_path / "run").held():
+    with (
+        pytest.raises(UsageError, match="in use by another run"),
+        RunFolder(tmp_path / "run").held(),
+    ):
         raise AssertionError
     assert (tmp_path / "run" / LOCK).exists()
     end.set()
@@ -45,17 +50,22 @@ def test_a_folder_of_an_adapter_alone_is_named_as_one(tmp_path):
     (tmp_path / "run/adapter").mkdir(parents=True)
     (tmp_path / "run/adapter/adapter_config.json").write_text("{}")
     for path in (tmp_path / "run", tmp_path / "run/adapter"):
-        with pytest.raises(UsageError, match=r"no resolved\.yaml there.*adapter is a PEFT adapter") as refused:
+        with pytest.raises(
+            UsageError, match=r"no resolved\.yaml there.*adapter is a PEFT adapter"
+        ) as refused:
             require_run(path)
         assert repr(str(tmp_path / "run/adapter")) in refused.value.fix
 
 
-# --- Checkpoints: whole or not at all. `tests/distributed` has those that several processes write and read.
+# --- Checkpoints: whole or not at all. `tests/distributed` has those that several processes write
+# and read.
 
 
 def checkpoint(step: int, size: int = 64) -> Checkpoint:
     return Checkpoint(
-        step, {"model.w": torch.full((size,), float(step)), "optimizer.w.step": torch.tensor(step)}, {"progress": {"step": step}}
+        step,
+        {"model.w": torch.full((size,), float(step)), "optimizer.w.step": torch.tensor(step)},
+        {"progress": {"step": step}},
     )
 
 
@@ -87,7 +97,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, subtests):
                 store.load(2)
 
 
-def test_the_remedy_fits_what_the_system_said_and_earlier_checkpoints_stay(tmp_path, monkeypatch, subtests):
+def test_the_remedy_fits_what_the_system_said_and_earlier_checkpoints_stay(
+    tmp_path, monkeypatch, subtests
+):
     store = CheckpointStore(tmp_path)
     store.save(checkpoint(1))
     for number, fix in (

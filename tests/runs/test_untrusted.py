@@ -1,4 +1,6 @@
-"""Files from strangers: none of them runs code, is written through, or is half taken for what it is not."""
+"""Files from strangers: none of them runs code, is written through, or is half taken for what it is
+not.
+"""
 
 import json
 import os
@@ -42,7 +44,9 @@ def trap(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(workshop, tmp_path, trap):
-    """A copy of the base with code beside it; `model(config.json keys, tokenizer_config.json keys)`."""
+    """A copy of the base with code beside it; `model(config.json keys, tokenizer_config.json
+    keys)`.
+    """
 
     def make(config=None, tokenizer=None):
         folder = tmp_path / "model"
@@ -57,17 +61,26 @@ def model(workshop, tmp_path, trap):
 
 
 def base_of(folder: Path):
-    return load_base(Source(str(folder)), PRESETS["fp32"], attention="sdpa", device=CPU, trainable=True)
+    return load_base(
+        Source(str(folder)), PRESETS["fp32"], attention="sdpa", device=CPU, trainable=True
+    )
 
 
 def test_a_model_with_its_own_code_is_refused(model):
-    folder = model(config={"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}})
+    folder = model(
+        config={
+            "model_type": "evil",
+            "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
+        }
+    )
     with pytest.raises(UsageError, match=r"its own code(.|\n)*model\.trust_remote_code: true"):
         base_of(folder)
 
 
 def test_a_tokenizer_with_its_own_code_is_refused(model):
-    folder = model(tokenizer={"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}})
+    folder = model(
+        tokenizer={"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}}
+    )
     with pytest.raises(UsageError, match="its own code"):
         load_tokenizer(ModelSection(name=str(folder)))
 
@@ -81,7 +94,9 @@ def test_a_pickle_with_code_instead_of_weights_is_refused(model, trap):
 
 
 def test_sizes_that_do_not_agree_with_the_weights(model):
-    with pytest.raises(UsageError, match=r"config\.json and the weights do not have the same sizes"):
+    with pytest.raises(
+        UsageError, match=r"config\.json and the weights do not have the same sizes"
+    ):
         base_of(model(config={"hidden_size": 48}))
 
 
@@ -99,13 +114,18 @@ def test_an_adapter_in_a_pickle_is_not_opened(adapter, trap):
 
 
 def test_an_adapter_for_another_base_is_refused(adapter, subtests):
-    """PEFT loads the first two with a warning at most: half an adapter, or one that is half untrained."""
+    """PEFT loads the first two with a warning at most: half an adapter, or one that is half
+    untrained.
+    """
     for changes, said in (
         ({"num_hidden_layers": 1}, r"layers\.1\..* is only in the adapter"),
         ({"num_hidden_layers": 3}, r"layers\.2\..* is only in the model"),
         ({"hidden_size": 48}, "size mismatch"),
     ):
-        with subtests.test(said), pytest.raises(UsageError, match=f"does not fit this model: .*{said}"):
+        with (
+            subtests.test(said),
+            pytest.raises(UsageError, match=f"does not fit this model: .*{said}"),
+        ):
             load_adapter(tiny(**changes), adapter)
 
 
@@ -117,12 +137,20 @@ def run(configured, tmp_path):
 
 def test_a_run_folder_cannot_consent_to_code(run, configured, monkeypatch):
     resolved = run / "resolved.yaml"
-    resolved.write_text(resolved.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
+    resolved.write_text(
+        resolved.read_text().replace("trust_remote_code: false", "trust_remote_code: true")
+    )
     with pytest.raises(UsageError, match=rf"cannot consent(.|\n)*{CONSENT}=1"):
         load_run(run)
     with pytest.raises(UsageError, match="cannot consent"):
         train(load(resolved, ["train.steps=2"], consent=True, resolved=True), resume=run)
-    assert train(load(resolved, ["model.trust_remote_code=true"], consent=True, resolved=True), resume=run) == 0
+    assert (
+        train(
+            load(resolved, ["model.trust_remote_code=true"], consent=True, resolved=True),
+            resume=run,
+        )
+        == 0
+    )
     monkeypatch.setenv(CONSENT, "1")
     assert load_run(run).taken == "adapter"
 
@@ -133,12 +161,16 @@ def test_nothing_is_written_through_a_link(tmp_path):
     outside.mkdir()
     for name in ("metrics.jsonl", ".lock", "checkpoints/.step_2.partial"):
         (run / name).symlink_to(outside)
-        with pytest.raises(UsageError, match="a link out of the run's folder"), RunFolder(run).held():
+        with (
+            pytest.raises(UsageError, match="a link out of the run's folder"),
+            RunFolder(run).held(),
+        ):
             pass
         (run / name).unlink()
     assert list(outside.iterdir()) == []
     (tmp_path / "mine").write_text("mine")
-    (tmp_path / ".result.json.partial").symlink_to(tmp_path / "mine")  # a small file is not written through what lies in its way
+    # a small file is not written through what lies in its way
+    (tmp_path / ".result.json.partial").symlink_to(tmp_path / "mine")
     write_text(tmp_path / "result.json", "{}")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "result.json").read_text() == "{}"
@@ -154,7 +186,9 @@ def test_a_pipe_in_a_run_folder_does_not_block(tmp_path):
 
 
 # ten ones, then ten times the line before, eight times
-BOMB = "x: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"x{b}: &{c} [{','.join(['*' + b] * 10)}]\n" for b, c in zip("abcdefg", "bcdefgh"))
+BOMB = "x: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"x{b}: &{c} [{','.join(['*' + b] * 10)}]\n" for b, c in zip("abcdefg", "bcdefgh")
+)
 
 
 def test_yaml_that_unfolds_or_asks_for_objects_is_refused(tmp_path, subtests):

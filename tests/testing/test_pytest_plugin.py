@@ -30,7 +30,9 @@ def run(pytester, monkeypatch):
 
     def run(source):
         pytester.makepyfile(test_it=source)
-        return pytester.runpytest_inprocess("-p", "isotype.testing.plugin", "-p", "no:cacheprovider", "--strict-markers")
+        return pytester.runpytest_inprocess(
+            "-p", "isotype.testing.plugin", "-p", "no:cacheprovider", "--strict-markers"
+        )
 
     return run
 
@@ -39,7 +41,12 @@ def test_failure_is_the_report_not_a_traceback(run):
     result = run(FAULTY + "\ndef test_linear(ampcheck):\n    ampcheck(Linear, inputs())\n")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["test_it.py:*: ampcheck", "*error AC002 Linear.backward*", "*where*test_it.py:13*", "*isotype doctor explain AC002*"]
+        [
+            "test_it.py:*: ampcheck",
+            "*error AC002 Linear.backward*",
+            "*where*test_it.py:13*",
+            "*isotype doctor explain AC002*",
+        ]
     )
     result.stdout.no_fnmatch_line("*def ampcheck(*")
 

@@ -1,4 +1,6 @@
-"""The repaired interpreter against torch: bf16 rounding, arithmetic, reductions, float arguments, libdevice."""
+"""The repaired interpreter against torch: bf16 rounding, arithmetic, reductions, float arguments,
+libdevice.
+"""
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from isotype.testing.interpreter import interpreted, narrow, widen
 
 
 def test_fp64_is_rounded_to_bf16_once():
-    # just above the midpoint of two bf16 numbers, by less than fp32 can hold: rounding twice would go down
+    # just above the midpoint of two bf16 numbers, by less than fp32 can hold: rounding twice would
+    # go down
     value = 1.0 + 2.0**-8 + 2.0**-40
     assert widen(narrow(np.float64(value))) == np.float32(1.0 + 2.0**-7)
-    assert torch.tensor(value, dtype=torch.float64).float().bfloat16() == 1.0  # what rounding twice gives
+    # what rounding twice gives
+    assert torch.tensor(value, dtype=torch.float64).float().bfloat16() == 1.0
 
 
 @triton.jit
@@ -129,7 +133,10 @@ def scans(x, out, N: tl.constexpr):
 
 def test_what_has_no_bf16_form_is_refused():
     for kernel in (adds, scans):
-        with interpreted(), pytest.raises(Exception, match="of bf16 has no CPU version: widen to fp32"):
+        with (
+            interpreted(),
+            pytest.raises(Exception, match="of bf16 has no CPU version: widen to fp32"),
+        ):
             kernel[(1,)](torch.ones(16).bfloat16(), torch.zeros(16).bfloat16(), 16)
 
 
@@ -164,8 +171,18 @@ def fails(x):
 
 
 def test_everything_is_put_back_even_after_an_error():
-    before = triton.runtime.interpreter.InterpreterBuilder.create_fadd, triton.JITFunction.run, tl.load, tl.tensor.sum
+    before = (
+        triton.runtime.interpreter.InterpreterBuilder.create_fadd,
+        triton.JITFunction.run,
+        tl.load,
+        tl.tensor.sum,
+    )
     with interpreted(), interpreted():
         with pytest.raises(Exception, match="undefined"):
             fails[(1,)](torch.zeros(1))
-    assert before == (triton.runtime.interpreter.InterpreterBuilder.create_fadd, triton.JITFunction.run, tl.load, tl.tensor.sum)
+    assert before == (
+        triton.runtime.interpreter.InterpreterBuilder.create_fadd,
+        triton.JITFunction.run,
+        tl.load,
+        tl.tensor.sum,
+    )

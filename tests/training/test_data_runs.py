@@ -1,4 +1,6 @@
-"""Runs on packed, weighted and streamed rows: they train, say what they did, and resume bit for bit."""
+"""Runs on packed, weighted and streamed rows: they train, say what they did, and resume bit for
+bit.
+"""
 
 import json
 import shutil
@@ -14,7 +16,12 @@ from isotype.tasks.choose import plan, train
 
 KINDS: dict[str, dict[str, Any]] = {
     "packed and weighted": {"packing": True, "max_length": 96, "weighted": True},
-    "streamed and packed": {"stream": True, "shuffle_buffer": 10, "packing": True, "max_length": 96},
+    "streamed and packed": {
+        "stream": True,
+        "shuffle_buffer": 10,
+        "packing": True,
+        "max_length": 96,
+    },
 }
 
 
@@ -22,14 +29,21 @@ def settings(workshop: Any, tmp_path: Path, kind: str) -> dict[str, Any]:
     data = dict(KINDS[kind])
     if data.pop("weighted", False):
         other = tmp_path / "other.csv"
-        other.write_text("question,answer\n" + "".join(f"What is {i}?,A number {i}.\n" for i in range(30)))
+        other.write_text(
+            "question,answer\n" + "".join(f"What is {i}?,A number {i}.\n" for i in range(30))
+        )
         columns = {"prompt": "question", "completion": "answer"}
-        data["train"] = [{"name": str(workshop.chats), "weight": 2}, {"name": str(other), "weight": 1, "columns": columns}]
+        data["train"] = [
+            {"name": str(workshop.chats), "weight": 2},
+            {"name": str(other), "weight": 1, "columns": columns},
+        ]
     return data
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: Any, tmp_path: Path, kind: str, capsys: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    configured: Any, workshop: Any, tmp_path: Path, kind: str, capsys: Any
+) -> None:
     data = settings(workshop, tmp_path, kind)
     short = {"steps": 7, "eval_every": 3}
     assert train(configured("halved", data=data, train=short)) == 0
@@ -59,18 +73,41 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
     )
     data = {"train": str(mine), "eval": str(held), "chat_template": str(template)}
     assert train(configured(data=data, train={"steps": 2})) == 0
-    for step, (file, words) in enumerate(((mine, "mine.jsonl"), (template, "the files are the same: the tokenizer, its chat template")), 3):
-        file.write_text(file.read_text().replace("How", "So how") if file == mine else template.read_text().replace(": ", " says "))
+    for step, (file, words) in enumerate(
+        (
+            (mine, "mine.jsonl"),
+            (template, "the files are the same: the tokenizer, its chat template"),
+        ),
+        3,
+    ):
+        file.write_text(
+            file.read_text().replace("How", "So how")
+            if file == mine
+            else template.read_text().replace(": ", " says ")
+        )
         capsys.readouterr()
         assert train(configured(data=data, train={"steps": step}), resume=tmp_path / "run") == 0
-        said = next(line for line in capsys.readouterr().out.splitlines() if "not those of the run's last start" in line)
+        said = next(
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if "not those of the run's last start" in line
+        )
         assert words in said
         changes = json.loads((tmp_path / "run/resumes.json").read_text())["changes"]
-        assert {"after_step": step - 1, "of": "rows", "what": said.removeprefix("changed").strip()} in changes
+        assert {
+            "after_step": step - 1,
+            "of": "rows",
+            "what": said.removeprefix("changed").strip(),
+        } in changes
         assert "resumes.json" in json.loads((tmp_path / "run/data.json").read_text())["notes"][-1]
-    assert {"after_step": 3, "of": "settings", "what": "train.steps: 3 -> 4 (the schedule is stretched from here on)"} in changes
+    assert {
+        "after_step": 3,
+        "of": "settings",
+        "what": "train.steps: 3 -> 4 (the schedule is stretched from here on)",
+    } in changes
     of_evaluation = [change for change in changes if change["of"] == "evaluation rows"]
-    assert [change["after_step"] for change in of_evaluation] == [3]  # by the template, not by the training file
+    # by the template, not by the training file
+    assert [change["after_step"] for change in of_evaluation] == [3]
 
 
 def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
@@ -83,12 +120,20 @@ def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_run_lists_the_rows_that_it_left_out(configured: Any, workshop: Any, tmp_path: Path, stream: bool) -> None:
+def test_a_run_lists_the_rows_that_it_left_out(
+    configured: Any, workshop: Any, tmp_path: Path, stream: bool
+) -> None:
     file = tmp_path / "messy.jsonl"
     sound = workshop.chats.read_text().splitlines()
-    empty = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})
-    file.write_text("\n".join([*sound[:20], "{broken", *sound[20:], empty, '{"messages": 3}']) + "\n")
-    data = {"train": str(file), "on_bad_row": "skip", "eval_split": 0.0} | ({"stream": True, "shuffle_buffer": 10} if stream else {})
+    empty = json.dumps(
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}
+    )
+    file.write_text(
+        "\n".join([*sound[:20], "{broken", *sound[20:], empty, '{"messages": 3}']) + "\n"
+    )
+    data = {"train": str(file), "on_bad_row": "skip", "eval_split": 0.0} | (
+        {"stream": True, "shuffle_buffer": 10} if stream else {}
+    )
     assert train(configured(data=data, train={"steps": 14})) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"].removeprefix(f"{file}:") for row in rows] == ["21", "50", "51"]

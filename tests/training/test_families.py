@@ -1,4 +1,6 @@
-"""Families: each trains under its declaration; mixtures of experts are resumed bit for bit, merged, and generate."""
+"""Families: each trains under its declaration; mixtures of experts are resumed bit for bit, merged,
+and generate.
+"""
 
 import re
 from itertools import cycle
@@ -30,28 +32,47 @@ def mixture(workshop, configured, tmp_path):
     def make(family, folder="run", **sections):
         base = save_with_tokenizer(family, workshop.base, tmp_path / family)
         train_section = SETTINGS | sections.pop("train", {})
-        return configured(folder, model={"name": str(base)}, train=train_section, precision={"preset": "bf16-lora"}, **sections)
+        return configured(
+            folder,
+            model={"name": str(base)},
+            train=train_section,
+            precision={"preset": "bf16-lora"},
+            **sections,
+        )
 
     return make
 
 
-# the two forms that differ most: biases, transposed, a gate of its own; a dense layer and a shared expert
+# the two forms that differ most: biases, transposed, a gate of its own; a dense layer and a shared
+# expert
 DEFAULT = ("gpt_oss", "deepseek_v3")
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.full) for name in MIXTURES])
-def test_a_mixture_trains_resumes_merges_and_generates(mixture, tmp_path, monkeypatch, capsys, family):
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.full) for name in MIXTURES],
+)
+def test_a_mixture_trains_resumes_merges_and_generates(
+    mixture, tmp_path, monkeypatch, capsys, family
+):
     # DeepSeek-V3 balances by a bias
     balanced = {"train": {} if family == "deepseek_v3" else {"aux_loss": 0.5}}
     assert train(mixture(family, "whole", **balanced)) == 0
     said = capsys.readouterr().out
     assert "experts    experts" in said
     assert "left alone" not in said
-    assert interrupted_after(2, mixture(family, "stopped", run={"save_every": 2}, **balanced), monkeypatch) == 130
+    assert (
+        interrupted_after(
+            2, mixture(family, "stopped", run={"save_every": 2}, **balanced), monkeypatch
+        )
+        == 130
+    )
     assert train(mixture(family, "stopped", **balanced), resume=tmp_path / "stopped") == 0
     same_result(tmp_path / "whole", tmp_path / "stopped")
     whole = trained_tensors(tmp_path / "whole")
-    assert ('"aux_loss": ' in (tmp_path / "whole/metrics.jsonl").read_text()) == (family != "deepseek_v3")
+    assert ('"aux_loss": ' in (tmp_path / "whole/metrics.jsonl").read_text()) == (
+        family != "deepseek_v3"
+    )
     assert any(".experts." in name and "lora_B" in name and whole[name].any() for name in whole)
     merged = merge(load_run(tmp_path / "whole"), tmp_path / "merged")
     assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=1e-2)
@@ -67,7 +88,11 @@ def test_the_balancing_loss_is_the_familys_own(family):
     objective = NextToken(RunConfig.model_validate({"train": {"aux_loss": 0.3}}))
     objective.check_model(model)
     model.router_aux_loss_coef = 0.3
-    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
+    inputs = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "labels": batch.labels,
+    }
     theirs = model(**inputs, output_router_logits=True)
     theirs.loss.backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -79,19 +104,24 @@ def test_the_balancing_loss_is_the_familys_own(family):
     torch.testing.assert_close(aux, theirs.aux_loss)
     for name, p in model.named_parameters():
         if name in want:
-            torch.testing.assert_close(p.grad, want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                p.grad, want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            )
     model.eval()
     assert objective.loss_sum(model, batch, batch.weight, dtype="fp32")[0] < loss
 
 
-# --- Every supported family trains under its declaration, and adapters go both ways between Isotype and plain PEFT.
+# --- Every supported family trains under its declaration, and adapters go both ways between Isotype
+# and plain PEFT.
 
 
 BATCH = collate(rows(4), pad_id=0)
 
 
 # one of the two presets by turns
-@pytest.mark.parametrize(("family", "preset"), list(zip(FAMILIES, cycle(["bf16-lora", "bf16-mixed"]))))
+@pytest.mark.parametrize(
+    ("family", "preset"), list(zip(FAMILIES, cycle(["bf16-lora", "bf16-mixed"])))
+)
 def test_a_family_trains_and_generates_under_its_declaration(family, preset):
     model = lora(tiny(family)) if preset == "bf16-lora" else tiny(family)
     step = stepper(model, preset, learning_rate=1e-2)
@@ -100,11 +130,21 @@ def test_a_family_trains_and_generates_under_its_declaration(family, preset):
         first = step([BATCH], step=1, learning_rate=1e-2, watch_changes=True)
     observer.look(seen, states=lambda p: step.optimizer.state[p]).raise_if_violated()
     # the router of a mixture gives its scores in fp32, in its class's own code
-    assert not [module for module, _ in seen.promotions if not re.search(r"\.mlp\.gate(\.base_layer)?$", module)], seen.promotions
+    assert not [
+        module
+        for module, _ in seen.promotions
+        if not re.search(r"\.mlp\.gate(\.base_layer)?$", module)
+    ], seen.promotions
     for number in range(2, 8):
         last = step([BATCH], step=number, learning_rate=1e-2, watch_changes=False)
     assert last.loss < first.loss
     model.eval()
     with torch.no_grad():
-        out = model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+        out = model.generate(
+            input_ids=BATCH.input_ids[:1, :5],
+            max_new_tokens=3,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     assert out.shape == (1, 8)

@@ -52,7 +52,9 @@ def test_under_nohup_the_run_continues_after_sighup(hang_up):
 def test_a_run_goes_on_when_its_output_is_no_longer_read(configured, tmp_path):
     configured("run")
     command = [interpreter(), "-m", "isotype", "train", str(tmp_path / "run.yaml")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout.readline().startswith("run ")
         run.stdout.close()
         told = run.stderr.read()

@@ -1,4 +1,6 @@
-"""Whole runs on a GPU: every preset, host memory, resuming, and that what a run says of memory is so."""
+"""Whole runs on a GPU: every preset, host memory, resuming, and that what a run says of memory is
+so.
+"""
 
 import json
 
@@ -35,7 +37,9 @@ def test_a_run_of_every_preset_keeps_its_contract(configured, tmp_path, preset):
     assert precision["violations"] == []
     # the same run on the CPU: the same data, order and initial weights
     assert train(configured("cpu", **{**settings(preset), "model": {"device": "cpu"}})) == 0
-    for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(losses(tmp_path / "here"), losses(tmp_path / "cpu")):
+    for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(
+        losses(tmp_path / "here"), losses(tmp_path / "cpu")
+    ):
         assert (loss or evaluation) == pytest.approx(want or evaluated, rel=2e-2), f"step {step}"
 
 
@@ -57,7 +61,9 @@ def test_recomputing_changes_no_result(configured, tmp_path, checkpointing):
     for name, way in (("plain", "none"), ("other", checkpointing)):
         more = {"train": {"gradient_checkpointing": way, "steps": 4}}
         assert train(configured(name, **settings("bf16-lora", **more))) == 0
-    for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(losses(tmp_path / "other"), losses(tmp_path / "plain")):
+    for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(
+        losses(tmp_path / "other"), losses(tmp_path / "plain")
+    ):
         assert (loss or evaluation) == pytest.approx(want or evaluated, rel=1e-3), f"step {step}"
 
 

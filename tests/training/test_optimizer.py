@@ -13,9 +13,20 @@ from isotype.training.optimizer import Ema, MixedAdamW, build_optimizer
 from isotype.training.schedule import learning_rate
 
 
-def mixed(parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0):
+def mixed(
+    parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0
+):
     groups = [{"params": list(parameters), "weight_decay": decay}]
-    return MixedAdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, gradient=gradient, state=state, rounding=rounding, seed=0)
+    return MixedAdamW(
+        groups,
+        lr=lr,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        gradient=gradient,
+        state=state,
+        rounding=rounding,
+        seed=0,
+    )
 
 
 def test_equals_torchs_adamw_in_fp32():
@@ -29,7 +40,12 @@ def test_equals_torchs_adamw_in_fp32():
         a.step()
         b.step()
     # both round each fp32 operation; their order differs
-    assert torch.allclose(ours, theirs, rtol=0, atol=20 * torch.finfo(torch.float32).eps * float(theirs.detach().abs().max()))
+    assert torch.allclose(
+        ours,
+        theirs,
+        rtol=0,
+        atol=20 * torch.finfo(torch.float32).eps * float(theirs.detach().abs().max()),
+    )
 
 
 def test_stochastic_rounding_keeps_the_mean_and_exact_values():
@@ -46,7 +62,9 @@ def test_stochastic_rounding_keeps_the_mean_and_exact_values():
 
 
 def test_bf16_weights_move_as_far_as_they_should_only_with_stochastic_rounding():
-    """A constant gradient moves fp32 weights by steps x learning rate: how much of it do bf16 weights move?"""
+    """A constant gradient moves fp32 weights by steps x learning rate: how much of it do bf16
+    weights move?
+    """
     start = torch.randn(64, 64).bfloat16()
     for rounding, low, high in (("nearest", 0.0, 0.3), ("stochastic", 0.9, 1.1)):
         p = nn.Parameter(start.clone())
@@ -98,5 +116,9 @@ def test_rates_warm_up_to_the_peak_and_fall_to_their_minimum(subtests):
 
 def test_weight_decay_is_on_matrices_only():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    optimizer = build_optimizer(model, TrainSection(weight_decay=0.1), PRESETS["fp32"], lambda p: p.grad)
-    assert {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]} == {2: 0.1, 1: 0.0}
+    optimizer = build_optimizer(
+        model, TrainSection(weight_decay=0.1), PRESETS["fp32"], lambda p: p.grad
+    )
+    assert {
+        p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    } == {2: 0.1, 1: 0.0}

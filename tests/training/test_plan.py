@@ -8,7 +8,9 @@ from isotype.tasks.choose import plan
 from isotype.training import plan as module
 
 
-def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(configured, tmp_path, monkeypatch):
+def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
+    configured, tmp_path, monkeypatch
+):
     loaded = configured(train={"warmup": 2, "steps": 5, "gradient_checkpointing": "none"})
     monkeypatch.chdir(tmp_path)
     made = plan(loaded)
@@ -16,8 +18,17 @@ def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(configured, 
     assert content["precision"]["roles"]["base"]["reason"] == "preset fp32"
     assert (content["schedule"]["steps"], content["schedule"]["warmup"]) == (5, 2)
     assert content["data"]["train_rows"] > 0
-    assert content["memory"]["frozen"] == 4 * (content["parameters"]["total"] - content["parameters"]["trainable"]) > 0
-    assert content["memory"]["peak_with_process"] > content["memory"]["peak"] > content["memory"]["activations"] > 0
+    assert (
+        content["memory"]["frozen"]
+        == 4 * (content["parameters"]["total"] - content["parameters"]["trainable"])
+        > 0
+    )
+    assert (
+        content["memory"]["peak_with_process"]
+        > content["memory"]["peak"]
+        > content["memory"]["activations"]
+        > 0
+    )
     text = made.as_text()
     for word in ("precision   fp32", "5 steps of 4 rows", "activations of 4 x", "frozen weights"):
         assert word in text

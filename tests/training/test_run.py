@@ -1,4 +1,6 @@
-"""Whole runs: what they leave behind, that they resume bit for bit, and that nothing that happens to them loses a step."""
+"""Whole runs: what they leave behind, that they resume bit for bit, and that nothing that happens
+to them loses a step.
+"""
 
 import json
 import os
@@ -33,21 +35,40 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     assert train(configured()) == 0
     run = tmp_path / "run"
     left = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
-    assert {"config.yaml", "resolved.yaml", "precision.json", "env.json", "data.json", "metrics.jsonl", "result.json"} <= left
-    assert {"checkpoints/step_6/DONE", "samples/step_0.json", "samples/step_6.json", "adapter/adapter_config.json"} <= left
+    assert {
+        "config.yaml",
+        "resolved.yaml",
+        "precision.json",
+        "env.json",
+        "data.json",
+        "metrics.jsonl",
+        "result.json",
+    } <= left
+    assert {
+        "checkpoints/step_6/DONE",
+        "samples/step_0.json",
+        "samples/step_6.json",
+        "adapter/adapter_config.json",
+    } <= left
     result = result_of(run)
     assert result["status"] == "done"
     assert result["check"]["reloaded_loss"] == result["check"]["trained_loss"]
-    checked = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("checked"))
+    checked = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("checked")
+    )
     assert result["check"]["rows"] > 1
-    assert checked.endswith(f"on {result['check']['rows']} rows; {result['check']['tensors']} tensors equal")
+    assert checked.endswith(
+        f"on {result['check']['rows']} rows; {result['check']['tensors']} tensors equal"
+    )
     precision = json.loads((run / "precision.json").read_text())
     assert precision["observed"]["trainable"] == {"fp32": 28}
     assert precision["observed"]["loss"] == {"fp32": 1}
     assert precision["observed"]["save"] == {"fp32": 28}
     assert set(precision["observed"]["generate"]) == {"fp32"}
     assert {"norms", "reduce"} >= set(precision["unobserved"]) >= {"reduce"}
-    assert set(precision["declared"]) - {"rounding", "loss_scaling"} <= set(precision["observed"]) | set(precision["unobserved"])
+    assert set(precision["declared"]) - {"rounding", "loss_scaling"} <= set(
+        precision["observed"]
+    ) | set(precision["unobserved"])
     for role, total in precision["total"].items():
         seen, unseen = precision["observed"].get(role, {}), precision["unseen"].get(role, {})
         assert sum(seen.values()) + sum(unseen.values()) == total, role
@@ -56,7 +77,10 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     assert all(0 < share <= 1 for share in metrics(run, "share_changed"))
     steps = [r for r in losses(run) if r[1] is not None]
     assert [s for s, *_ in steps] == [1, 2, 3, 4, 5, 6]
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32), str(run / "adapter"))
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32),
+        str(run / "adapter"),
+    )
     assert plain.peft_config["default"].r == 4
 
 
@@ -81,18 +105,23 @@ def test_the_trained_model_is_freed_before_its_result_is_loaded(configured, monk
 @pytest.mark.parametrize(
     ("precision", "text", "dtype"),
     [
-        ({"preset": "bf16-mixed", "save": "model fp32"}, "bf16-mixed save=fp32", torch.float32),  # the roles of bf16-lora
+        # the roles of bf16-lora
+        ({"preset": "bf16-mixed", "save": "model fp32"}, "bf16-mixed save=fp32", torch.float32),
         ({"preset": "bf16-pure"}, "bf16-pure", torch.bfloat16),
     ],
 )
-def test_full_fine_tuning_saves_an_ordinary_model(configured, tmp_path, capsys, precision, text, dtype):
+def test_full_fine_tuning_saves_an_ordinary_model(
+    configured, tmp_path, capsys, precision, text, dtype
+):
     assert train(configured(adapter={"kind": "none"}, precision=precision)) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype="auto")
     assert model.dtype == dtype
     observed = read(tmp_path / "run", "precision")
     assert (set(observed["observed"]["grads"]), observed["violations"]) == ({"fp32"}, [])
     records = ["precision.json", "model/precision.json", "checkpoints/step_6/state.json"]
-    assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {text}
+    assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {
+        text
+    }
     assert f"precision {text}  (" in capsys.readouterr().out
 
 
@@ -111,7 +140,9 @@ def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
 
 # the preflight samples and collates once before the loop does
 @pytest.mark.parametrize(("stage", "call"), [("evaluate", 2), ("collate", 3)])
-def test_ctrl_c_saves_and_prints_the_resume_command(default_run, configured, tmp_path, capsys, monkeypatch, stage, call):
+def test_ctrl_c_saves_and_prints_the_resume_command(
+    default_run, configured, tmp_path, capsys, monkeypatch, stage, call
+):
     previous = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patched:
         ctrl_c_before(patched, LanguageTask, stage, call=call)
@@ -124,7 +155,9 @@ def test_ctrl_c_saves_and_prints_the_resume_command(default_run, configured, tmp
 
 
 @pytest.mark.parametrize("stage", ["prepare", "preflight"])
-def test_ctrl_c_before_step_1_stops_at_once_and_removes_the_folder(configured, tmp_path, capsys, monkeypatch, stage):
+def test_ctrl_c_before_step_1_stops_at_once_and_removes_the_folder(
+    configured, tmp_path, capsys, monkeypatch, stage
+):
     with monkeypatch.context() as patched:
         ctrl_c_before(patched, run_module, stage)
         assert train(configured()) == 130
@@ -132,9 +165,17 @@ def test_ctrl_c_before_step_1_stops_at_once_and_removes_the_folder(configured, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over_written_again_and_never_in_the_way_of_a_whole_one(configured, tmp_path, capsys):
-    """Without evaluations no checkpoint is the best one, which is written anyway; with keep: 1 a later folder must not count."""
-    sections = {"data": {"eval_split": 0.0}, "train": {"schedule": "constant"}, "run": {"save_every": 2, "keep": 1}}
+def test_a_damaged_checkpoint_is_passed_over_written_again_and_never_in_the_way_of_a_whole_one(
+    configured, tmp_path, capsys
+):
+    """Without evaluations no checkpoint is the best one, which is written anyway; with keep: 1 a
+    later folder must not count.
+    """
+    sections = {
+        "data": {"eval_split": 0.0},
+        "train": {"schedule": "constant"},
+        "run": {"save_every": 2, "keep": 1},
+    }
     assert train(configured(**sections)) == 0
     run = tmp_path / "run"
     (run / "checkpoints/step_6").rename(run / "checkpoints/step_60")
@@ -152,7 +193,9 @@ def test_a_damaged_checkpoint_is_passed_over_written_again_and_never_in_the_way_
     assert CheckpointStore(run / "checkpoints").newest_whole() == (8, [])
 
 
-def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(configured, tmp_path, capsys):
+def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(
+    configured, tmp_path, capsys
+):
     run = tmp_path / "run"
     assert train(configured(train={"schedule": "constant"})) == 0
     resolved = (run / "resolved.yaml").read_text()
@@ -170,11 +213,18 @@ def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(conf
         ("dropout: 0.0", "dropout: 0.5", r"adapter\.dropout"),
     ):
         assert before in resolved
-        (run / "resolved.yaml").write_text((run / "resolved.yaml").read_text().replace(before, after, 1))
+        (run / "resolved.yaml").write_text(
+            (run / "resolved.yaml").read_text().replace(before, after, 1)
+        )
         with pytest.raises(UsageError, match=key):
             train(load(run / "resolved.yaml", ["train.steps=9"], resolved=True), resume=run)
-        assert f"resolved.yaml was edited by hand: {key.replace(chr(92), '')}" in capsys.readouterr().out
-        (run / "resolved.yaml").write_text((run / "resolved.yaml").read_text().replace(after, before, 1))
+        assert (
+            f"resolved.yaml was edited by hand: {key.replace(chr(92), '')}"
+            in capsys.readouterr().out
+        )
+        (run / "resolved.yaml").write_text(
+            (run / "resolved.yaml").read_text().replace(after, before, 1)
+        )
 
 
 def test_one_folder_holds_one_run(default_run, configured):
@@ -182,15 +232,25 @@ def test_one_folder_holds_one_run(default_run, configured):
         train(configured(run={"folder": str(default_run)}))
 
 
-def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(configured, tmp_path, capsys):
-    sections = {"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1, "patience": 3}
+def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
+    configured, tmp_path, capsys
+):
+    sections = {
+        "steps": 40,
+        "learning_rate": 1.0,
+        "schedule": "constant",
+        "eval_every": 1,
+        "patience": 3,
+    }
     assert train(configured(train=sections)) == 0
     run, result = tmp_path / "run", result_of(tmp_path / "run")
     assert result["steps"] < 40
     assert result["of_step"] == result["best_step"] != result["steps"]
 
     def kept():
-        return (run / "metrics.jsonl").read_bytes(), (run / "adapter/adapter_model.safetensors").read_bytes()
+        return (run / "metrics.jsonl").read_bytes(), (
+            run / "adapter/adapter_model.safetensors"
+        ).read_bytes()
 
     before = kept()
     assert train(configured(train=sections), resume=run) == 0
@@ -202,9 +262,18 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(confi
 
 def test_a_run_that_goes_on_without_evaluations_ends_as_others_do(configured, tmp_path, capsys):
     assert train(configured()) == 0
-    assert train(replace(configured(data={"eval_split": 0}, train={"steps": 8}), consent=True), resume=tmp_path / "run") == 0
+    assert (
+        train(
+            replace(configured(data={"eval_split": 0}, train={"steps": 8}), consent=True),
+            resume=tmp_path / "run",
+        )
+        == 0
+    )
     assert result_of(tmp_path / "run")["status"] == "done"
-    assert any(line.startswith("done      8 steps in") and "evaluation" not in line for line in capsys.readouterr().out.splitlines())
+    assert any(
+        line.startswith("done      8 steps in") and "evaluation" not in line
+        for line in capsys.readouterr().out.splitlines()
+    )
 
 
 def test_an_impossible_folder_is_a_usage_error(configured):
@@ -220,28 +289,48 @@ def test_json_output_is_one_object_on_stdout(configured, capsys):
     assert "step 6/6" in captured.err
 
 
-def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured, tmp_path, workshop):
+def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(
+    configured, tmp_path, workshop
+):
     base = json.loads((workshop.base / "config.json").read_text())
     model = {"init": "random", "name": None, "config": base, "tokenizer": str(workshop.base)}
     assert train(configured(model=model)) == 0
     run = tmp_path / "run"
     assert result_of(run)["base"] == str(run / "base")
-    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter"))
+    PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter")
+    )
 
 
 # --- `data.eval` as sets by name: a loss for each, and early stopping by one of them.
 
 
-def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
+def test_every_named_set_has_a_loss_and_one_of_them_decides(
+    configured: Any, workshop: Any, tmp_path: Path, capsys: Any
+) -> None:
     lines = Path(workshop.chats).read_text().splitlines(keepends=True)
     ours, other, odd = tmp_path / "train.jsonl", tmp_path / "more.jsonl", tmp_path / "odd.jsonl"
     ours.write_text("".join(lines[6:]))
     other.write_text("".join(lines[:6]))
     odd.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4}]}) + "\n"
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4},
+                ]
+            }
+        )
+        + "\n"
     )
     data = {"train": str(ours), "eval": {"like": str(other), "odd": [str(odd)]}}
-    settings = {"steps": 4, "eval_every": 2, "patience": 9, "stop_on": "like", "learning_rate": 0.01}
+    settings = {
+        "steps": 4,
+        "eval_every": 2,
+        "patience": 9,
+        "stop_on": "like",
+        "learning_rate": 0.01,
+    }
     assert train(configured(data=data, train=settings)) == 0
     assert "(best of like)" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

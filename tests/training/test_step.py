@@ -1,4 +1,6 @@
-"""One optimizer step: accumulation, clipping, numbers that are not finite, and where it waits for its device."""
+"""One optimizer step: accumulation, clipping, numbers that are not finite, and where it waits for
+its device.
+"""
 
 import copy
 from functools import partial
@@ -53,14 +55,18 @@ def test_accumulation_is_normalised_by_tokens():
 def test_loss_is_transformers_own():
     s = stepper(tiny())
     batch = batches(8)[0]
-    theirs = s.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
+    theirs = s.model(
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels
+    ).loss
     assert float(s.accumulate([batch])) == pytest.approx(float(theirs.detach()), rel=1e-6)
 
 
 def test_clipping_bounds_what_the_optimizer_sees():
     s = stepper(tiny(), clip=1e-3)
     seen = []
-    s.optimizer.register_step_pre_hook(lambda *_: seen.append(float(gradient_norm(s.accumulator.gradients()))))
+    s.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(float(gradient_norm(s.accumulator.gradients())))
+    )
     result = s(batches(4), step=1, learning_rate=0.0, watch_changes=False)
     assert result.gradient_norm > 1e-2
     assert seen[0] == pytest.approx(1e-3, rel=1e-2)
@@ -82,11 +88,17 @@ def poisoned_weight(s):
 
 
 def poisoned_activation(s):
-    s.model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda m, a, out: out * float("inf"))
+    s.model.model.layers[0].self_attn.o_proj.register_forward_hook(
+        lambda m, a, out: out * float("inf")
+    )
 
 
 @pytest.mark.parametrize(
-    ("poison", "named"), [(poisoned_weight, r"parameter model\.layers\.1\.mlp\.down_proj"), (poisoned_activation, r"model\.layers\.0")]
+    ("poison", "named"),
+    [
+        (poisoned_weight, r"parameter model\.layers\.1\.mlp\.down_proj"),
+        (poisoned_activation, r"model\.layers\.0"),
+    ],
 )
 def test_a_non_finite_loss_stops_before_any_weight_changes(poison, named):
     s = stepper(tiny())
@@ -94,7 +106,10 @@ def test_a_non_finite_loss_stops_before_any_weight_changes(poison, named):
     before = copy.deepcopy(s.model.state_dict())
     with pytest.raises(RunError, match=rf"NF001 step 7: the loss is not finite.*{named}"):
         s(batches(2, 2), step=7, learning_rate=1e-3, watch_changes=False)
-    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before.values(), s.model.state_dict().values()))
+    assert all(
+        torch.equal(a, b) or a.isnan().any()
+        for a, b in zip(before.values(), s.model.state_dict().values())
+    )
 
 
 def test_a_non_finite_gradient_names_the_parameter():
@@ -120,13 +135,17 @@ def test_fp16_overflow_halves_the_scale_and_a_collapse_is_reported():
 
 def test_evaluation_does_not_depend_on_the_batch_size():
     model = stepper(tiny()).model
-    losses = {size: evaluate(model, rows(13), batch_size=size, pad_id=0, device=CPU) for size in (1, 3, 13)}
+    losses = {
+        size: evaluate(model, rows(13), batch_size=size, pad_id=0, device=CPU)
+        for size in (1, 3, 13)
+    }
     assert len({e.weight for e in losses.values()}) == 1
     reference = losses[1].loss
     assert all(e.loss == pytest.approx(reference, rel=1e-6) for e in losses.values())
 
 
-# --- A step waits for its device at one place: where it reads the loss and the norm. Everything else runs on tensors without values.
+# --- A step waits for its device at one place: where it reads the loss and the norm. Everything
+# else runs on tensors without values.
 
 
 META = torch.device("meta")
@@ -139,16 +158,34 @@ def stepper_of(preset, world, sharding, loss_sum=batch_loss_sum):
     apply_precision(model, precision, device_type="cuda")
     model.to(META)
     processes = world if sharding is None else None
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, processes=processes)
+    accumulator = GradientAccumulator(
+        model.parameters(), dtype=precision.grads, processes=processes
+    )
     optimizer = build_optimizer(model, train, precision, accumulator.gradient)
-    return Stepper(model, optimizer, accumulator, precision, train, partial(loss_sum, dtype=precision.loss), world, sharding)
+    return Stepper(
+        model,
+        optimizer,
+        accumulator,
+        precision,
+        train,
+        partial(loss_sum, dtype=precision.loss),
+        world,
+        sharding,
+    )
 
 
-@pytest.mark.parametrize(("processes", "preset"), [("one", "bf16-lora"), ("replicate", "bf16-lora"), ("shard", "fp16-mixed")])
+@pytest.mark.parametrize(
+    ("processes", "preset"),
+    [("one", "bf16-lora"), ("replicate", "bf16-lora"), ("shard", "fp16-mixed")],
+)
 def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
     world = ALONE if processes == "one" else Two()
-    stepper = stepper_of(preset, world, SimpleNamespace(replicas=1, sent=list) if processes == "shard" else None)
-    batches = [collate(rows(4)[at : at + 2], pad_id=0, device_type="cuda").to(META) for at in (0, 2)]
+    stepper = stepper_of(
+        preset, world, SimpleNamespace(replicas=1, sent=list) if processes == "shard" else None
+    )
+    batches = [
+        collate(rows(4)[at : at + 2], pad_id=0, device_type="cuda").to(META) for at in (0, 2)
+    ]
     reads = []
 
     def read(*scalars):
@@ -160,7 +197,9 @@ def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
         with planned_for("cuda"), NoHostReads() as mode:
             result = stepper(batches, step=number, learning_rate=1e-3, watch_changes=True)
         assert mode.seen
-        assert result.share_changed == (0.25 if number == 2 else None), "of the update of the step before"
+        assert result.share_changed == (0.25 if number == 2 else None), (
+            "of the update of the step before"
+        )
     assert reads == [[(META, ())] * 2, [(META, ())] * 3]
     scale = stepper.loss_scale.scale if stepper.loss_scale else 1.0
     shares = {"one": (3.0, 4.0), "replicate": (6.0, 4.0), "shard": (6.0, 4.0 * 2**0.5)}

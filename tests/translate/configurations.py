@@ -1,5 +1,7 @@
 # ruff: noqa: E501  a table: one row, one configuration
-"""Configurations as the tools' own documentation writes them: name -> file name, text, the settings that must come of it (or words of the refusal)."""
+"""Configurations as the tools' own documentation writes them: name -> file name, text, the settings
+that must come of it (or words of the refusal).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """tool: what it must be recognised as. expected: `section.key` -> value in the result. refused: words of the message, exit 2."""
+    """tool: what it must be recognised as. expected: `section.key` -> value in the result. refused:
+    words of the message, exit 2.
+    """
 
     file: str
     text: str
@@ -21,7 +25,13 @@ class Case:
 
 def notebook(*cells: str) -> str:
     made = [
-        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": cell.splitlines(keepends=True)}
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+            "source": cell.splitlines(keepends=True),
+        }
         for cell in cells
     ]
     return json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1)
@@ -46,7 +56,9 @@ gradient_checkpointing: true
 flash_attention: true
 warmup_ratio: 0.1
 """
-AXOLOTL_LORA = "adapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_dropout: 0.05\nlora_target_linear: true\n"
+AXOLOTL_LORA = (
+    "adapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_dropout: 0.05\nlora_target_linear: true\n"
+)
 FACTORY = """model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
 stage: sft
 do_train: true
@@ -104,11 +116,14 @@ profiler:
   _component_: torchtune.training.setup_torch_profiler
   enabled: False
 """
-TUNE_DPO = TUNE.replace("torchtune.modules.loss.LinearCrossEntropyLoss", "torchtune.rlhf.loss.DPOLoss").replace(
+TUNE_DPO = TUNE.replace(
+    "torchtune.modules.loss.LinearCrossEntropyLoss", "torchtune.rlhf.loss.DPOLoss"
+).replace(
     "torchtune.datasets.alpaca_cleaned_dataset", "torchtune.datasets.stack_exchange_paired_dataset"
 )
 TUNE_FULL = TUNE.replace("lora_llama3_2_1b", "llama3_2_1b").replace(
-    "  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']\n  apply_lora_to_mlp: True\n  lora_rank: 64\n  lora_alpha: 128\n", ""
+    "  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']\n  apply_lora_to_mlp: True\n  lora_rank: 64\n  lora_alpha: 128\n",
+    "",
 )
 TRAINER = """from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", dtype={dtype})

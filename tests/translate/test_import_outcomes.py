@@ -1,4 +1,6 @@
-"""import_outcomes.tsv: docs/measured.md states its sums, and no published configuration gave a contradictory result."""
+"""import_outcomes.tsv: docs/measured.md states its sums, and no published configuration gave a
+contradictory result.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ def test_sums_of_the_page_are_those_of_the_table():
         total = sums.setdefault(row["project"], [0] * 5)
         keys = sum(int(row[fate] or 0) for fate in FATES)
         for index, more in enumerate(
-            (1, row["outcome"] == "translated", row["outcome"] != "translated", keys, len(row["unknown"].split()))
+            (
+                1,
+                row["outcome"] == "translated",
+                row["outcome"] != "translated",
+                keys,
+                len(row["unknown"].split()),
+            )
         ):
             total[index] += more
     page = PAGE.read_text(encoding="utf-8").partition("\n## Import")[2].partition("\n## ")[0]

@@ -1,4 +1,6 @@
-"""`isotype import` of kohya's, ai-toolkit's, OneTrainer's and diffusers' files: each key with its line and what became of it."""
+"""`isotype import` of kohya's, ai-toolkit's, OneTrainer's and diffusers' files: each key with its
+line and what became of it.
+"""
 
 from __future__ import annotations
 
@@ -121,29 +123,72 @@ def made(tmp_path, name, text, **files):
 
 def test_a_script_of_diffusers_is_what_it_is(tmp_path):
     result, config = made(tmp_path, "train.sh", DIFFUSERS)
-    assert (result.tool, config.adapter.kind, config.adapter.r, config.adapter.alpha) == ("diffusers", "lora", 16, 16.0)
+    assert (result.tool, config.adapter.kind, config.adapter.r, config.adapter.alpha) == (
+        "diffusers",
+        "lora",
+        16,
+        16.0,
+    )
     assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
     assert config.images.train == [{"name": "dog", "caption": "a photo of sks dog"}]
-    assert config.images.regularisation == [{"name": "class", "caption": "a photo of a dog", "weight": 0.5, "draw": 100}]
-    assert (config.diffusion.timesteps, config.diffusion.shift, config.diffusion.guidance) == ("uniform", 1.0, 3.5), "the script's own"
-    assert (config.precision.preset, config.train.accumulate, config.run.samples) == ("bf16-lora", 4, ["sks dog in a bucket"])
+    assert config.images.regularisation == [
+        {"name": "class", "caption": "a photo of a dog", "weight": 0.5, "draw": 100}
+    ]
+    assert (config.diffusion.timesteps, config.diffusion.shift, config.diffusion.guidance) == (
+        "uniform",
+        1.0,
+        3.5,
+    ), "the script's own"
+    assert (config.precision.preset, config.train.accumulate, config.run.samples) == (
+        "bf16-lora",
+        4,
+        ["sks dog in a bucket"],
+    )
     lines = {outcome.given.name: outcome.given.line for outcome in result.outcomes}
     assert lines["learning_rate"] == 2
 
 
 def test_kohyas_toml_with_its_datasets_and_prompts(tmp_path):
     prompts = "# mine\nsks dog --n blurry --w 768 --h 768 --d 7 --s 30 --l 5\na cat\n"
-    result, config = made(tmp_path, "run.toml", KOHYA, **{"data.toml": DATA, "prompts.txt": prompts})
-    assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.optimizer) == ("kohya", 32, 16.0, "adamw8bit")
+    result, config = made(
+        tmp_path, "run.toml", KOHYA, **{"data.toml": DATA, "prompts.txt": prompts}
+    )
+    assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.optimizer) == (
+        "kohya",
+        32,
+        16.0,
+        "adamw8bit",
+    )
     assert config.images.train == [{"name": "mine", "caption": "sks dog", "repeats": 10}]
     assert config.images.regularisation == "prior"
     images = config.images
-    assert (images.resolution, images.tag_orders, images.keep_tags, images.tag_dropout) == (1024, 8, 1, 0.1)
+    assert (images.resolution, images.tag_orders, images.keep_tags, images.tag_dropout) == (
+        1024,
+        8,
+        1,
+        0.1,
+    )
     diffusion = config.diffusion
-    assert (diffusion.noise_offset, diffusion.least_noise, diffusion.weighting, diffusion.snr_gamma) == (0.05, 0.2, "min_snr", 5.0)
-    own = {"prompt": "sks dog", "negative": "blurry", "size": 768, "steps": 30, "seed": 7, "guidance": 5.0}
+    assert (
+        diffusion.noise_offset,
+        diffusion.least_noise,
+        diffusion.weighting,
+        diffusion.snr_gamma,
+    ) == (0.05, 0.2, "min_snr", 5.0)
+    own = {
+        "prompt": "sks dog",
+        "negative": "blurry",
+        "size": 768,
+        "steps": 30,
+        "seed": 7,
+        "guidance": 5.0,
+    }
     assert config.run.samples == [own, "a cat"]
-    assert (config.run.adapters_every, config.run.adapter_format, config.run.folder) == (500, "comfyui", "out")
+    assert (config.run.adapters_every, config.run.adapter_format, config.run.folder) == (
+        500,
+        "comfyui",
+        "out",
+    )
 
 
 def test_kohyas_command_and_its_numbered_folders(tmp_path):
@@ -155,7 +200,9 @@ def test_kohyas_command_and_its_numbered_folders(tmp_path):
     assert (result.tool, config.adapter.r, config.adapter.alpha) == ("kohya", 8, 1.0)
     assert config.images.train == [{"name": "img/10_sks dog", "repeats": 10, "caption": "sks dog"}]
     assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
-    assert (config.adapter.text_encoders, config.adapter.text_encoder_rate) == (True, None), "as the script does"
+    assert (config.adapter.text_encoders, config.adapter.text_encoder_rate) == (True, None), (
+        "as the script does"
+    )
 
 
 def text_encoders_of(tmp_path, name, text):
@@ -165,24 +212,49 @@ def text_encoders_of(tmp_path, name, text):
 
 def test_text_encoders_are_trained_as_they_were(tmp_path):
     assert text_encoders_of(tmp_path, "a.toml", KOHYA) == (False, None)
-    for given, carried in (("5e-5", 5e-5), ("[5e-5, 2e-5]", [5e-5, 2e-5]), ("[5e-5, 0]", 5e-5), ("1.0", None)):
-        assert text_encoders_of(tmp_path, "a.toml", f"text_encoder_lr = {given}\n{KOHYA}") == (True, carried)
+    for given, carried in (
+        ("5e-5", 5e-5),
+        ("[5e-5, 2e-5]", [5e-5, 2e-5]),
+        ("[5e-5, 0]", 5e-5),
+        ("1.0", None),
+    ):
+        assert text_encoders_of(tmp_path, "a.toml", f"text_encoder_lr = {given}\n{KOHYA}") == (
+            True,
+            carried,
+        )
     for off in ("text_encoder_lr = 0", "text_encoder_lr = 5e-5\nnetwork_train_unet_only = true"):
         assert text_encoders_of(tmp_path, "a.toml", f"{off}\n{KOHYA}") == (False, None)
-    assert text_encoders_of(tmp_path, "a.toml", f'clip_l = "c.safetensors"\ntext_encoder_lr = 5e-5\n{KOHYA}') == (False, None)
+    assert text_encoders_of(
+        tmp_path, "a.toml", f'clip_l = "c.safetensors"\ntext_encoder_lr = 5e-5\n{KOHYA}'
+    ) == (False, None)
     script = "accelerate launch sd-scripts/sdxl_train_network.py --network_module networks.lora --pretrained_model_name_or_path sdxl"
-    assert text_encoders_of(tmp_path, "a.sh", f"{script} --network_train_unet_only --train_data_dir img\n") == (False, None)
+    assert text_encoders_of(
+        tmp_path, "a.sh", f"{script} --network_train_unet_only --train_data_dir img\n"
+    ) == (False, None)
 
-    sdxl = DIFFUSERS.replace("lora_flux", "lora_sdxl").replace("--push_to_hub", "--train_text_encoder")
+    sdxl = DIFFUSERS.replace("lora_flux", "lora_sdxl").replace(
+        "--push_to_hub", "--train_text_encoder"
+    )
     assert text_encoders_of(tmp_path, "b.sh", sdxl) == (True, None), "Prodigy has one rate"
-    sdxl = sdxl.replace("optimizer=prodigy --learning_rate=1.", "optimizer=adamw --learning_rate=1e-4")
+    sdxl = sdxl.replace(
+        "optimizer=prodigy --learning_rate=1.", "optimizer=adamw --learning_rate=1e-4"
+    )
     assert text_encoders_of(tmp_path, "b.sh", sdxl) == (True, 5e-6), "the script's default"
-    assert text_encoders_of(tmp_path, "b.sh", sdxl.replace("--seed=7", "--text_encoder_lr=1e-5")) == (True, 1e-5)
-    assert text_encoders_of(tmp_path, "b.sh", sdxl.replace("--train_text_encoder", "--text_encoder_lr=1e-5")) == (False, None)
+    assert text_encoders_of(
+        tmp_path, "b.sh", sdxl.replace("--seed=7", "--text_encoder_lr=1e-5")
+    ) == (True, 1e-5)
+    assert text_encoders_of(
+        tmp_path, "b.sh", sdxl.replace("--train_text_encoder", "--text_encoder_lr=1e-5")
+    ) == (False, None)
 
     adamw = AI_TOOLKIT.replace("optimizer: prodigy", "optimizer: adamw8bit")
-    on = adamw.replace("lr: 1.0", "lr: 1e-4\n        train_text_encoder: true\n        text_encoder_lr: 2e-5")
-    assert text_encoders_of(tmp_path, "c.yaml", on.replace("is_flux: true", "is_xl: true")) == (True, 2e-5)
+    on = adamw.replace(
+        "lr: 1.0", "lr: 1e-4\n        train_text_encoder: true\n        text_encoder_lr: 2e-5"
+    )
+    assert text_encoders_of(tmp_path, "c.yaml", on.replace("is_flux: true", "is_xl: true")) == (
+        True,
+        2e-5,
+    )
     assert text_encoders_of(tmp_path, "c.yaml", on) == (False, None), "of Flux"
 
     first, second = {"train": True, "learning_rate": 5e-5}, {"train": True, "learning_rate": None}
@@ -192,42 +264,78 @@ def test_text_encoders_are_trained_as_they_were(tmp_path):
         ("STABLE_DIFFUSION_15", (first,), (True, 5e-5)),
         ("FLUX_DEV_1", (first, second), (False, None)),
     ):
-        settings = ONETRAINER | {"model_type": kind} | dict(zip(("text_encoder", "text_encoder_2"), parts))
+        settings = (
+            ONETRAINER | {"model_type": kind} | dict(zip(("text_encoder", "text_encoder_2"), parts))
+        )
         assert text_encoders_of(tmp_path, "d.json", json.dumps(settings)) == carried
 
 
 def test_ai_toolkits_yaml(tmp_path):
     result, config = made(tmp_path, "dog.yaml", AI_TOOLKIT)
-    assert (result.tool, kind_of(config), config.adapter.r, config.train.ema) == ("ai-toolkit", DIFFUSION, 16, 0.99)
+    assert (result.tool, kind_of(config), config.adapter.r, config.train.ema) == (
+        "ai-toolkit",
+        DIFFUSION,
+        16,
+        0.99,
+    )
     assert (config.images.trigger, config.images.resolution) == ("sks", 1024)
     assert config.images.train == [{"name": "mine", "resolution": [512, 768, 1024]}]
     assert (config.train.learning_rate, config.diffusion.timesteps) == (1.0, "logit_normal")
-    assert (config.run.adapters_every, config.run.adapters_keep, config.run.sample_size) == (250, 4, 1024)
+    assert (config.run.adapters_every, config.run.adapters_keep, config.run.sample_size) == (
+        250,
+        4,
+        1024,
+    )
     first, second = config.run.samples
     assert first == {"prompt": "sks in a bucket", "negative": "blurry", "seed": 42}
     assert second["seed"] == 43
     assert (config.precision.base, config.train.optimizer) == ("fp8", "prodigy")
-    assert next(outcome.given.line for outcome in result.outcomes if outcome.given.name == "train.lr") == 20
+    assert (
+        next(outcome.given.line for outcome in result.outcomes if outcome.given.name == "train.lr")
+        == 20
+    )
 
 
 def test_ai_toolkits_pairs(tmp_path):
     text = AI_TOOLKIT.replace("caption_ext: txt", "control_path: before")
     _, config = made(tmp_path, "edit.yaml", text)
-    assert config.images.train == [{"name": "mine", "resolution": [512, 768, 1024], "controls": "before"}]
+    assert config.images.train == [
+        {"name": "mine", "resolution": [512, 768, 1024], "controls": "before"}
+    ]
 
 
 def test_onetrainers_json(tmp_path):
     result, config = made(tmp_path, "config.json", json.dumps(ONETRAINER))
-    assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.epochs) == ("onetrainer", 16, 1.0, 20.0)
+    assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.epochs) == (
+        "onetrainer",
+        16,
+        1.0,
+        20.0,
+    )
     assert config.images.train == [{"name": "mine", "repeats": 3}]
-    assert (config.diffusion.logit_std, config.diffusion.logit_mean, config.images.tag_orders) == (0.8, 0.2, 8)
-    assert (config.run.adapters_every, config.run.sample_every, config.train.weight_decay) == (200, None, 0.02)
+    assert (config.diffusion.logit_std, config.diffusion.logit_mean, config.images.tag_orders) == (
+        0.8,
+        0.2,
+        8,
+    )
+    assert (config.run.adapters_every, config.run.sample_every, config.train.weight_decay) == (
+        200,
+        None,
+        0.02,
+    )
 
 
 def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
-    lycoris = KOHYA.replace('"networks.lora"', '"lycoris.kohya"\nnetwork_args = ["algo=lokr", "factor=8", "conv_dim=4"]')
-    more = DATA + '\n[[datasets]]\nresolution = [768, 768]\n  [[datasets.subsets]]\n  image_dir = "small"\n'
-    result, config = made(tmp_path, "run.toml", lycoris, **{"data.toml": more, "prompts.txt": "a cat"})
+    lycoris = KOHYA.replace(
+        '"networks.lora"', '"lycoris.kohya"\nnetwork_args = ["algo=lokr", "factor=8", "conv_dim=4"]'
+    )
+    more = (
+        DATA
+        + '\n[[datasets]]\nresolution = [768, 768]\n  [[datasets.subsets]]\n  image_dir = "small"\n'
+    )
+    result, config = made(
+        tmp_path, "run.toml", lycoris, **{"data.toml": more, "prompts.txt": "a cat"}
+    )
     assert (config.adapter.kind, config.adapter.factor, config.adapter.r) == ("lokr", 8, 32)
     assert config.images.train[1] == {"name": "small", "resolution": 768}
     assert next(o.given.line for o in result.outcomes if o.became == "adapter.factor: 8") == 3
@@ -240,7 +348,10 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
 
     settings = {**ONETRAINER, "lora_decompose": True, "resolution": "512,768"}
     _, config = made(tmp_path, "config.json", json.dumps(settings))
-    assert (config.adapter.dora, config.images.train) == (True, [{"name": "mine", "repeats": 3, "resolution": [512, 768]}])
+    assert (config.adapter.dora, config.images.train) == (
+        True,
+        [{"name": "mine", "repeats": 3, "resolution": [512, 768]}],
+    )
 
     script = DIFFUSERS.replace("--push_to_hub", "--num_class_images=200 --use_dora")
     result, config = made(tmp_path, "train.sh", script)
@@ -251,12 +362,32 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", AI_TOOLKIT.replace("type: lora", "type: locon"), "network.type: locon is not offered"),
-        ("a.yaml", AI_TOOLKIT.replace("type: sd_trainer", "type: concept_slider"), "concept_slider is not offered"),
-        ("a.yaml", AI_TOOLKIT.replace("caption_ext: txt", "control_path: [before, style]"), "several pictures before an edit"),
+        (
+            "a.yaml",
+            AI_TOOLKIT.replace("type: lora", "type: locon"),
+            "network.type: locon is not offered",
+        ),
+        (
+            "a.yaml",
+            AI_TOOLKIT.replace("type: sd_trainer", "type: concept_slider"),
+            "concept_slider is not offered",
+        ),
+        (
+            "a.yaml",
+            AI_TOOLKIT.replace("caption_ext: txt", "control_path: [before, style]"),
+            "several pictures before an edit",
+        ),
         ("a.toml", KOHYA.replace("networks.lora", "lycoris.kohya"), "lycoris.kohya is not offered"),
-        ("a.json", json.dumps({**ONETRAINER, "training_method": "EMBEDDING"}), "EMBEDDING is not offered"),
-        ("a.sh", DIFFUSERS.replace("--push_to_hub", "--train_text_encoder"), "SDXL and Stable Diffusion only"),
+        (
+            "a.json",
+            json.dumps({**ONETRAINER, "training_method": "EMBEDDING"}),
+            "EMBEDDING is not offered",
+        ),
+        (
+            "a.sh",
+            DIFFUSERS.replace("--push_to_hub", "--train_text_encoder"),
+            "SDXL and Stable Diffusion only",
+        ),
     ],
 )
 def test_what_is_not_offered_stops_an_import(tmp_path, name, text, said):
@@ -266,8 +397,17 @@ def test_what_is_not_offered_stops_an_import(tmp_path, name, text, said):
 
 
 def test_prodigy_and_simpletuners_defaults_are_carried(tmp_path):
-    settings = {"--model_type": "lora", "--model_family": "flux", "--optimizer": "prodigy", "--learning_rate": 1.0}
-    settings |= {"--pretrained_model_name_or_path": "FLUX.1-dev", "--max_train_steps": 10, "--mixed_precision": "bf16"}
+    settings = {
+        "--model_type": "lora",
+        "--model_family": "flux",
+        "--optimizer": "prodigy",
+        "--learning_rate": 1.0,
+    }
+    settings |= {
+        "--pretrained_model_name_or_path": "FLUX.1-dev",
+        "--max_train_steps": 10,
+        "--mixed_precision": "bf16",
+    }
     _, config = made(tmp_path, "config.json", json.dumps(settings))
     assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
     assert (config.diffusion.shift, config.train.clip, config.adapter.dropout) == (3.0, 2.0, 0.1)

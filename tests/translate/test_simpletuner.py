@@ -1,4 +1,6 @@
-"""`isotype import --from simpletuner`: config.env, JSON and TOML with their dataset file, each setting with what became of it."""
+"""`isotype import --from simpletuner`: config.env, JSON and TOML with their dataset file, each
+setting with what became of it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def env(tmp_path):
 
 def written(folder, **settings):
     file = folder / "config.json"
-    file.write_text(json.dumps(JSON | {f"--{key}": value for key, value in settings.items()}, indent=1))
+    file.write_text(
+        json.dumps(JSON | {f"--{key}": value for key, value in settings.items()}, indent=1)
+    )
     (folder / "multidatabackend.json").write_text(json.dumps(DATASETS[:1]))
     return file
 
@@ -81,10 +85,19 @@ def test_config_env_is_read_as_a_shell_reads_it_with_its_datasets(env, tmp_path)
     made = config(translate(env).text, tmp_path)
     assert kind_of(made) == DIFFUSION
     assert made.images.train == [{"name": "mine", "caption": "a photo of sks dog", "repeats": 10}]
-    assert (made.images.regularisation, made.images.eval, made.images.masks) == ("dogs", "held", "masks")
+    assert (made.images.regularisation, made.images.eval, made.images.masks) == (
+        "dogs",
+        "held",
+        "masks",
+    )
     assert (made.images.resolution, made.images.max_aspect, made.images.crop) == (704, 2.0, 4)
     assert (made.adapter.r, made.adapter.alpha, made.diffusion.shift) == (8, 8.0, 3.0)
-    assert (made.train.batch_size, made.train.accumulate, made.train.steps, made.train.warmup) == (2, 4, 3000, 100)
+    assert (made.train.batch_size, made.train.accumulate, made.train.steps, made.train.warmup) == (
+        2,
+        4,
+        3000,
+        100,
+    )
     assert (made.train.ema, made.train.weight_decay) == (0.995, 0.01)
     assert (made.run.samples, made.run.sample_size) == (["a photo of sks dog"], 1024)
     assert made.precision.preset == "bf16-lora"
@@ -94,15 +107,22 @@ def test_config_env_is_read_as_a_shell_reads_it_with_its_datasets(env, tmp_path)
 def test_every_setting_has_its_line_and_what_became_of_it(env):
     result = translate(env, "simpletuner")
     keys = [(given.name, given.line) for given in read(env).keys]
-    assert sorted(keys) == sorted((outcome.given.name, outcome.given.line) for outcome in result.outcomes)
+    assert sorted(keys) == sorted(
+        (outcome.given.name, outcome.given.line) for outcome in result.outcomes
+    )
     assert all(outcome.given.line for outcome in result.outcomes)
     assert [o.given.written for o in result.outcomes if "does not know" in o.note] == ["EXTRA"]
     assert all(o.note for o in result.outcomes if o.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
-    assert next(o.given.line for o in result.outcomes if o.given.written.endswith("mine.repeats")) == 14
+    assert (
+        next(o.given.line for o in result.outcomes if o.given.written.endswith("mine.repeats"))
+        == 14
+    )
 
 
 def test_secrets_are_neither_written_nor_shown(env, tmp_path):
-    done = CliRunner().invoke(build_app(), ["import", str(env), "--out", str(tmp_path / "run.yaml")])
+    done = CliRunner().invoke(
+        build_app(), ["import", str(env), "--out", str(tmp_path / "run.yaml")]
+    )
     said = CliRunner().invoke(build_app(), ["import", str(env), "--json"])
     assert done.exit_code == said.exit_code == 0
     for text in (done.output, said.output, (tmp_path / "run.yaml").read_text()):
@@ -114,7 +134,9 @@ def test_secrets_of_other_tools_files_are_not_shown(tmp_path):
     names = ("hub_token", "wandb_api_key", "aws_secret_key", "mail-api-key", "comet_webhook_url")
     lines = "".join(f"{name}: verysecret{i}\n" for i, name in enumerate(names))
     inside = "datasets:\n  - path: a/b\n    auth: {hub_token: verysecret9}\n    url: --token=verysecret8\n"
-    (tmp_path / "a.yaml").write_text(f"base_model: m\nmicro_batch_size: 1\npad_token: <pad>\n{lines}{inside}")
+    (tmp_path / "a.yaml").write_text(
+        f"base_model: m\nmicro_batch_size: 1\npad_token: <pad>\n{lines}{inside}"
+    )
     said = CliRunner().invoke(build_app(), ["import", str(tmp_path / "a.yaml"), "--json"])
     assert said.exit_code == 0
     assert "verysecret" not in said.output
@@ -124,15 +146,23 @@ def test_secrets_of_other_tools_files_are_not_shown(tmp_path):
 def test_fp32_gradients_become_what_they_meant(tmp_path):
     result = translate(written(tmp_path))
     made = config(result.text, tmp_path)
-    assert (made.adapter.kind, made.precision.preset, made.precision.grads) == ("none", "bf16-pure", "fp32")
+    assert (made.adapter.kind, made.precision.preset, made.precision.grads) == (
+        "none",
+        "bf16-pure",
+        "fp32",
+    )
     assert made.images.eval_split == 0, "it trains on every picture"
-    assert "what it meant" in next(o.note for o in result.outcomes if o.given.name == "gradient_precision")
+    assert "what it meant" in next(
+        o.note for o in result.outcomes if o.given.name == "gradient_precision"
+    )
     assert contradictions(tmp_path / "result.yaml") == []
 
 
 def test_a_quantised_base_is_quantised_when_it_is_loaded(tmp_path):
     for said, word in (("int8-quanto", "int8"), ("fp8-torchao", "fp8")):
-        file = written(tmp_path, base_model_precision=said, model_type="lora", mixed_precision="bf16")
+        file = written(
+            tmp_path, base_model_precision=said, model_type="lora", mixed_precision="bf16"
+        )
         precision = config(translate(file).text, tmp_path).precision
         assert (precision.preset, precision.base) == ("bf16-lora", word)
 
@@ -142,7 +172,10 @@ def test_a_quantised_base_is_quantised_when_it_is_loaded(tmp_path):
     [
         ({"controlnet": True}, "ControlNet is not offered"),
         ({"lora_type": "lycoris", "model_type": "lora"}, "LyCORIS is not offered"),
-        ({"base_model_precision": "int2-quanto", "model_type": "lora"}, "int2-quanto is not offered"),
+        (
+            {"base_model_precision": "int2-quanto", "model_type": "lora"},
+            "int2-quanto is not offered",
+        ),
         ({"model_family": "ltxvideo"}, "video is not offered"),
         ({"model_family": "kolors"}, "kolors is not offered"),
         ({"mixed_precision": "fp16"}, "CF021"),
@@ -151,7 +184,10 @@ def test_a_quantised_base_is_quantised_when_it_is_loaded(tmp_path):
 )
 def test_what_is_not_offered_and_contradictions_stop_it(tmp_path, settings, said):
     file = written(tmp_path, **settings)
-    done = CliRunner().invoke(build_app(), ["import", str(file), "--from", "simpletuner", "--out", str(tmp_path / "run.yaml")])
+    done = CliRunner().invoke(
+        build_app(),
+        ["import", str(file), "--from", "simpletuner", "--out", str(tmp_path / "run.yaml")],
+    )
     assert isinstance(done.exception, UsageError)
     assert done.exception.exit_status == 2
     assert said in str(done.exception)

@@ -1,4 +1,6 @@
-"""`isotype import`: what comes of each configuration, what is refused, and that every key is accounted for."""
+"""`isotype import`: what comes of each configuration, what is refused, and that every key is
+accounted for.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ def settings(text, folder):
     file = folder / "result.yaml"
     file.write_text(text, encoding="utf-8")
     config = load(file).config
-    return {f"{section}.{key}": value for section, values in config.model_dump().items() for key, value in values.items()}
+    return {
+        f"{section}.{key}": value
+        for section, values in config.model_dump().items()
+        for key, value in values.items()
+    }
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_result_has_the_source_settings_no_contradiction_and_every_key_is_accounted_for(name, tmp_path):
+def test_result_has_the_source_settings_no_contradiction_and_every_key_is_accounted_for(
+    name, tmp_path
+):
     case = TAKEN[name]
     file = written(tmp_path, case)
     result = translate(file)
@@ -43,10 +51,16 @@ def test_result_has_the_source_settings_no_contradiction_and_every_key_is_accoun
     got = settings(result.text, tmp_path)
     assert {key: got[key] for key in case.expected} == case.expected
     keys = [(given.name, given.line) for given in read(file).keys]
-    assert sorted(keys) == sorted((outcome.given.name, outcome.given.line) for outcome in result.outcomes)
+    assert sorted(keys) == sorted(
+        (outcome.given.name, outcome.given.line) for outcome in result.outcomes
+    )
     assert not [outcome for outcome in result.outcomes if "does not know" in outcome.note]
     assert all(outcome.given.line for outcome in result.outcomes)
-    assert all(outcome.note for outcome in result.outcomes if outcome.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
+    assert all(
+        outcome.note
+        for outcome in result.outcomes
+        if outcome.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED)
+    )
     assert contradictions(tmp_path / "result.yaml") == []
 
 
@@ -78,7 +92,9 @@ def test_optimizers_are_carried_with_what_they_refuse_left_out(ours, tmp_path):
         got = settings(translate(tmp_path / file).text, tmp_path)
         assert got["train.optimizer"] == ours, tool
         assert got["train.schedule"] == "constant" or ours != "schedule-free"
-        assert got["train.learning_rate"] == {"prodigy": 1.0, "adafactor": 0.01}.get(ours, got["train.learning_rate"])
+        assert got["train.learning_rate"] == {"prodigy": 1.0, "adafactor": 0.01}.get(
+            ours, got["train.learning_rate"]
+        )
 
 
 def test_adapter_settings_are_carried(tmp_path):
@@ -87,16 +103,23 @@ def test_adapter_settings_are_carried(tmp_path):
         + AXOLOTL_LORA
         + "peft_use_dora: true\nloraplus_lr_ratio: 16\npeft_init_lora_weights: pissa\nneftune_noise_alpha: 5\n"
         + "rope_scaling: {type: yarn, factor: 4.0}\nchat_template_kwargs: {enable_thinking: false}\n",
-        "b.yaml": FACTORY + "use_dora: true\nloraplus_lr_ratio: 16\npissa_init: true\nneftune_noise_alpha: 5\nenable_thinking: false\n",
-        "c.py": UNSLOTH.replace("LOAD", "False").replace('bias="none",', 'bias="none", use_dora=True, init_lora_weights="pissa_niter_4",'),
+        "b.yaml": FACTORY
+        + "use_dora: true\nloraplus_lr_ratio: 16\npissa_init: true\nneftune_noise_alpha: 5\nenable_thinking: false\n",
+        "c.py": UNSLOTH.replace("LOAD", "False").replace(
+            'bias="none",', 'bias="none", use_dora=True, init_lora_weights="pissa_niter_4",'
+        ),
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         got = settings(translate(tmp_path / name).text, tmp_path)
         assert (got["adapter.dora"], got["adapter.start"]) == (True, "pissa"), name
-        assert (got["adapter.plus"], got["train.embedding_noise"]) == ((None, None) if name == "c.py" else (16.0, 5.0))
+        assert (got["adapter.plus"], got["train.embedding_noise"]) == (
+            (None, None) if name == "c.py" else (16.0, 5.0)
+        )
         assert got["data.template_kwargs"] == ({} if name == "c.py" else {"enable_thinking": False})
-        assert got["model.rope_parameters"] == ({"rope_type": "yarn", "factor": 4.0} if name == "a.yml" else None)
+        assert got["model.rope_parameters"] == (
+            {"rope_type": "yarn", "factor": 4.0} if name == "a.yml" else None
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -119,22 +142,35 @@ def test_unknown_key_is_reported_with_a_suggestion(tmp_path):
 def test_contradiction_in_the_source_is_reported(tmp_path):
     file = tmp_path / "both.yml"
     file.write_text((AXOLOTL + AXOLOTL_LORA).replace("bf16: auto", "bf16: true") + "fp16: true\n")
-    assert [finding.code for finding in translate(file).findings if finding.severity is Severity.ERROR]
+    assert [
+        finding.code for finding in translate(file).findings if finding.severity is Severity.ERROR
+    ]
 
 
 def test_dataset_info_names_the_file(tmp_path):
     (tmp_path / "data").mkdir()
-    info = {"identity": {"file_name": "identity.json"}, "chat": {"hf_hub_url": "org/chat", "formatting": "sharegpt"}}
+    info = {
+        "identity": {"file_name": "identity.json"},
+        "chat": {"hf_hub_url": "org/chat", "formatting": "sharegpt"},
+    }
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
     (tmp_path / "a.yaml").write_text(FACTORY.replace("dataset: identity", "dataset: identity,chat"))
     got = settings(translate(tmp_path / "a.yaml").text, tmp_path)
-    assert got["data.train"] == [{"name": "data/identity.json", "format": "alpaca"}, {"name": "hf:org/chat", "format": "sharegpt"}]
+    assert got["data.train"] == [
+        {"name": "data/identity.json", "format": "alpaca"},
+        {"name": "hf:org/chat", "format": "sharegpt"},
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "tool", "told"),
     [
-        ("a.yaml", "model:\n  name: a\ntrain:\n  steps: 1\n", None, "is a configuration of Isotype"),
+        (
+            "a.yaml",
+            "model:\n  name: a\ntrain:\n  steps: 1\n",
+            None,
+            "is a configuration of Isotype",
+        ),
         ("a.yaml", "cooking: true\n", None, "no key of a tool"),
         ("a.yaml", "a: [\n", None, "a.yaml:"),
         ("a.py", "print(1)\n", None, "no key of a tool"),
@@ -166,7 +202,14 @@ def test_json_accounts_for_every_key(tmp_path):
     answer = json.loads(ask("import", tmp_path / "a.yml", "--json"))
     assert answer["tool"] == "axolotl"
     assert sum(answer["counts"].values()) == len(answer["keys"])
-    rate = {"key": "learning_rate", "line": 14, "value": "2e-4", "fate": "taken", "became": "train.learning_rate: 0.0002", "note": None}
+    rate = {
+        "key": "learning_rate",
+        "line": 14,
+        "value": "2e-4",
+        "fate": "taken",
+        "became": "train.learning_rate: 0.0002",
+        "note": None,
+    }
     assert rate in answer["keys"]
     assert answer["config"].startswith("# From ")
 

@@ -1,9 +1,11 @@
-"""Python processes with the libraries imported: for tests of commands and of several processes, which would spend their time on imports.
+"""Python processes with the libraries imported: for tests of commands and of several processes,
+which would spend their time on imports.
 
-`interpreter()` is the path of a program that takes the arguments of `python`: `-m MODULE`, `-c CODE` or a script. A server, one for each
-process that runs tests, has torch, transformers and PEFT imported and computes nothing; each command is a fork of it, with the caller's
-arguments, environment, folder and open files. What a test says about imports, about start-up or about variables that are read while
-libraries are imported needs `sys.executable`.
+`interpreter()` is the path of a program that takes the arguments of `python`: `-m MODULE`, `-c
+CODE` or a script. A server, one for each process that runs tests, has torch, transformers and PEFT
+imported and computes nothing; each command is a fork of it, with the caller's arguments,
+environment, folder and open files. What a test says about imports, about start-up or about
+variables that are read while libraries are imported needs `sys.executable`.
 """
 
 import atexit
@@ -28,7 +30,9 @@ def interpreter() -> str:
     program.write_text(f"#!{sys.executable} -SE\n" + CLIENT.read_text())
     program.chmod(0o755)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    )
     server = subprocess.Popen(
         [sys.executable, "-c", "import sys; from tests.warm.server import run; run(sys.argv[1])", str(folder / "socket")],
         cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,

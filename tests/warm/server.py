@@ -1,4 +1,6 @@
-"""The process whose forks the commands are: `run(SOCKET)`. When its standard input ends, it and all commands end."""
+"""The process whose forks the commands are: `run(SOCKET)`. When its standard input ends, it and all
+commands end.
+"""
 
 import atexit
 import gc
@@ -47,7 +49,9 @@ class Command:
 
 
 def serve(path: str) -> list[str]:
-    """Forks for each request; returns only in a fork, which has become what was asked for: the arguments of `python`."""
+    """Forks for each request; returns only in a fork, which has become what was asked for: the
+    arguments of `python`.
+    """
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)
@@ -119,7 +123,9 @@ def end(command: Command, waiting: selectors.BaseSelector) -> None:
 
 
 def become(request: Request) -> list[str]:
-    """In the fork: the caller's session of its own, files under the numbers that they had there, folder and environment."""
+    """In the fork: the caller's session of its own, files under the numbers that they had there,
+    folder and environment.
+    """
     os.setsid()
     above = 1 + max(*request.numbers, *request.files)
     for place, file in enumerate(request.files):  # out of the way of the numbers
@@ -187,7 +193,8 @@ def status_of(arguments: list[str]) -> int:
 
 
 def run(path: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was ignored when this process began; the client asks its own
+    # also where it was ignored when this process began; the client asks its own
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     imports()
     status = status_of(serve(path))
     if status < 0:

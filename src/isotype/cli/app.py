@@ -1,7 +1,8 @@
 """`isotype`: registers the commands and maps errors to one line and an exit status.
 
-A command is a function of a module beside this file; the doctor's commands lie under `isotype doctor`. Exit statuses: 0 done,
-1 the run failed (or findings), 2 bad configuration or usage, 3 refused by preflight, 130 interrupted and saved.
+A command is a function of a module beside this file; the doctor's commands lie under `isotype
+doctor`. Exit statuses: 0 done, 1 the run failed (or findings), 2 bad configuration or usage, 3
+refused by preflight, 130 interrupted and saved.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ..version import __version__
 from .merge import FORMATS
 
 TRAIN, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
-# command -> (function in a module beside this file, panel), in the order in which a person needs them
+# command -> (function in a module beside this file, panel), in the order in which a person needs
+# them
 _COMMANDS = {
     "quickstart": ("train.quickstart", TRAIN),
     "init": ("init.init", TRAIN),
@@ -38,7 +40,10 @@ _COMMANDS = {
     "ls": ("report.ls", RUNS),
 }
 # what people type by habit -> what to type
-INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
+INSTEAD = {
+    verb: f"isotype doctor {verb}"
+    for verb in ("check", "explain", "trace", "kernels", "conform", "env")
+} | {
     "schema": "isotype init --schema",
     "finetune": "isotype train",
     "version": "isotype --version",
@@ -51,13 +56,32 @@ _FORMS = {
 }
 # a package that an installation without extras lacks -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
-    ("torch", "transformers", "peft", "safetensors", "jinja2", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
+    (
+        "torch",
+        "transformers",
+        "peft",
+        "safetensors",
+        "jinja2",
+        "tokenizers",
+        "numpy",
+        "huggingface_hub",
+        "datasets",
+    ),
+    "train",
 )
-_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "PIL": "vision", "gguf": "gguf"}
-# commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
-LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report", "watch")) | {
-    f"doctor {verb}" for verb in ("trace", "conform", "kernels")
+_EXTRA_OF |= {
+    "bitsandbytes": "quant",
+    "triton": "kernels",
+    "pytest": "testing",
+    "hypothesis": "testing",
+    "PIL": "vision",
+    "gguf": "gguf",
 }
+# commands that need torch and were never run on another system (docs/platforms.md); the others run
+# without torch on macOS and Windows too
+LINUX_ONLY = frozenset(
+    ("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report", "watch")
+) | {f"doctor {verb}" for verb in ("trace", "conform", "kernels")}
 _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
 
 
@@ -74,12 +98,20 @@ class _Commands(TyperGroup):
             return super().invoke(context)
         except Exception as error:
             # compared by name: click's, or that of the copy of click in newer versions of typer
-            if isinstance(error, IsotypeError) or type(error).__name__ not in ("NoSuchOption", "MissingParameter", "UsageError"):
+            if isinstance(error, IsotypeError) or type(error).__name__ not in (
+                "NoSuchOption",
+                "MissingParameter",
+                "UsageError",
+            ):
                 raise
             from ..config.keys import setting_for_option
 
             command, option = context.invoked_subcommand, getattr(error, "option_name", None)
-            fix = setting_for_option(option) if option and command in ("train", "plan") else _FORMS.get(command)
+            fix = (
+                setting_for_option(option)
+                if option and command in ("train", "plan")
+                else _FORMS.get(command)
+            )
             if fix is None:
                 raise
             what = f" has no option {option}" if option else f": {error.format_message()}"  # type: ignore[attr-defined]
@@ -100,20 +132,27 @@ def build_app() -> typer.Typer:
         add_completion=False,
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
-        help="Fine-tune transformers in mixed precision with every dtype declared and checked; find dtype faults in any training code.",
+        help=(
+            "Fine-tune transformers in mixed precision with every dtype declared and checked; find"
+            " dtype faults in any training code."
+        ),
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
     @app.callback()
     def root(
         context: typer.Context,
-        version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
+        version: bool = typer.Option(
+            False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ) -> None:
         prepare(context.invoked_subcommand or "")
 
     for name, (place, panel) in _COMMANDS.items():
         module, _, function = place.partition(".")
-        app.command(name=name, rich_help_panel=panel)(getattr(import_module(f"{__package__}.{module}"), function))
+        app.command(name=name, rich_help_panel=panel)(
+            getattr(import_module(f"{__package__}.{module}"), function)
+        )
     import_module(f"{__package__}.doctor").register(app)
     return app
 
@@ -124,19 +163,29 @@ def prepare(command: str) -> None:
         return
     if not sys.platform.startswith("linux"):
         here = _SYSTEMS.get(sys.platform, sys.platform)
-        linux = "WSL 2, a container or a remote machine" if sys.platform == "win32" else "a container or a remote machine"
+        linux = (
+            "WSL 2, a container or a remote machine"
+            if sys.platform == "win32"
+            else "a container or a remote machine"
+        )
         raise UsageError(
             f"isotype {command} runs on Linux only; this is {here}",
-            fix=f"{linux}; init, import, doctor, doctor check, doctor explain and doctor env run here",
+            fix=(
+                f"{linux}; init, import, doctor, doctor check, doctor explain and doctor env run"
+                " here"
+            ),
         )
     if command != "doctor trace":  # it runs another's program
         wait_passively()
 
 
 def main() -> None:
-    """The entry point: errors a user caused are one line on stderr, never a traceback (`ISOTYPE_TRACEBACK=1` shows it)."""
+    """The entry point: errors a user caused are one line on stderr, never a traceback
+    (`ISOTYPE_TRACEBACK=1` shows it).
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal's encoding lacks must not end a run
+        # characters that the terminal's encoding lacks must not end a run
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         build_app()()
@@ -151,9 +200,12 @@ def main() -> None:
         if extra is None or os.environ.get("ISOTYPE_TRACEBACK"):
             raise
         print(
-            f"isotype: this command needs {error.name}, which is not installed\n  fix       pip install 'isotype[{extra}]'", file=sys.stderr
+            f"isotype: this command needs {error.name}, which is not installed\n  fix       pip"
+            f" install 'isotype[{extra}]'",
+            file=sys.stderr,
         )
         sys.exit(2)
-    except BrokenPipeError:  # `isotype ls | head`: what is still buffered must not raise again at exit
+    # `isotype ls | head`: what is still buffered must not raise again at exit
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,4 +1,6 @@
-"""What a run says: `isotype chat RUN`, a conversation; `isotype sample RUN`, its answers to prompts; `isotype eval RUN FILE`, its loss."""
+"""What a run says: `isotype chat RUN`, a conversation; `isotype sample RUN`, its answers to
+prompts; `isotype eval RUN FILE`, its loss.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,22 @@ if TYPE_CHECKING:
     from ..inference.loaded import Conversation
 
 
-Run = Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's (RUN/adapters/step_N) or a model's too.")]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        help="A run's folder, finished or not; an adapter's (RUN/adapters/step_N) or a model's too."
+    ),
+]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
 TopP = Annotated[
-    float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this share of probability (top-p).")
+    float,
+    typer.Option(
+        "--top-p",
+        min=0.0,
+        max=1.0,
+        help="Sample from the most likely tokens up to this share of probability (top-p).",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
@@ -31,8 +44,16 @@ def chat(
     tokens: Tokens = 256,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.9,
-    image: Annotated[list[str] | None, typer.Option("--image", help="A picture that the first question is about; may be repeated.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON; nothing is streamed.")] = False,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--image", help="A picture that the first question is about; may be repeated."
+        ),
+    ] = None,
+    json_output: Annotated[
+        bool,
+        typer.Option("--json", help="Print each answer as one line of JSON; nothing is streamed."),
+    ] = False,
 ) -> None:
     """Talk with a run, under its own precision and template.
 
@@ -53,7 +74,9 @@ def chat(
     from ..inference.loaded import Conversation, load_run
 
     loaded = load_run(run)
-    conversation = Conversation(loaded, max_new_tokens=tokens, temperature=temperature, top_p=top_p, stream=not json_output)
+    conversation = Conversation(
+        loaded, max_new_tokens=tokens, temperature=temperature, top_p=top_p, stream=not json_output
+    )
     conversation.show(image or [])
     prompt = "> " if sys.stdin.isatty() and not json_output else ""
     if prompt:
@@ -88,16 +111,25 @@ def _answer(conversation: Conversation, said: str, *, json_output: bool) -> None
 def sample(
     context: typer.Context,
     run: Run,
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one prompt per line.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="A file with one prompt per line.")
+    ] = None,
     tokens: Tokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
-    control: Annotated[Path | None, typer.Option("--control", help="The picture that the prompts edit, of a model that edits.")] = None,
+    control: Annotated[
+        Path | None,
+        typer.Option("--control", help="The picture that the prompts edit, of a model that edits."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
     json_output: Json = False,
 ) -> None:
-    """Answer prompts with a run, under the run's own precision. A diffusion run draws a picture for each, into RUN/drawn.
+    """Answer prompts with a run, under the run's own precision. A diffusion run draws a picture for
+    each, into RUN/drawn.
 
     Examples:
 
@@ -105,7 +137,8 @@ def sample(
 
         isotype sample runs/qwen --prompts questions.txt
 
-        isotype sample runs/qwen --prompts questions.txt --temperature 0.7 --top-p 0.9 --seed 3 --json
+        isotype sample runs/qwen --prompts questions.txt --temperature 0.7 --top-p 0.9 --seed 3
+        --json
     """
     texts: list[str] = [text for text in prompt or [] if text.strip()]
     if prompt and len(texts) < len(prompt):
@@ -113,7 +146,11 @@ def sample(
     if prompts is not None:
         from ..data.read import existing_file, read_text
 
-        texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).split("\n") if line.strip()]
+        texts += [
+            line
+            for line in read_text(existing_file(str(prompts)), str(prompts)).split("\n")
+            if line.strip()
+        ]
     from ..config.kind import DIFFUSION
     from ..runs.folder import kind_of_run
 
@@ -141,34 +178,67 @@ def sample(
     # without a run that records its kind of rows, a prompt is a user's message in a chat
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
     if not own and alone:
-        raise UsageError(f"{run}: not the folder of a run, so it has no prompts of its own", fix=f'isotype sample {run} "a question"')
+        raise UsageError(
+            f"{run}: not the folder of a run, so it has no prompts of its own",
+            fix=f'isotype sample {run} "a question"',
+        )
     pictures = None
     if own:
         asked = prompts_from(own, loaded.tokenizer, chat_template=template)
     else:
         pictures = pictures_of(loaded.config.model, loaded.config.data, loaded.tokenizer)
-        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures).prompts)
+        asked = list(
+            load_data(
+                loaded.config.data,
+                loaded.tokenizer,
+                seed=loaded.config.train.seed,
+                pictures=pictures,
+            ).prompts
+        )
     torch.manual_seed(seed)
     answers = answer(
-        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p,
+        loaded.model,
+        loaded.tokenizer,
+        asked,
+        max_new_tokens=tokens,
+        device=loaded.device,
+        temperature=temperature,
+        top_p=top_p,
         pictures=pictures,
-    )  # fmt: skip
+    )
     if json_output:
-        print(json.dumps({"run": str(run), "taken": loaded.taken, "samples": [a.as_json() for a in answers]}))
+        print(
+            json.dumps(
+                {"run": str(run), "taken": loaded.taken, "samples": [a.as_json() for a in answers]}
+            )
+        )
         return
     print(f"{run} ({loaded.taken})")
     for one in answers:
         print(f"\n> {one.prompt}\n{printable(one.answer) or '(nothing)'}")
 
 
-def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, control: Path | None, json_output: bool) -> None:
+def _draw(
+    run: Path,
+    texts: list[str],
+    *,
+    context: typer.Context,
+    seed: int,
+    control: Path | None,
+    json_output: bool,
+) -> None:
     """Pictures as files in RUN/drawn, numbered on from those that are there."""
     if control is not None and not texts:
-        raise UsageError("--control has no effect without a prompt: the run's own prompts name their pictures")
+        raise UsageError(
+            "--control has no effect without a prompt: the run's own prompts name their pictures"
+        )
     for option in ("tokens", "temperature", "top_p"):
         source = context.get_parameter_source(option)
-        if source is not None and source.name != "DEFAULT":  # compared by name: typer has its own copy of click's enum
-            raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
+        # compared by name: typer has its own copy of click's enum
+        if source is not None and source.name != "DEFAULT":
+            raise UsageError(
+                f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run"
+            )
     from ..inference.diffusion import draw_with
     from ..runs.folder import run_and_result
     from ..training.console import quiet_libraries
@@ -205,20 +275,32 @@ def evaluate(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="What data.train takes: a file, folder, glob, hf:NAME or stdlib. Without it the run's own evaluation rows.",
+            help=(
+                "What data.train takes: a file, folder, glob, hf:NAME or stdlib. Without it the"
+                " run's own evaluation rows."
+            ),
             show_default=False,
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Rows per forward pass; the result does not depend on it.")
+        int | None,
+        typer.Option(
+            "--batch-size", min=1, help="Rows per forward pass; the result does not depend on it."
+        ),
     ] = None,
     on_bad_row: Annotated[
         str | None,
-        typer.Option("--on-bad-row", metavar="error|skip", help="As data.on_bad_row; by default the run's own.", show_default=False),
+        typer.Option(
+            "--on-bad-row",
+            metavar="error|skip",
+            help="As data.on_bad_row; by default the run's own.",
+            show_default=False,
+        ),
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Token-weighted loss and perplexity of a run on a file or its own evaluation rows, under the run's own precision.
+    """Token-weighted loss and perplexity of a run on a file or its own evaluation rows, under the
+    run's own precision.
 
     Of a diffusion run: the loss on the pictures of a folder or file, at fixed noise levels.
 
@@ -237,7 +319,10 @@ def evaluate(
 
     _require(run)
     if data is None and (kind_of_run(run) == DIFFUSION or without_run(run) is not None):
-        raise UsageError(f"eval: which file? {run} keeps no evaluation rows that eval can read", fix=f"isotype eval {run} FILE")
+        raise UsageError(
+            f"eval: which file? {run} keeps no evaluation rows that eval can read",
+            fix=f"isotype eval {run} FILE",
+        )
     if kind_of_run(run) == DIFFUSION:
         if on_bad_row is not None:
             raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")
@@ -260,41 +345,72 @@ def evaluate(
     objective = loaded.config.train.objective
     if data is None and objective != "sft":
         raise UsageError(
-            f"eval: {run} learnt from pairs ({objective}): the evaluations in its metrics.jsonl are of its own pairs, in eval_rewards/...",
+            f"eval: {run} learnt from pairs ({objective}): the evaluations in its metrics.jsonl are"
+            " of its own pairs, in eval_rewards/...",
             fix=f"isotype eval {run} FILE, with rows of one answer each",
         )
     other: dict[str, Any] = {"packing": False}
     if data is not None:
-        other |= {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "stream": False}
+        other |= {
+            "train": data,
+            "eval": None,
+            "eval_split": 0.0,
+            "limit": None,
+            "format": "auto",
+            "stream": False,
+        }
     if on_bad_row is not None:
         other["on_bad_row"] = on_bad_row
     section = DataSection(**{**loaded.config.data.model_dump(), **other})
     try:
         pictures = pictures_of(loaded.config.model, section, loaded.tokenizer)
-        read = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures)
+        read = load_data(
+            section, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures
+        )
     except UsageError as error:
         if error.fix != FIX:
             raise
-        raise UsageError(error.message, fix=f"isotype eval {run} {data or ''} --on-bad-row skip".replace("  ", " ")) from None
-    rows, side = (read.eval, read.facts["eval"]) if data is None else (read.train, read.facts["train"])
+        raise UsageError(
+            error.message,
+            fix=f"isotype eval {run} {data or ''} --on-bad-row skip".replace("  ", " "),
+        ) from None
+    rows, side = (
+        (read.eval, read.facts["eval"]) if data is None else (read.train, read.facts["train"])
+    )
     if not len(rows):
-        raise UsageError(f"eval: {run} has no evaluation rows (data.eval, data.eval_split): which file?", fix=f"isotype eval {run} FILE")
+        raise UsageError(
+            f"eval: {run} has no evaluation rows (data.eval, data.eval_split): which file?",
+            fix=f"isotype eval {run} FILE",
+        )
     data = data or "its own evaluation rows"
     left_out = sum(side["bad_rows"].values()) + sum(dropped["rows"] for dropped in side["dropped"])
     size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
     found = measure(
-        loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss,
+        loaded.model,
+        rows,
+        batch_size=size,
+        pad_id=loaded.tokenizer.pad_token_id,
+        device=loaded.device,
+        loss_dtype=loaded.precision.loss,
         objective=NextToken(loaded.config, read.pictures),
-    )  # fmt: skip
+    )
     perplexity = math.exp(min(found.loss, 700.0))
-    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "left_out": left_out, "tokens": found.weight}
+    answer = {
+        "run": str(run),
+        "taken": loaded.taken,
+        "data": data,
+        "rows": len(rows),
+        "left_out": left_out,
+        "tokens": found.weight,
+    }
     answer["loss"] = found.loss
     if json_output:
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
-            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {counted(len(rows), 'row')}, "
-            f"{counted(found.weight, 'token')}" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
+            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f},"
+            f" {counted(len(rows), 'row')}, {counted(found.weight, 'token')}"
+            + (f"; {counted(left_out, 'row')} left out" if left_out else "")
         )
 
 
@@ -304,16 +420,28 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
 
     quiet_libraries()
     taken, found = evaluate_with(run, data, batch_size=batch_size)
-    answer = {"run": str(run), "taken": taken, "data": data, "rows": found.weight, "loss": found.loss, "parts": dict(found.parts)}
+    answer = {
+        "run": str(run),
+        "taken": taken,
+        "data": data,
+        "rows": found.weight,
+        "loss": found.loss,
+        "parts": dict(found.parts),
+    }
     if json_output:
         print(json.dumps(answer))
         return
     parts = ", ".join(f"{name} {loss:.4f}" for name, loss in found.parts.items())
-    print(f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {counted(found.weight, 'picture')} ({parts})")
+    print(
+        f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {counted(found.weight, 'picture')}"
+        f" ({parts})"
+    )
 
 
 def _require(run: Path) -> None:
-    """Before anything is loaded, which takes seconds. Raises  UsageError for a folder that is no run, adapter or model."""
+    """Before anything is loaded, which takes seconds. Raises  UsageError for a folder that is no
+    run, adapter or model.
+    """
     from ..runs.folder import require_run, run_and_result, without_run
 
     if without_run(run) is None:

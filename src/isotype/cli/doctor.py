@@ -1,6 +1,8 @@
-"""`isotype doctor PATH_OR_LOG`: runs every part of the doctor that applies; `isotype doctor check` and the like are the parts.
+"""`isotype doctor PATH_OR_LOG`: runs every part of the doctor that applies; `isotype doctor check`
+and the like are the parts.
 
-`check`, `explain` and `env` run nothing and import no torch; `trace`, `conform`, `kernels` run their target.
+`check`, `explain` and `env` run nothing and import no torch; `trace`, `conform`, `kernels` run
+their target.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from .app import DOCTOR, prepare
 
 CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-FailOn = Annotated[str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")]
+FailOn = Annotated[
+    str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")
+]
 _LOOK = "look"  # the command behind `isotype doctor PATH`
 
 HELP = """Find dtype faults in any training code, configuration or log.
@@ -46,11 +50,17 @@ from standard input). It imports and runs nothing, and names the command for wha
 
 
 class _Doctor(TyperGroup):
-    """A first word that is no command is something to look at; without any, standard input is, if it is not a terminal."""
+    """A first word that is no command is something to look at; without any, standard input is, if
+    it is not a terminal.
+    """
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         asks_for_help = bool({"-h", "--help"} & set(arguments[:1]))
-        if not asks_for_help and (arguments or not sys.stdin.isatty()) and arguments[:1] not in [[name] for name in self.commands]:
+        if (
+            not asks_for_help
+            and (arguments or not sys.stdin.isatty())
+            and arguments[:1] not in [[name] for name in self.commands]
+        ):
             arguments = [_LOOK, *arguments]
         return super().parse_args(context, arguments)
 
@@ -74,7 +84,11 @@ def register(app: typer.Typer) -> None:
 def look(
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATH_OR_LOG", help="A folder, a file, `-` (standard input), an error's text, a code.", show_default=False),
+        typer.Argument(
+            metavar="PATH_OR_LOG",
+            help="A folder, a file, `-` (standard input), an error's text, a code.",
+            show_default=False,
+        ),
     ] = None,
     fail_on: FailOn = "error",
     json_output: Json = False,
@@ -90,42 +104,77 @@ def look(
     if subject == "-":
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
         subject, visits = "standard input", [visit_log(sys.stdin)]
-    elif what and what[0].isidentifier() and not Path(what[0]).exists() and (len(what) == 1 or any(Path(one).exists() for one in what)):
+    elif (
+        what
+        and what[0].isidentifier()
+        and not Path(what[0]).exists()
+        and (len(what) == 1 or any(Path(one).exists() for one in what))
+    ):
         commands = "check, explain, env, trace, conform and kernels"
-        raise UsageError(f"{what[0]}: no such file or folder, and no command of isotype doctor, which has {commands}")
+        raise UsageError(
+            f"{what[0]}: no such file or folder, and no command of isotype doctor, which has"
+            f" {commands}"
+        )
     elif " " in subject and not Path(subject[:200]).exists():
         if what and len(what) > 1 and any(Path(one).exists() for one in what):
-            raise UsageError(f"one path at a time, got {len(what)}", fix="isotype doctor check PATH PATH, or the folder that holds them")
+            raise UsageError(
+                f"one path at a time, got {len(what)}",
+                fix="isotype doctor check PATH PATH, or the folder that holds them",
+            )
         subject, visits = "the text", [visit_log(subject.splitlines())]
     else:
         visits = visit(Path(subject))
     findings = [finding for one in visits for finding in one.findings]
-    whole = json_output or [one.part for one in visits] == ["explain"]  # of one log alone notes are told too
+    # of one log alone notes are told too
+    whole = json_output or [one.part for one in visits] == ["explain"]
     shown = findings if whole else [f for f in findings if f.severity > Severity.NOTE]
     if not json_output:
         for table in filter(None, (one.shown for one in visits)):
             print(table + "\n")
-    parts = [{"part": one.part, "subject": one.subject, "findings": len(one.findings)} for one in visits]
+    parts = [
+        {"part": one.part, "subject": one.subject, "findings": len(one.findings)} for one in visits
+    ]
     status = answer(shown, subject=subject, json_output=json_output, fail_on=least, parts=parts)
     if not json_output:
         for one in visits:
             notes = sum(f.severity == Severity.NOTE for f in one.findings)
             told = counted(len(one.findings) - notes, "finding")
             codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
-            told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
-            told += f", {counted(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
-            print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
+            told += (
+                f" ({', '.join(f'{number} {code}' for code, number in codes.items())})"
+                if len(one.findings) > 1 and codes
+                else ""
+            )
+            told += (
+                f", {counted(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}"
+                if notes
+                else ""
+            )
+            print(
+                f"  {one.part:9}{one.subject}: {told}"
+                if one.looked_at
+                else f"  {one.part:9}{one.subject}"
+            )
         if not any(one.looked_at for one in visits):
-            print("  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a Triton kernel")
+            print(
+                "  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a"
+                " Triton kernel"
+            )
     raise typer.Exit(status)
 
 
 def check(
     paths: Annotated[
         list[str],
-        typer.Argument(help="Folders or files: SimpleTuner, Hugging Face, accelerate, DeepSpeed, axolotl, ...", show_default=False),
+        typer.Argument(
+            help="Folders or files: SimpleTuner, Hugging Face, accelerate, DeepSpeed, axolotl, ...",
+            show_default=False,
+        ),
     ],
-    device: Annotated[str | None, typer.Option(help="What it will run on: h100, a100, t4, v100, mi300x, cpu, sm_80, ...")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="What it will run on: h100, a100, t4, v100, mi300x, cpu, sm_80, ..."),
+    ] = None,
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
@@ -148,15 +197,22 @@ def check(
                 print(shown + "\n")
     subject = f"{counted(checked.files, 'file')}, {counted(len(checked.records), 'run')}"
     records = [as_json(record) for record in checked.records]
-    raise typer.Exit(answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records))
+    raise typer.Exit(
+        answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records)
+    )
 
 
 def explain(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="A code (CF001), a log file, or an error's text; standard input when left out.", show_default=False),
+        typer.Argument(
+            help="A code (CF001), a log file, or an error's text; standard input when left out.",
+            show_default=False,
+        ),
     ] = None,
-    list_codes: Annotated[bool, typer.Option("--list", help="List every code with its title.")] = False,
+    list_codes: Annotated[
+        bool, typer.Option("--list", help="List every code with its title.")
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """The cause of an error in a log, or the page of a code.
@@ -165,7 +221,8 @@ def explain(
 
     isotype doctor explain < train.log
 
-    isotype doctor explain "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"
+    isotype doctor explain "expected mat1 and mat2 to have the same dtype, but got: float !=
+    c10::BFloat16"
 
     isotype doctor explain CF001
 
@@ -215,23 +272,41 @@ def show_page(code: str, json_output: bool) -> None:
     if text is None:
         near = [c for c in codes() if c[:2] == code[:2]]
         raise UsageError(
-            f"{code} is not a code" + (f"; {code[:2]} codes are {', '.join(near)}" if near else "; isotype doctor explain --list shows all")
+            f"{code} is not a code"
+            + (
+                f"; {code[:2]} codes are {', '.join(near)}"
+                if near
+                else "; isotype doctor explain --list shows all"
+            )
         )
-    print(json.dumps({"findings": [], "code": code, "page": text}, indent=1) if json_output else text.rstrip())
+    print(
+        json.dumps({"findings": [], "code": code, "page": text}, indent=1)
+        if json_output
+        else text.rstrip()
+    )
 
 
 def _list(json_output: bool) -> None:
     from ..pages import codes, page
 
-    titles = {code: (page(code) or "").partition("\n")[0].removeprefix("# ").removeprefix(code).lstrip(": ") for code in codes()}
+    titles = {
+        code: (
+            (page(code) or "").partition("\n")[0].removeprefix("# ").removeprefix(code).lstrip(": ")
+        )
+        for code in codes()
+    }
     lines = "\n".join(f"{code}  {title}" for code, title in titles.items())
     print(json.dumps({"findings": [], "codes": titles}, indent=1) if json_output else lines)
 
 
 def env(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object: env.json of a run, and the findings.")] = False,
+    json_output: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object: env.json of a run, and the findings."),
+    ] = False,
 ) -> None:
-    """Versions and devices; warns of versions with known dtype faults and of versions that do not work together.
+    """Versions and devices; warns of versions with known dtype faults and of versions that do not
+    work together.
 
         isotype doctor env
 
@@ -243,7 +318,9 @@ def env(
     here = versions.environment()
     if not json_output:
         print(_as_text(here) + "\n")
-    raise typer.Exit(answer(faults(here), subject="environment", json_output=json_output, environment=here))
+    raise typer.Exit(
+        answer(faults(here), subject="environment", json_output=json_output, environment=here)
+    )
 
 
 def _as_text(here: dict[str, Any]) -> str:
@@ -251,29 +328,57 @@ def _as_text(here: dict[str, Any]) -> str:
     lines = [f"isotype   {here['isotype']}, Python {here['python']}, {here['platform']}"]
     for device in here["devices"]:
         facts = [
-            f"bf16 {device.get('bf16')}, fp16 {device.get('fp16')}" if "bf16" in device else device.get("reason", ""),
+            (
+                f"bf16 {device.get('bf16')}, fp16 {device.get('fp16')}"
+                if "bf16" in device
+                else device.get("reason", "")
+            ),
             device.get("generation", ""),
             f"{device['cores']} cores" if device.get("cores") else "",
             f"{device['memory'] / (1 << 30):.1f} GiB" if device.get("memory") else "",
         ]
-        lines.append(f"device    {device['name']} ({device['kind']}): {', '.join(f for f in facts if f)}")
+        lines.append(
+            f"device    {device['name']} ({device['kind']}): {', '.join(f for f in facts if f)}"
+        )
     if torch:
-        build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPU"
-        lines.append(f"torch     {torch['version']}, built for {build}, {torch['threads']} threads, {torch['cpu_capability']}")
+        build = (
+            f"CUDA {torch['cuda']}"
+            if torch["cuda"]
+            else f"ROCm {torch['hip']}"
+            if torch["hip"]
+            else "CPU"
+        )
+        lines.append(
+            f"torch     {torch['version']}, built for {build}, {torch['threads']} threads,"
+            f" {torch['cpu_capability']}"
+        )
     others = [f"{name} {version}" for name, version in here["packages"].items() if name != "torch"]
     lines.append("packages  " + ", ".join(others))
     if here["variables"]:
-        lines.append("variables " + " ".join(f"{name}={value}" for name, value in here["variables"].items()))
+        lines.append(
+            "variables " + " ".join(f"{name}={value}" for name, value in here["variables"].items())
+        )
     return "\n".join(lines)
 
 
-SCRIPT_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+SCRIPT_ARGUMENTS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
 
 
 def trace(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="SCRIPT.py|FILE.py:FUNCTION", help="What to run.")],
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; what the program prints goes to stderr.")] = False,
+    target: Annotated[
+        str, typer.Argument(metavar="SCRIPT.py|FILE.py:FUNCTION", help="What to run.")
+    ],
+    json_output: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="One JSON object on stdout; what the program prints goes to stderr."
+        ),
+    ] = False,
     fail_on: FailOn = "error",
 ) -> None:
     """Run a program unchanged; explain its dtype errors and find dtype faults that stay silent.
@@ -288,11 +393,19 @@ def trace(
     arguments = list(context.args)
     if parsed.function is not None and arguments:
         # a function takes no arguments, so options after FILE.py:FUNCTION are Isotype's too
-        with context.command.make_context("trace", [*arguments, target], parent=context.parent) as inner:
+        with context.command.make_context(
+            "trace", [*arguments, target], parent=context.parent
+        ) as inner:
             if inner.args:
-                raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
+                raise UsageError(
+                    f"{target}: a function takes no arguments, got {' '.join(inner.args)}"
+                )
             # compared by name: newer versions of typer have their own copy of click's enum
-            given = {key: value for key, value in inner.params.items() if _source(inner, key) != "DEFAULT"}
+            given = {
+                key: value
+                for key, value in inner.params.items()
+                if _source(inner, key) != "DEFAULT"
+            }
         json_output, fail_on = given.get("json_output", json_output), given.get("fail_on", fail_on)
         arguments = []
     least = threshold(fail_on)
@@ -301,7 +414,9 @@ def trace(
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         sys.stdout.flush()
         print(plain_traceback(outcome.error), file=sys.stderr, flush=True)
-    status = answer(outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=least)
+    status = answer(
+        outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=least
+    )
     raise typer.Exit(status or outcome.status)
 
 
@@ -311,14 +426,21 @@ def _source(context: Any, key: str) -> str:
 
 
 def conform(
-    target: Annotated[str, typer.Argument(help="FILE.py:NAME or package.module:NAME; NAME defaults to `build`", show_default=False)],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py:NAME or package.module:NAME; NAME defaults to `build`", show_default=False
+        ),
+    ],
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
 ) -> None:
-    """Check an autograd.Function, a module or any callable under every dtype combination that a trainer produces.
+    """Check an autograd.Function, a module or any callable under every dtype combination that a
+    trainer produces.
 
-    NAME is a `build()` that returns `(callable, inputs)`, or `(callable, inputs, {"reference": ..., "params": ..., "contract": ...})`.
-    Triton code runs in the repaired interpreter where there is no GPU.
+    NAME is a `build()` that returns `(callable, inputs)`, or `(callable, inputs, {"reference": ...,
+    "params": ..., "contract": ...})`. Triton code runs in the repaired interpreter where there is
+    no GPU.
 
         isotype doctor conform my_ops.py:build
 
@@ -332,23 +454,44 @@ def conform(
         loaded = load_target(target)
         with triton_interpreted_without_gpu():
             report = ampcheck(loaded.function, loaded.inputs, **loaded.options, raises=False)
-    facts = {"subject_name": report.subject, "tried": report.tried, "refused": dict(report.refused), "skipped": list(report.skipped)}
+    facts = {
+        "subject_name": report.subject,
+        "tried": report.tried,
+        "refused": dict(report.refused),
+        "skipped": list(report.skipped),
+    }
     subject = f"{target} ({report.tried} runs)"
-    raise typer.Exit(answer(report.findings, subject=subject, json_output=json_output, fail_on=least, **facts))
+    raise typer.Exit(
+        answer(report.findings, subject=subject, json_output=json_output, fail_on=least, **facts)
+    )
 
 
 def kernels(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py, module or file.py:name", show_default=False)],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="file.py, module or file.py:name", show_default=False
+        ),
+    ],
     arch: Annotated[
-        str, typer.Option("--arch", help="Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the file, or sm_90).")
+        str,
+        typer.Option(
+            "--arch",
+            help=(
+                "Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the"
+                " file, or sm_90)."
+            ),
+        ),
     ] = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
 ) -> None:
-    """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
+    """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what
+    fails.
 
-    TARGET is a file or module (signatures inferred), `file.py:kernel`, or a `file.py:build` that returns a kernel with MATRIX, CONSTEXPRS
-    and TARGETS beside it, or (function, inputs): that function is called with CPU tensors while its launches are trapped.
+    TARGET is a file or module (signatures inferred), `file.py:kernel`, or a `file.py:build` that
+    returns a kernel with MATRIX, CONSTEXPRS and TARGETS beside it, or (function, inputs): that
+    function is called with CPU tensors while its launches are trapped.
 
         isotype doctor kernels kernels.py
 
@@ -366,7 +509,9 @@ def kernels(
         from ..doctor.kernels.target import check_target
 
         report = check_target(target, targets)
-    names = ", ".join(report.kernels[:6]) + (f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else "")
+    names = ", ".join(report.kernels[:6]) + (
+        f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else ""
+    )
     subject = f"{counted(len(report.kernels), 'kernel')} ({names}), {report.compiled} compilations"
     shown = report.findings
     if not json_output:

@@ -21,15 +21,25 @@ if TYPE_CHECKING:
 
 def init(
     file: Annotated[Path, typer.Argument(help="File to write; `-` prints it.")] = Path("run.yaml"),
-    preset: Annotated[str, typer.Option(help="lora, qlora, full, full-bf16, or a precision (bf16-lora, nf4-lora, fp32, ...).")] = "lora",
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="lora, qlora, full, full-bf16, or a precision (bf16-lora, nf4-lora, fp32, ...)."
+        ),
+    ] = "lora",
     model: Annotated[str, typer.Option(help="Folder or hub id of the model.")] = "path/to/model",
     data: Annotated[str, typer.Option(help="Training data: a file, or stdlib.")] = "stdlib",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configurations instead.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="With --schema: every key as a table in Markdown.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of configurations instead.")
+    ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="With --schema: every key as a table in Markdown.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a commented configuration: what a run needs is set, everything else is shown with its default.
+    """Write a commented configuration: what a run needs is set, everything else is shown with its
+    default.
 
     Examples:
 
@@ -39,8 +49,10 @@ def init(
 
         isotype init - --preset full                          # to the screen
 
-        isotype init --schema > isotype.schema.json           # completion and checks in editors: name it in the first line of a file,
-                                                              # "# yaml-language-server: $schema=isotype.schema.json"
+        isotype init --schema > isotype.schema.json           # completion and checks in editors:
+        name it in the first line of a file,
+                                                              # "# yaml-language-server:
+                                                              $schema=isotype.schema.json"
 
         isotype init --schema --markdown                      # every key, as a page to read
     """
@@ -51,7 +63,10 @@ def init(
 
     text = init_yaml(preset, model=model, data=data)
     if str(file) == "-":
-        print(json.dumps({"file": None, "preset": preset, "text": text}) if json_output else text, end="" if not json_output else "\n")
+        print(
+            json.dumps({"file": None, "preset": preset, "text": text}) if json_output else text,
+            end="" if not json_output else "\n",
+        )
         return
     _write(file, text, force=force)
     if json_output:
@@ -65,7 +80,9 @@ def _write(file: Path, text: str, *, force: bool) -> None:
         with file.open("w" if force else "x", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError:
-        raise UsageError(f"{file}: exists already", fix="--force replaces it, or give another name") from None
+        raise UsageError(
+            f"{file}: exists already", fix="--force replaces it, or give another name"
+        ) from None
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from None
 
@@ -78,24 +95,39 @@ def _print_schema(markdown: bool) -> None:
         return
     from ..config.schema import RunConfig
 
-    content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema(), "title": "Isotype run"}
+    content = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **RunConfig.model_json_schema(),
+        "title": "Isotype run",
+    }
     print(json.dumps(content, indent=1))
 
 
-_TOOLS = "axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner, kohya, ai-toolkit, onetrainer, diffusers."
+_TOOLS = (
+    "axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner, kohya, ai-toolkit,"
+    " onetrainer, diffusers."
+)
 
 
 def import_config(
-    file: Annotated[Path, typer.Argument(help="The other tool's configuration, script or notebook.", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="The other tool's configuration, script or notebook.", show_default=False
+        ),
+    ],
     tool: Annotated[str | None, typer.Option("--from", help=_TOOLS)] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; without it the configuration is printed.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; without it the configuration is printed.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Make an Isotype configuration of another tool's, and say what became of each of its keys.
 
-    Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, Unsloth notebooks; of pictures SimpleTuner, kohya's
-    sd-scripts, ai-toolkit, OneTrainer and diffusers' scripts: YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
+    Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, Unsloth notebooks;
+    of pictures SimpleTuner, kohya's sd-scripts, ai-toolkit, OneTrainer and diffusers' scripts:
+    YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
 
     Examples:
 
@@ -123,7 +155,8 @@ def import_config(
         }
         print(json.dumps(answer, indent=1, default=str))
         return
-    account = sys.stdout if out is not None else sys.stderr  # without --out, standard output is the configuration
+    # without --out, standard output is the configuration
+    account = sys.stdout if out is not None else sys.stderr
     _tell(result, account)
     if out is not None:
         print(f"wrote {out}. See what it would do: isotype plan {out}")
@@ -135,10 +168,21 @@ def _tell(result: Translation, to: TextIO) -> None:
     rows = []
     for outcome in result.outcomes:
         became = "; ".join(part for part in (outcome.became, outcome.note) if part)
-        rows.append((str(outcome.given.line or ""), outcome.given.written or outcome.given.name, str(outcome.fate), became))
+        rows.append(
+            (
+                str(outcome.given.line or ""),
+                outcome.given.written or outcome.given.name,
+                str(outcome.fate),
+                became,
+            )
+        )
     for line in aligned(rows, right=(0,)):
         print(line, file=to)
-    print(f"\n{result.tool}: " + ", ".join(f"{count} {fate}" for fate, count in result.counts.items() if count), file=to)
+    print(
+        f"\n{result.tool}: "
+        + ", ".join(f"{count} {fate}" for fate, count in result.counts.items() if count),
+        file=to,
+    )
     for note in result.notes:
         print(f"note  {note}", file=to)
     for finding in result.findings:

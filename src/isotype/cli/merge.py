@@ -1,4 +1,6 @@
-"""`isotype merge RUN`: the adapter and its base as one ordinary model. `isotype export RUN`: the result as other programs read it."""
+"""`isotype merge RUN`: the adapter and its base as one ordinary model. `isotype export RUN`: the
+result as other programs read it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,20 @@ NOISY = 0.05  # share of the adapter's effect; above it a wider dtype is advised
 
 def merge(
     run: Annotated[Path, typer.Argument(help="The run's folder, or a PEFT adapter's.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Where the model goes; RUN/merged by default.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default the base's dtype in the run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the model goes; RUN/merged by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="fp32, bf16 or fp16; by default the base's dtype in the run."),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load; of a diffusion run, as a pipeline's.
+    """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load;
+    of a diffusion run, as a pipeline's.
 
-    A 4-bit base is dequantised; the sum is taken in fp32 and cast once. Prints how much of the adapter's effect the cast loses, and
-    compares the merged model's loss with the adapter's.
+    A 4-bit base is dequantised; the sum is taken in fp32 and cast once. Prints how much of the
+    adapter's effect the cast loses, and compares the merged model's loss with the adapter's.
 
     Examples:
 
@@ -37,7 +45,8 @@ def merge(
 
         isotype merge runs/qwen --dtype fp32 --out merged
 
-        isotype merge someones-adapter --out merged      # a PEFT folder; its adapter_config.json names the base
+        isotype merge someones-adapter --out merged      # a PEFT folder; its adapter_config.json
+                                                         names the base
     """
     from ..dtypes import parse
     from ..errors import UsageError
@@ -53,17 +62,30 @@ def merge(
     try:
         merged = _merged(run, out, dtype)
     except KeyboardInterrupt:
-        left = "was written" if (out / SEAL).is_file() else "was not written, and the same command starts again"
+        left = (
+            "was written"
+            if (out / SEAL).is_file()
+            else "was not written, and the same command starts again"
+        )
         print(f"interrupted: {out} {left}", file=sys.stderr)
         raise
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return
     advice = "; --dtype fp32 keeps all of it" if merged.noise > NOISY else ""
-    print(f"merged    {counted(merged.weights, 'weight')} into {merged.folder}, {merged.dtype}: {merged.why}")
-    print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights{advice}")
+    print(
+        f"merged    {counted(merged.weights, 'weight')} into {merged.folder}, {merged.dtype}:"
+        f" {merged.why}"
+    )
+    print(
+        f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the"
+        f" weights{advice}"
+    )
     rows = counted(merged.rows, "row")
-    print(f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged {merged.adapter_loss:.4f}, on {rows}")
+    print(
+        f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged"
+        f" {merged.adapter_loss:.4f}, on {rows}"
+    )
 
 
 def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
@@ -88,11 +110,31 @@ FORMATS = ("comfyui", "gguf", "ollama", "vllm")
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The run's folder, an adapter in it (RUN/adapters/step_N), or that of an adapter or model.")],
-    to: Annotated[str, typer.Option("--to", help="gguf, ollama or vllm of language models; comfyui of pictures.")],
-    out: Annotated[Path | None, typer.Option("--out", help="The file or folder; a new one in RUN by default.")] = None,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help=(
+                "The run's folder, an adapter in it (RUN/adapters/step_N), or that of an adapter or"
+                " model."
+            )
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="gguf, ollama or vllm of language models; comfyui of pictures."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file or folder; a new one in RUN by default.")
+    ] = None,
     kind: Annotated[
-        str | None, typer.Option("--type", help="gguf, ollama: the whole model in F16, BF16 or Q8_0; gguf without it: an adapter alone.")
+        str | None,
+        typer.Option(
+            "--type",
+            help=(
+                "gguf, ollama: the whole model in F16, BF16 or Q8_0; gguf without it: an adapter"
+                " alone."
+            ),
+        ),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -100,15 +142,20 @@ def export(
 
     Examples:
 
-        isotype export runs/qwen --to vllm                 # the adapter, and the line that serves it
+        isotype export runs/qwen --to vllm                 # the adapter, and the line that serves
+                                                           it
 
-        isotype export runs/qwen --to gguf                 # the adapter as one file for llama-server --lora
+        isotype export runs/qwen --to gguf                 # the adapter as one file for
+                                                           llama-server --lora
 
-        isotype export runs/qwen --to gguf --type Q8_0     # merged into its base, the whole model as one file
+        isotype export runs/qwen --to gguf --type Q8_0     # merged into its base, the whole model
+                                                           as one file
 
-        isotype export runs/qwen --to ollama               # a folder with a Modelfile: ollama create NAME -f Modelfile
+        isotype export runs/qwen --to ollama               # a folder with a Modelfile: ollama
+                                                           create NAME -f Modelfile
 
-        isotype export runs/dog/adapters/step_1500 --to comfyui --out ComfyUI/models/loras/dog.safetensors
+        isotype export runs/dog/adapters/step_1500 --to comfyui --out
+        ComfyUI/models/loras/dog.safetensors
     """
     from ..config.kind import DIFFUSION
     from ..runs.folder import kind_of_run, require_run, run_and_result, without_run
@@ -121,11 +168,20 @@ def export(
     folder, on_the_way = run_and_result(run)
     pictures = without_run(folder) is None and kind_of_run(require_run(folder)) == DIFFUSION
     if pictures != (to == "comfyui"):
-        what = "a run on pictures: --to comfyui" if pictures else f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
+        what = (
+            "a run on pictures: --to comfyui"
+            if pictures
+            else f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
+        )
         raise UsageError(f"{run}: {what}")
     name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
-    alone = on_the_way or (folder / "adapter").is_dir() or (folder / "adapter_config.json").is_file()
-    suffix = {"comfyui": ".safetensors", "gguf": f"-{(kind or ('lora' if alone else 'model')).lower()}.gguf"}.get(to, f"-{to}")
+    alone = (
+        on_the_way or (folder / "adapter").is_dir() or (folder / "adapter_config.json").is_file()
+    )
+    suffix = {
+        "comfyui": ".safetensors",
+        "gguf": f"-{(kind or ('lora' if alone else 'model')).lower()}.gguf",
+    }.get(to, f"-{to}")
     out = out or folder / f"{name}{suffix}"
     if out.is_file() or (out.exists() and (to not in ("vllm", "ollama") or any(out.iterdir()))):
         raise UsageError(f"{out}: is there already", fix="--out another place")

@@ -1,5 +1,6 @@
-"""`isotype ls` lists runs; `isotype report RUN` writes the report of one again, also of one that failed; `isotype watch RUN` shows it in a
-browser as it grows."""
+"""`isotype ls` lists runs; `isotype report RUN` writes the report of one again, also of one that
+failed; `isotype watch RUN` shows it in a browser as it grows.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ from ..wording import aligned
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Write here instead of RUN/report.html.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write here instead of RUN/report.html.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help='Print `{"report": PATH}`.')] = False,
 ) -> None:
-    """Write report.html of a run: curves, precision declared and observed, preflight, data, samples.
+    """Write report.html of a run: curves, precision declared and observed, preflight, data,
+    samples.
 
-    The page is one file, no network; its one script is the slider through pictures. It is made from the files in the run folder, so a run
-    that failed or is still going has it too.
+    The page is one file, no network; its one script is the slider through pictures. It is made from
+    the files in the run folder, so a run that failed or is still going has it too.
 
     Examples:
 
@@ -40,24 +44,33 @@ def report(
 
 def watch(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Serve at this port; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="Serve at this port; 0 takes a free one."),
+    ] = 0,
     json_output: Annotated[bool, typer.Option("--json", help='Print `{"url": URL}`.')] = False,
 ) -> None:
-    """Show a run in a browser while it goes on: curves, observed precision, samples, the last lines of its log, and a button to stop it.
+    """Show a run in a browser while it goes on: curves, observed precision, samples, the last lines
+    of its log, and a button to stop it.
 
-    Prints an address of this machine with a token. Only the run's files are read, so it may be the run of another terminal or a finished
-    one. The button saves and stops the run, as Ctrl-C in its terminal does. Ctrl-C here ends the page, and not the run.
+    Prints an address of this machine with a token. Only the run's files are read, so it may be the
+    run of another terminal or a finished one. The button saves and stops the run, as Ctrl-C in its
+    terminal does. Ctrl-C here ends the page, and not the run.
 
     Examples:
 
         isotype watch runs/qwen
 
-        isotype watch runs/qwen --port 8000      # on a remote machine: ssh -L 8000:127.0.0.1:8000 HOST, then open the address here
+        isotype watch runs/qwen --port 8000      # on a remote machine: ssh -L 8000:127.0.0.1:8000
+                                                 HOST, then open the address here
     """
     from ..report.live import WatchServer
 
     with WatchServer(run, port) as server:
-        print(json.dumps({"url": server.url}) if json_output else f"watch     {server.url}", flush=True)
+        print(
+            json.dumps({"url": server.url}) if json_output else f"watch     {server.url}",
+            flush=True,
+        )
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 
@@ -75,10 +88,19 @@ def ls(
         isotype ls quickstart --json
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder"), fix="isotype ls FOLDER, where runs are")
+        raise UsageError(
+            f"{folder}: " + ("not a folder" if folder.exists() else "no such folder"),
+            fix="isotype ls FOLDER, where runs are",
+        )
     runs = [
         _row(path.parent)
-        for path in sorted([*folder.glob("resolved.yaml"), *folder.glob("*/resolved.yaml"), *folder.glob("*/*/resolved.yaml")])
+        for path in sorted(
+            [
+                *folder.glob("resolved.yaml"),
+                *folder.glob("*/resolved.yaml"),
+                *folder.glob("*/*/resolved.yaml"),
+            ]
+        )
     ]
     if json_output:
         print(json.dumps({"runs": runs}))
@@ -89,7 +111,9 @@ def ls(
     rows = [list(_COLUMNS.values()), *([_cell(run[key]) for key in _COLUMNS] for run in runs)]
     # model and data, which come last, are cut on a narrow screen
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in aligned(rows, right=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]):
+    for line in aligned(
+        rows, right=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]
+    ):
         print(line[:most].rstrip())
 
 

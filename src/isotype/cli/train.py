@@ -1,4 +1,6 @@
-"""`isotype train` and `isotype plan`: one run, or what it would be. `isotype quickstart`: two small runs, offline."""
+"""`isotype train` and `isotype plan`: one run, or what it would be. `isotype quickstart`: two small
+runs, offline.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,57 @@ if TYPE_CHECKING:
 
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FILE] [section.key=value ...]", help="A YAML file, then single settings.", show_default=False),
+    typer.Argument(
+        metavar="[FILE] [section.key=value ...]",
+        help="A YAML file, then single settings.",
+        show_default=False,
+    ),
 ]
-Model = Annotated[str | None, typer.Option("--model", help="Folder or hub id of the model (model.name).", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Folder or hub id of the model (model.name).", show_default=False),
+]
 Data = Annotated[
     list[str] | None,
-    typer.Option("--data", help="Training file, folder, glob, hf:NAME or stdlib (data.train); may be repeated.", show_default=False),
+    typer.Option(
+        "--data",
+        help="Training file, folder, glob, hf:NAME or stdlib (data.train); may be repeated.",
+        show_default=False,
+    ),
 ]
-Out = Annotated[str | None, typer.Option("--out", help="Run folder (run.folder).", show_default=False)]
+Out = Annotated[
+    str | None, typer.Option("--out", help="Run folder (run.folder).", show_default=False)
+]
 Preset = Annotated[
-    str | None, typer.Option("--preset", help="lora, qlora, full, full-bf16, or a precision (precision.preset).", show_default=False)
+    str | None,
+    typer.Option(
+        "--preset",
+        help="lora, qlora, full, full-bf16, or a precision (precision.preset).",
+        show_default=False,
+    ),
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Tokenise anew and keep nothing of it (data.cache=none).")]
-Steps = Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).", show_default=False)]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Tokenise anew and keep nothing of it (data.cache=none).")
+]
+Steps = Annotated[
+    int | None, typer.Option("--steps", help="Optimizer steps (train.steps).", show_default=False)
+]
 Processes = Annotated[
-    int | None, typer.Option("--processes", min=1, help="Processes on this machine that share each step's rows.", show_default=False)
+    int | None,
+    typer.Option(
+        "--processes",
+        min=1,
+        help="Processes on this machine that share each step's rows.",
+        show_default=False,
+    ),
 ]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="As --processes, with a GPU for each.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option("--gpus", min=1, help="As --processes, with a GPU for each.", show_default=False),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")
+]
 
 
 def train(
@@ -49,11 +84,21 @@ def train(
     out: Out = None,
     preset: Preset = None,
     steps: Steps = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Folder of a run to go on with.", show_default=False)] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="With --resume: accept changes that make it another run.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", help="Folder of a run to go on with.", show_default=False),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="With --resume: accept changes that make it another run.")
+    ] = False,
     skip: Annotated[
         list[str] | None,
-        typer.Option("--skip", metavar="CODE=REASON", help="Leave a check of the preflight out; may be repeated.", show_default=False),
+        typer.Option(
+            "--skip",
+            metavar="CODE=REASON",
+            help="Leave a check of the preflight out; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
     no_cache: NoCache = False,
     processes: Processes = None,
@@ -62,7 +107,8 @@ def train(
 ) -> None:
     """Fine-tune a model under a declared precision.
 
-    Settings come from a YAML file, from `section.key=value`, from the options below, or from all of them; later ones win.
+    Settings come from a YAML file, from `section.key=value`, from the options below, or from all of
+    them; later ones win.
 
     Examples:
 
@@ -76,7 +122,8 @@ def train(
 
         isotype train --resume runs/qwen train.steps=2000     # for longer
 
-        isotype train run.yaml --gpus 4                       # the same run on 4 GPUs; --processes 4 on a CPU
+        isotype train run.yaml --gpus 4                       # the same run on 4 GPUs; --processes
+        4 on a CPU
 
         isotype train run.yaml --skip PF004="a shared disk that grows"
 
@@ -88,16 +135,28 @@ def train(
     with _said_once():
         skips = parse_skips(skip or [])
         loaded = _loaded(
-            settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache,
+            settings,
+            model=model,
+            data=data,
+            out=out,
+            preset=preset,
+            steps=steps,
+            resume=resume,
+            consent=yes,
+            no_cache=no_cache,
             device="cuda" if gpus else None,
-        )  # fmt: skip
+        )
         status = _launched(loaded, processes, gpus)
     if status is not None:
         raise typer.Exit(status)
     from ..entry.train import start
     from ..training.console import RunConsole
 
-    raise typer.Exit(start(loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips).status)
+    raise typer.Exit(
+        start(
+            loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips
+        ).status
+    )
 
 
 def plan(
@@ -109,15 +168,26 @@ def plan(
     steps: Steps = None,
     no_cache: NoCache = False,
     device: Annotated[
-        str | None, typer.Option("--device", help="Plan for this device (h200, a100, cpu) instead of the present one.", show_default=False)
+        str | None,
+        typer.Option(
+            "--device",
+            help="Plan for this device (h200, a100, cpu) instead of the present one.",
+            show_default=False,
+        ),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=2, help="Plan for so many, in machines of 8: memory and traffic.", show_default=False),
+        typer.Option(
+            "--gpus",
+            min=2,
+            help="Plan for so many, in machines of 8: memory and traffic.",
+            show_default=False,
+        ),
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Show what `isotype train` would do: precision, parameters, data, memory, schedule. Loads no weights.
+    """Show what `isotype train` would do: precision, parameters, data, memory, schedule. Loads no
+    weights.
 
     Examples:
 
@@ -127,7 +197,9 @@ def plan(
 
         isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
     """
-    loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache)
+    loaded = _loaded(
+        settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache
+    )
     from ..tasks.choose import plan as make
 
     made = make(loaded, device=device, gpus=gpus)
@@ -136,9 +208,11 @@ def plan(
 
 @contextmanager
 def _said_once() -> Iterator[None]:
-    """For mistakes in the command, which every process of a launcher finds: only the first process prints them at once.
+    """For mistakes in the command, which every process of a launcher finds: only the first process
+    prints them at once.
 
-    The launcher ends the others as soon as the first one ends. A mistake on one machine only is printed after five seconds.
+    The launcher ends the others as soon as the first one ends. A mistake on one machine only is
+    printed after five seconds.
     """
     try:
         yield
@@ -149,20 +223,28 @@ def _said_once() -> Iterator[None]:
 
 
 def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> int | None:
-    """Starts the processes that were asked for; the run's exit status, or None where this process is to run it.
+    """Starts the processes that were asked for; the run's exit status, or None where this process
+    is to run it.
 
-    Raises  UsageError, before anything is started, for a number that cannot share a step, or not the number that a launcher started
+    Raises  UsageError, before anything is started, for a number that cannot share a step, or not
+            the number that a launcher started
     """
     from ..distributed.rank import Batching, find_rank
 
     if processes and gpus:
         raise UsageError("--processes and --gpus say the same thing", fix="give one of them")
     if gpus and loaded.config.model.device == "cpu":
-        raise UsageError(f"--gpus {gpus} and model.device: cpu contradict each other", fix=f"--processes {gpus} shares the steps on a CPU")
+        raise UsageError(
+            f"--gpus {gpus} and model.device: cpu contradict each other",
+            fix=f"--processes {gpus} shares the steps on a CPU",
+        )
     asked, option = (gpus, "--gpus") if gpus else (processes, "--processes")
     seat = find_rank()
     if asked and seat.size not in (1, asked):
-        raise UsageError(f"{option} {asked}, and {seat.launcher} has started {seat.size} processes", fix=f"leave {option} away")
+        raise UsageError(
+            f"{option} {asked}, and {seat.launcher} has started {seat.size} processes",
+            fix=f"leave {option} away",
+        )
     size = max(seat.size, asked or 1)
     if size > 1:
         Batching.of(loaded.config.train, size=size)
@@ -201,21 +283,40 @@ def _loaded(
     if consent and resume is None:
         raise UsageError("--yes has no effect without --resume")
     if resume is not None and out is not None:
-        raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
+        raise UsageError(
+            "--out: a resumed run stays in its folder", fix="leave --out away, or start a new run"
+        )
     return load_settings(
-        file, arguments, flags, preset=preset, resume=resume, how_to_change="give changes as section.key=value", consent=consent
+        file,
+        arguments,
+        flags,
+        preset=preset,
+        resume=resume,
+        how_to_change="give changes as section.key=value",
+        consent=consent,
     )
 
 
 def quickstart(
-    folder: Annotated[Path | None, typer.Option("--folder", help="Where everything goes: quickstart, or quickstart-diffusion.")] = None,
-    diffusion: Annotated[bool, typer.Option("--diffusion", help="Pictures: a small Flux, then a LoRA for a new shape.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Progress on stderr, one JSON object on stdout.")] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder", help="Where everything goes: quickstart, or quickstart-diffusion."
+        ),
+    ] = None,
+    diffusion: Annotated[
+        bool,
+        typer.Option("--diffusion", help="Pictures: a small Flux, then a LoRA for a new shape."),
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Progress on stderr, one JSON object on stdout.")
+    ] = False,
 ) -> None:
-    """Train a small model on Python's own documentation, then a LoRA adapter on questions about it: offline, minutes on a CPU.
+    """Train a small model on Python's own documentation, then a LoRA adapter on questions about it:
+    offline, minutes on a CPU.
 
-    Leaves the text (or pictures), both configuration files, both runs and their reports in the folder. If the command is repeated, it
-    continues where it stopped.
+    Leaves the text (or pictures), both configuration files, both runs and their reports in the
+    folder. If the command is repeated, it continues where it stopped.
 
     Examples:
 
@@ -230,4 +331,6 @@ def quickstart(
     from ..quickstart import quickstart_pictures
 
     folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
-    raise typer.Exit((quickstart_pictures if diffusion else of_text)(folder, json_output=json_output))
+    raise typer.Exit(
+        (quickstart_pictures if diffusion else of_text)(folder, json_output=json_output)
+    )

@@ -1,4 +1,6 @@
-"""`compare`: two configurations key by key, and which differences a resumed run may have. Imports no torch."""
+"""`compare`: two configurations key by key, and which differences a resumed run may have. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +11,34 @@ from .keys import keys
 from .schema import RunConfig
 from .yaml_text import write_value
 
-# Why a change is allowed -> the keys that leave the steps already done valid. Any other change would make the result one that no single
-# configuration describes.
+# Why a change is allowed -> the keys that leave the steps already done valid. Any other change
+# would make the result one that no single configuration describes.
 _MAY_CHANGE = {
     "the same run elsewhere; not bit for bit": "model.device",
     "where tokenised rows are kept, not what they are": "data.cache",
     "where latents are kept, not what they are": "images.cache",
     "the schedule is stretched from here on": "train.steps train.epochs",
-    "from here on": ("train.learning_rate train.schedule train.warmup train.decay train.min_learning_rate train.clip train.deterministic"),
-    "the same numbers in other memory": ("train.gradient_checkpointing train.checkpointed_layers train.keep_attention train.memory"),
+    "from here on": (
+        "train.learning_rate train.schedule train.warmup train.decay train.min_learning_rate"
+        " train.clip train.deterministic"
+    ),
+    "the same numbers in other memory": (
+        "train.gradient_checkpointing train.checkpointed_layers train.keep_attention train.memory"
+    ),
     "when to look, not what is learnt": "train.eval_every",
     "the evaluation loss does not depend on it": "train.eval_batch_size",
     "when to stop": "train.patience train.stop_on",
     "the resumed run stays in its own folder": "run.folder",
     "when to save": "run.save_every",
     "what is kept": "run.keep run.adapters_keep",
-    "what is written": "run.adapters_every run.adapter_format run.log_every run.report run.trackers",
+    "what is written": (
+        "run.adapters_every run.adapter_format run.log_every run.report run.trackers"
+    ),
     "when to sample; training does not see it": "run.sample_every",
     "what to sample; training does not see it": "run.samples run.sample_tokens",
-    "how to sample; training does not see it": "run.sample_steps run.sample_size run.sample_guidance",
+    "how to sample; training does not see it": (
+        "run.sample_steps run.sample_size run.sample_guidance"
+    ),
     "when to look": "run.observe_every",
     "where the result goes": "run.push_to_hub",
     "what goes there": "run.push_merged",
@@ -40,7 +51,11 @@ PLACES = (
     "model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template",
     "images.train", "images.eval", "images.regularisation", "images.masks", "images.controls", "adapter.start_from",
 )  # fmt: skip
-CHOSEN_BY_AUTO = ("train.gradient_checkpointing", "train.checkpointed_layers", "train.keep_attention")
+CHOSEN_BY_AUTO = (
+    "train.gradient_checkpointing",
+    "train.checkpointed_layers",
+    "train.keep_attention",
+)
 
 
 @dataclass(frozen=True)
@@ -60,10 +75,13 @@ class Change:
 def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto", base: str = "") -> list[Change]:
     """Every key whose value differs, in the order of the schema.
 
-    Where the new one leaves recomputation to `auto`, the old one's is no difference: what `auto` chose the last time stands there.
+    Where the new one leaves recomputation to `auto`, the old one's is no difference: what `auto`
+    chose the last time stands there.
 
-    auto  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the preset it became, not the word
-    base  what that `auto` takes from a checkpoint that was published quantised, which stands there too
+    auto  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the
+          preset it became, not the word
+    base  what that `auto` takes from a checkpoint that was published quantised, which stands there
+          too
     """
     changes = []
     for key in keys():
@@ -79,7 +97,11 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto", base: str = "
             why = MAY_CHANGE.get(key)
             if key == "data.on_bad_row" and after == "skip":
                 why = "there was no bad row so far"
-            another = "another one, unless it was only moved or renamed" if key in PLACES else "what was trained so far had the old one"
+            another = (
+                "another one, unless it was only moved or renamed"
+                if key in PLACES
+                else "what was trained so far had the old one"
+            )
             if key == "train.optimizer":
                 another += "; its states begin anew"
             changes.append(Change(key, before, after, why is not None, why or another))

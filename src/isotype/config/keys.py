@@ -1,4 +1,6 @@
-"""The keys: what each takes, in words, by the schema; what other tools call them, and which of theirs are not offered. Imports no torch."""
+"""The keys: what each takes, in words, by the schema; what other tools call them, and which of
+theirs are not offered. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def expected(key: str) -> str:
 def options(key: str) -> list[str]:
     """The words that `key` takes; none where it takes anything else."""
     schema = keys()[key]
-    return [str(word) for option in schema.get("anyOf", [schema]) for word in option.get("enum", [])]
+    return [
+        str(word) for option in schema.get("anyOf", [schema]) for word in option.get("enum", [])
+    ]
 
 
 def takes(key: str, kind: str) -> bool:
@@ -53,7 +57,9 @@ def takes(key: str, kind: str) -> bool:
 def _words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         options = [_words(option) for option in schema["anyOf"] if option.get("type") != "null"]
-        return " or ".join(options) + (" (or nothing)" if len(options) < len(schema["anyOf"]) else "")
+        return " or ".join(options) + (
+            " (or nothing)" if len(options) < len(schema["anyOf"]) else ""
+        )
     if "enum" in schema:
         return "one of " + " ".join(str(option) for option in schema["enum"])
     if "const" in schema:
@@ -64,18 +70,29 @@ def _words(schema: dict[str, Any]) -> str:
     if kind == "array":
         items = schema.get("items", {})
         inner = [option.get("type") for option in items.get("anyOf", [items])]
-        return "a list of " + " or ".join(_PLURAL[kind] for kind in inner) if all(kind in _PLURAL for kind in inner) else "a list"
+        return (
+            "a list of " + " or ".join(_PLURAL[kind] for kind in inner)
+            if all(kind in _PLURAL for kind in inner)
+            else "a list"
+        )
     if "pattern" in schema:
         return f"text such as {schema['examples'][0]!r}"
     if schema.get("additionalProperties") == {"type": "string"}:
         return "a mapping of names to text"
-    return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(str(kind), "a value")
+    return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(
+        str(kind), "a value"
+    )
 
 
 def _number(noun: str, schema: dict[str, Any]) -> str:
     bounds = [
         f"{word} {schema[name]:g}"
-        for name, word in (("minimum", "of at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"), ("exclusiveMaximum", "below"))
+        for name, word in (
+            ("minimum", "of at least"),
+            ("exclusiveMinimum", "above"),
+            ("maximum", "at most"),
+            ("exclusiveMaximum", "below"),
+        )
         if name in schema
     ]
     return f"{noun} {' and '.join(bounds)}" if bounds else noun
@@ -120,7 +137,9 @@ _NAMES = {
     "model.rope_parameters": "rope_scaling rope_theta",
     "train.embedding_noise": "neftune_noise_alpha neftune_alpha noisy_embedding_alpha",
     "run.folder": "output_dir",
-    "run.save_every": "save_steps save_interval checkpoint_every checkpoint_interval checkpointing_steps",
+    "run.save_every": (
+        "save_steps save_interval checkpoint_every checkpoint_interval checkpointing_steps"
+    ),
     "run.log_every": "logging_steps",
     "run.keep": "save_total_limit",
     "run.trackers": "report_to",
@@ -130,7 +149,12 @@ _NAMES = {
     "parallel.kind": "fsdp fsdp_config fsdp_version",
 }
 # what a section is taken for where it has a value and no keys: `model: org/name`
-MEANT = {"model": "model.name", "data": "data.train", "adapter": "adapter.kind", "precision": "precision.preset"}
+MEANT = {
+    "model": "model.name",
+    "data": "data.train",
+    "adapter": "adapter.kind",
+    "precision": "precision.preset",
+}
 ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
 
 _AS_OPTIONS = {
@@ -139,7 +163,9 @@ _AS_OPTIONS = {
 
 
 def setting_for_option(option: str) -> str | None:
-    """What to write for an unknown option: `train.learning_rate=VALUE` for `--lr`; or that it is not offered; None for an unknown word."""
+    """What to write for an unknown option: `train.learning_rate=VALUE` for `--lr`; or that it is
+    not offered; None for an unknown word.
+    """
     name = option.lstrip("-").replace("-", "_")
     if name in NOT_OFFERED:
         return NOT_OFFERED[name]
@@ -147,7 +173,11 @@ def setting_for_option(option: str) -> str | None:
         return _AS_OPTIONS[name]
     # of keys with one name the first section's is meant, but seldom a role of precision
     meant = sorted(keys(), key=lambda key: key.startswith(("diffusion.", "precision.")))
-    known = {spelling: key for key in reversed(meant) for spelling in (key.partition(".")[2], key.replace(".", "_", 1), key)} | ELSEWHERE
+    known = {
+        spelling: key
+        for key in reversed(meant)
+        for spelling in (key.partition(".")[2], key.replace(".", "_", 1), key)
+    } | ELSEWHERE
     near = get_close_matches(name, known, n=1, cutoff=0.8)
     return f"{known[near[0]]}=VALUE" if near else None
 
@@ -161,23 +191,75 @@ WORDS = {
     }
 }
 
-_OBJECTIVE = "train.objective names what is learnt, and the section preference has its settings (beta, label_smoothing, ...)"
+_OBJECTIVE = (
+    "train.objective names what is learnt, and the section preference has its settings (beta,"
+    " label_smoothing, ...)"
+)
 _NOT_YET = "this way of learning preferences is not offered yet; TRL's trainers do it"
-_SHARDED = "sharding by DeepSpeed is not offered; parallel.kind: shard shares weights, gradients and states between processes"
-_TENSOR = "tensor parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
-_CONTEXT = "context parallelism is not offered yet; data.max_length and train.gradient_checkpointing: layers bound a row's memory"
-_PIPELINE = "pipeline parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
+_SHARDED = (
+    "sharding by DeepSpeed is not offered; parallel.kind: shard shares weights, gradients and"
+    " states between processes"
+)
+_TENSOR = (
+    "tensor parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
+)
+_CONTEXT = (
+    "context parallelism is not offered yet; data.max_length and train.gradient_checkpointing:"
+    " layers bound a row's memory"
+)
+_PIPELINE = (
+    "pipeline parallelism is not offered yet; parallel.kind: shard shares the weights, layer by"
+    " layer"
+)
 _PARAM_DTYPE = (
-    "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of products, precision.reduce that of sums"
+    "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of"
+    " products, precision.reduce that of sums"
 )
 # a section, a key or a value -> the answer
 NOT_OFFERED = {
-    **dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE),
+    **dict.fromkeys(
+        ("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE
+    ),
     **dict.fromkeys(("grpo", "ppo", "rlhf"), _NOT_YET),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED),
-    **dict.fromkeys(("tensor", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _TENSOR),
-    **dict.fromkeys(("context", "context_parallel", "context_parallel_size", "context_parallel_degree", "cp", "cp_size"), _CONTEXT),
-    **dict.fromkeys(("sequence_parallel", "sequence_parallel_size", "sequence_parallel_degree", "sp_size"), _CONTEXT),
-    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree", "pp", "pp_size"), _PIPELINE),
-    **dict.fromkeys(("param_dtype", "mixed_precision_param", "mixed_precision_policy"), _PARAM_DTYPE),
+    **dict.fromkeys(
+        (
+            "tensor",
+            "tensor_parallel",
+            "tensor_parallel_size",
+            "tensor_parallel_degree",
+            "tp",
+            "tp_size",
+        ),
+        _TENSOR,
+    ),
+    **dict.fromkeys(
+        (
+            "context",
+            "context_parallel",
+            "context_parallel_size",
+            "context_parallel_degree",
+            "cp",
+            "cp_size",
+        ),
+        _CONTEXT,
+    ),
+    **dict.fromkeys(
+        ("sequence_parallel", "sequence_parallel_size", "sequence_parallel_degree", "sp_size"),
+        _CONTEXT,
+    ),
+    **dict.fromkeys(
+        (
+            "pipeline",
+            "pipeline_parallel",
+            "pipeline_parallel_size",
+            "pipeline_parallel_degree",
+            "pp",
+            "pp_size",
+        ),
+        _PIPELINE,
+    ),
+    **dict.fromkeys(
+        ("param_dtype", "mixed_precision_param", "mixed_precision_policy"), _PARAM_DTYPE
+    ),
 }

@@ -59,8 +59,9 @@ INSTEAD_OF_GGUF = "the same model's .safetensors; precision.preset: nf4-lora pac
 
 
 def kind_of(config: RunConfig) -> str:
-    """`diffusion` where the model's folder is a diffusers pipeline's, where `model.config` has a class of diffusers, or where the model is
-    no folder and pictures are given."""
+    """`diffusion` where the model's folder is a diffusers pipeline's, where `model.config` has a
+    class of diffusers, or where the model is no folder and pictures are given.
+    """
     name = config.model.name
     if is_denoiser(config.model.config):
         return DIFFUSION
@@ -76,16 +77,22 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def kind_for(model: str, data: str) -> str:
-    """The kind of run that a new file is written for: by the model's folder, or by a folder of pictures as the data."""
+    """The kind of run that a new file is written for: by the model's folder, or by a folder of
+    pictures as the data.
+    """
     folder, pictures = Path(model).expanduser(), Path(data).expanduser()
     if folder.is_dir():
         return DIFFUSION if (folder / PIPELINE_FILE).is_file() else LANGUAGE
-    found = pictures.is_dir() and any(path.suffix.lower() in _PICTURES for path in pictures.iterdir())
+    found = pictures.is_dir() and any(
+        path.suffix.lower() in _PICTURES for path in pictures.iterdir()
+    )
     return DIFFUSION if found else LANGUAGE
 
 
 def is_denoiser(given: dict[str, Any] | str | None) -> bool:
-    """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have `_class_name`."""
+    """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have
+    `_class_name`.
+    """
     if isinstance(given, str):
         try:
             file = config_file(given)
@@ -108,13 +115,24 @@ def applies(key: str, kind: str) -> bool:
 
 
 def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
-    """Raises  UsageError with a line for each key that was set and that this kind of run does not have."""
+    """Raises  UsageError with a line for each key that was set and that this kind of run does not
+    have.
+    """
     kind = kind_of(config)
     name = config.model.name
-    if kind == LANGUAGE and name is not None and config.images.train is not None and config.data.train is None:
+    if (
+        kind == LANGUAGE
+        and name is not None
+        and config.images.train is not None
+        and config.data.train is None
+    ):
         raise UsageError(
-            f"{sources['model.name']} model.name: {name}: no {PIPELINE_FILE} there: images.train needs a diffusers pipeline",
-            fix="model.name: a folder that has one, or a pipeline's name on the hub; to train this model on text: data.train",
+            f"{sources['model.name']} model.name: {name}: no {PIPELINE_FILE} there: images.train"
+            " needs a diffusers pipeline",
+            fix=(
+                "model.name: a folder that has one, or a pipeline's name on the hub; to train this"
+                " model on text: data.train"
+            ),
         )
     lines = []
     objective = config.train.objective
@@ -124,12 +142,19 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
         if applies(key, kind):
             section, _, name = key.partition(".")
             if section == "distil" and objective != "distil":
-                lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to distil")
+                lines.append(
+                    f"{where} {key}: does not apply to train.objective: {objective}, but to distil"
+                )
             if key == "train.embedding_noise" and objective != "sft":
-                lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to sft")
+                lines.append(
+                    f"{where} {key}: does not apply to train.objective: {objective}, but to sft"
+                )
             if section == "preference" and name not in OBJECTIVES[objective]:
                 whose = [one for one, its in OBJECTIVES.items() if name in its]
-                lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to {', '.join(whose)}")
+                lines.append(
+                    f"{where} {key}: does not apply to train.objective: {objective}, but to"
+                    f" {', '.join(whose)}"
+                )
             continue
         also = {v: k for k, v in INSTEAD.items()} if kind == LANGUAGE else INSTEAD
         hint = f"; here it is {also[key]}" if key in also else ""

@@ -1,7 +1,8 @@
-"""`load`: merges a file, `section.key=value` overrides and flags into one checked configuration, with the source of each value.
+"""`load`: merges a file, `section.key=value` overrides and flags into one checked configuration,
+with the source of each value.
 
-Every mistake is one line, `run.yaml:14 train.lerning_rate: unknown key, did you mean train.learning_rate?`, and all mistakes of a
-configuration are reported at once. Imports no torch.
+Every mistake is one line, `run.yaml:14 train.lerning_rate: unknown key, did you mean
+train.learning_rate?`, and all mistakes of a configuration are reported at once. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ class Recipe:
 
 
 RECIPES = {
-    "lora": Recipe("LoRA adapter; precision from the device", {"precision.preset": "auto", "adapter.kind": "lora"}),
-    "qlora": Recipe("LoRA adapter on a 4-bit base", {"precision.preset": "nf4-lora", "adapter.kind": "lora"}),
+    "lora": Recipe(
+        "LoRA adapter; precision from the device",
+        {"precision.preset": "auto", "adapter.kind": "lora"},
+    ),
+    "qlora": Recipe(
+        "LoRA adapter on a 4-bit base", {"precision.preset": "nf4-lora", "adapter.kind": "lora"}
+    ),
     "full": Recipe(
         "every weight; precision from the device",
         {"precision.preset": "auto", "adapter.kind": "none", "train.learning_rate": 2e-5},
@@ -63,8 +69,11 @@ def recipe(name: str) -> Recipe:
     raise UsageError(f"--preset {name}: unknown; one of {' '.join(names())}")
 
 
-# what a key also takes, and what it means: other tools' words, and those of runs from before the key had more than two values
-ALSO: Mapping[str, Mapping[Any, str]] = {"train.gradient_checkpointing": {True: "layers", False: "none"}}
+# what a key also takes, and what it means: other tools' words, and those of runs from before the
+# key had more than two values
+ALSO: Mapping[str, Mapping[Any, str]] = {
+    "train.gradient_checkpointing": {True: "layers", False: "none"}
+}
 COMMAND_LINE, DEFAULT = "command line", "default"
 MOST_SAID = 40  # complaints shown at once
 MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
@@ -123,7 +132,8 @@ def load(
     preset     a recipe or precision by name (`recipe`)
     consent    see LoadedConfig
     source     where the flags come from, as named in errors and in resolved.yaml
-    resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume
+    resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that
+               they outlive a resume
     Raises     UsageError, a line for each mistake
     """
     settings = _Settings()
@@ -147,13 +157,20 @@ def load(
     for override in overrides:
         _from_override(settings, override)
     if settings.said_by(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {"train.epochs"}:
-        settings.set("train.steps", None, settings.sources["train.epochs"])  # a file's steps would override them
+        # a file's steps would override them
+        settings.set("train.steps", None, settings.sources["train.epochs"])
     config = _checked(settings)
     said_now = settings.said_by(COMMAND_LINE, source)
     sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
     if resolved:
-        sources = {key: _source_in_comment(source, text, str(path)) for key, source in sources.items()}
-    said = [*([f"--preset {preset}"] if preset else []), *[f"{key}={write_value(value)}" for key, value in given.items()], *overrides]
+        sources = {
+            key: _source_in_comment(source, text, str(path)) for key, source in sources.items()
+        }
+    said = [
+        *([f"--preset {preset}"] if preset else []),
+        *[f"{key}={write_value(value)}" for key, value in given.items()],
+        *overrides,
+    ]
     return LoadedConfig(config, sources, _with_command_line(text, said), path, consent, said_now)
 
 
@@ -165,7 +182,9 @@ def config_of(text: str, name: str) -> RunConfig:
 
 
 def _source_in_comment(source: str, text: str, name: str) -> str:
-    """The comment after the key at `source` (`NAME:LINE`), as `config.write.resolved_yaml` wrote it."""
+    """The comment after the key at `source` (`NAME:LINE`), as `config.write.resolved_yaml` wrote
+    it.
+    """
     line = source.removeprefix(f"{name}:")
     return text.splitlines()[int(line) - 1].rpartition("  # ")[2] if line.isdecimal() else source
 
@@ -175,17 +194,29 @@ def read_text(path: Path) -> str:
     try:
         if path.is_dir():
             run, model = (path / "resolved.yaml").is_file(), (path / "config.json").is_file()
-            fix = f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its configuration" if run else None
-            raise UsageError(f"{path}: is a folder, expected a YAML file", fix=f"--model {path}" if model else fix)
+            fix = (
+                f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its"
+                " configuration"
+                if run
+                else None
+            )
+            raise UsageError(
+                f"{path}: is a folder, expected a YAML file",
+                fix=f"--model {path}" if model else fix,
+            )
         if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet") and path.exists():
             raise UsageError(f"{path}: expected a YAML file", fix=f"--data {path}")
         if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration")
+            raise UsageError(
+                f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration"
+            )
         return path.read_text(encoding="utf-8-sig")
     except UsageError:  # which is a ValueError
         raise
     except FileNotFoundError:
-        near = near_file(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
+        near = near_file(
+            path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        )
         hint = f", did you mean {path.parent / near}?" if near else "; isotype init writes one"
         raise UsageError(f"{path}: no such file{hint}") from None
     except UnicodeDecodeError:
@@ -200,12 +231,17 @@ def _from_file(settings: _Settings, text: str, name: str) -> None:
     except YamlError as error:
         raise UsageError(f"{name}{f':{error.line}' if error.line else ''}: {error}") from None
     if not found:
-        raise UsageError(f"{name}: empty; expected sections ({', '.join(sections())}); isotype init writes a file to start from")
+        raise UsageError(
+            f"{name}: empty; expected sections ({', '.join(sections())}); isotype init writes a"
+            " file to start from"
+        )
     first: dict[str, int] = {}
     for entry, below in found:
         where = f"{name}:{entry.line} "
         if entry.key in first:
-            settings.complaints.append(f"{where}{entry.key}: given twice, first in line {first[entry.key]}")
+            settings.complaints.append(
+                f"{where}{entry.key}: given twice, first in line {first[entry.key]}"
+            )
             continue
         first[entry.key] = entry.line
         if entry.key not in sections():
@@ -213,8 +249,14 @@ def _from_file(settings: _Settings, text: str, name: str) -> None:
         elif below is not None:
             _section(settings, entry.key, below, name)
         elif entry.value is not None:  # `train:` with nothing below is an empty section
-            meant = f", did you mean {MEANT[entry.key]}?" if entry.key in MEANT and isinstance(entry.value, str | list) else ""
-            settings.complaints.append(f"{where}{entry.key}: expected keys below it, got {_shown(entry.value)}{meant}")
+            meant = (
+                f", did you mean {MEANT[entry.key]}?"
+                if entry.key in MEANT and isinstance(entry.value, str | list)
+                else ""
+            )
+            settings.complaints.append(
+                f"{where}{entry.key}: expected keys below it, got {_shown(entry.value)}{meant}"
+            )
 
 
 def _section(settings: _Settings, section: str, entries: list[Entry], name: str) -> None:
@@ -222,7 +264,9 @@ def _section(settings: _Settings, section: str, entries: list[Entry], name: str)
     for entry in entries:
         key, where = f"{section}.{entry.key}", f"{name}:{entry.line}"
         if entry.key in first:
-            settings.complaints.append(f"{where} {key}: given twice, first in line {first[entry.key]}")
+            settings.complaints.append(
+                f"{where} {key}: given twice, first in line {first[entry.key]}"
+            )
         elif key not in keys():
             settings.complaints.append(f"{where} {key}: {_unknown(key)}")
         else:
@@ -247,7 +291,10 @@ def _from_override(settings: _Settings, override: str) -> None:
     if inner and outer in keys() and takes(outer, "object"):  # model.config.hidden_size=128
         before = settings.values.get(outer)
         if before is not None and not isinstance(before, dict):
-            settings.complaints.append(f"{COMMAND_LINE} {key}: {outer} is {_shown(before)}, not a mapping ({settings.sources[outer]})")
+            settings.complaints.append(
+                f"{COMMAND_LINE} {key}: {outer} is {_shown(before)}, not a mapping"
+                f" ({settings.sources[outer]})"
+            )
             return
         settings.set(outer, {**(before or {}), inner: value}, COMMAND_LINE)
     elif key not in keys():
@@ -271,12 +318,18 @@ def _unknown(key: str) -> str:
         return f"unknown key; here it is {_WORDS_FOR_KEYS[section]}"
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
     if not elsewhere and (name if dot else key) in ELSEWHERE:
-        return f"unknown {'key' if dot else 'section'}; here it is {ELSEWHERE[name if dot else key]}"
+        return (
+            f"unknown {'key' if dot else 'section'}; here it is {ELSEWHERE[name if dot else key]}"
+        )
     if elsewhere:
         return f"unknown {'key' if dot else 'section'}, did you mean {elsewhere[0]}?"
     if not dot:
         near = get_close_matches(key, sections(), n=1)
-        return f"unknown section, did you mean {near[0]}?" if near else f"unknown section; there are {', '.join(sections())}"
+        return (
+            f"unknown section, did you mean {near[0]}?"
+            if near
+            else f"unknown section; there are {', '.join(sections())}"
+        )
     if section not in sections():
         near = get_close_matches(section, sections(), n=1)
         moved = f"{near[0]}.{name}" if near else ""
@@ -296,7 +349,9 @@ def _unknown(key: str) -> str:
 
 
 def _checked(settings: _Settings) -> RunConfig:
-    """The configuration, or every complaint in the order of the file's lines, the command line's last."""
+    """The configuration, or every complaint in the order of the file's lines, the command line's
+    last.
+    """
     tree: dict[str, dict[str, Any]] = {}
     for key, value in list(settings.values.items()):
         section, _, name = key.partition(".")
@@ -311,10 +366,16 @@ def _checked(settings: _Settings) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        wrong = dict.fromkeys(".".join(str(part) for part in item["loc"][:2]) for item in error.errors(include_url=False))
+        wrong = dict.fromkeys(
+            ".".join(str(part) for part in item["loc"][:2])
+            for item in error.errors(include_url=False)
+        )
         settings.complaints += [_wrong(settings, key, settings.values[key]) for key in wrong]
     if settings.complaints:
-        said = [line if len(line) <= 600 else f"{line[:597]}..." for line in sorted(settings.complaints, key=_line)]
+        said = [
+            line if len(line) <= 600 else f"{line[:597]}..."
+            for line in sorted(settings.complaints, key=_line)
+        ]
         more = [f"and {len(said) - MOST_SAID} more"] if len(said) > MOST_SAID else []
         raise UsageError("\n".join(said[:MOST_SAID] + more))
     assert config is not None, "without complaints there is a configuration"
@@ -322,12 +383,21 @@ def _checked(settings: _Settings) -> RunConfig:
 
 
 def _wrong(settings: _Settings, key: str, value: Any) -> str:
-    quote = "; write it in quotes" if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool) else ""
-    return f"{settings.sources[key]} {key}: expected {expected(key)}, got {_shown(value)}{quote}{_meant(key, value)}"
+    quote = (
+        "; write it in quotes"
+        if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool)
+        else ""
+    )
+    return (
+        f"{settings.sources[key]} {key}: expected {expected(key)}, got"
+        f" {_shown(value)}{quote}{_meant(key, value)}"
+    )
 
 
 def _meant(key: str, value: Any) -> str:
-    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`; or that it is not offered yet."""
+    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`; or that it is not
+    offered yet.
+    """
     words = options(key)
     if key == "precision.compute" and str(value).lower().startswith("fp8"):
         return f"; {NO_FP8_PRODUCTS}"

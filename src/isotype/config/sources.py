@@ -1,4 +1,6 @@
-"""`data.*` and `images.*` as sources: names, or mappings with settings of their own. Imports no torch."""
+"""`data.*` and `images.*` as sources: names, or mappings with settings of their own. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class SourceSpec:
     """One entry of data.train or data.eval, as a user gave it.
 
     group    the name of the evaluation set that it belongs to
-    weight   share of the training rows that come from here, relative to the other sources; None: every row once
-    subset   configuration of a hub dataset, with `split` and `revision`; a folder of `save_to_disk` has a `split` too
+    weight   share of the training rows that come from here, relative to the other sources; None:
+             every row once
+    subset   configuration of a hub dataset, with `split` and `revision`; a folder of `save_to_disk`
+             has a `split` too
     """
 
     name: str
@@ -43,7 +47,8 @@ SPLITS = "dataset_dict.json"  # in a folder of `save_to_disk` that has several s
 
 
 def entries_of(given: Any, key: str, *, wanted: str) -> list[tuple[str, dict[str, Any]]]:
-    """(where, settings) of each entry of a list of sources: a name is the entry with that name alone.
+    """(where, settings) of each entry of a list of sources: a name is the entry with that name
+    alone.
 
     Raises  UsageError for an empty list, naming what is `wanted`
     """
@@ -51,13 +56,19 @@ def entries_of(given: Any, key: str, *, wanted: str) -> list[tuple[str, dict[str
     if not entries:
         raise UsageError(f"{key}: give at least one {wanted}")
     places = [key] if isinstance(given, str) else [f"{key}[{i}]" for i in range(len(entries))]
-    return [(where, {"name": entry} if isinstance(entry, str) else dict(entry)) for where, entry in zip(places, entries)]
+    return [
+        (where, {"name": entry} if isinstance(entry, str) else dict(entry))
+        for where, entry in zip(places, entries)
+    ]
 
 
 def unknown_key(where: str, key: str, keys: Sequence[str]) -> UsageError:
     """The error for a key that an entry does not have, with the one that was probably meant."""
     near = get_close_matches(key, keys, n=1)
-    return UsageError(f"{where}.{key}: unknown key" + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}"))
+    return UsageError(
+        f"{where}.{key}: unknown key"
+        + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}")
+    )
 
 
 def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
@@ -76,14 +87,22 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     specs = [
         _spec(settings, where, data, group)
         for group, value in groups.items()
-        for where, settings in entries_of(value, f"{key}.{group}" if group else key, wanted="file, or stdlib")
+        for where, settings in entries_of(
+            value, f"{key}.{group}" if group else key, wanted="file, or stdlib"
+        )
     ]
     seen: set[tuple[Any, ...]] = set()
     for spec in specs:
-        own = spec.name if spec.name.startswith(HUB) or spec.name == STDLIB else os.path.abspath(os.path.expanduser(spec.name))
+        own = (
+            spec.name
+            if spec.name.startswith(HUB) or spec.name == STDLIB
+            else os.path.abspath(os.path.expanduser(spec.name))
+        )
         what = (own, spec.subset, spec.split, spec.revision)
         if what in seen:
-            raise UsageError(f"{key}: {spec.name} is named twice; a weight makes its rows come more often")
+            raise UsageError(
+                f"{key}: {spec.name} is named twice; a weight makes its rows come more often"
+            )
         seen.add(what)
     if side == "eval" and any(spec.weight is not None for spec in specs):
         raise UsageError(f"{key}: weight has no effect: evaluation takes every row once")
@@ -97,19 +116,31 @@ def _check_groups(given: Mapping[str, Any], key: str) -> None:
     if not given:
         raise UsageError(f"{key}: give at least one file, or stdlib")
     if "name" in given and given.keys() <= set(_KEYS):
-        raise UsageError(f"{key}: a source with settings is an entry of a list", fix=f"{key}: [{{name: {given['name']}, ...}}]")
+        raise UsageError(
+            f"{key}: a source with settings is an entry of a list",
+            fix=f"{key}: [{{name: {given['name']}, ...}}]",
+        )
     for name in given:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise UsageError(f"{key}: {name!r}: a set's name has letters, digits, _ . and - only: it names the metric eval_loss_NAME")
+            raise UsageError(
+                f"{key}: {name!r}: a set's name has letters, digits, _ . and - only: it names the"
+                " metric eval_loss_NAME"
+            )
 
 
 def is_folder_name(model: str) -> bool:
     """Whether a model's name can only be a folder, or a file: the hub's have at most one slash."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith((".safetensors", ".gguf"))
+    return (
+        model.startswith((".", "/", "~"))
+        or model.count("/") > 1
+        or model.endswith((".safetensors", ".gguf"))
+    )
 
 
 def gguf_file(name: str) -> Path | None:
-    """The file that a model's name means: itself, or the one in a folder that has no config.json. Raises UsageError for several."""
+    """The file that a model's name means: itself, or the one in a folder that has no config.json.
+    Raises UsageError for several.
+    """
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return path
@@ -117,7 +148,9 @@ def gguf_file(name: str) -> Path | None:
         return None
     there = sorted(path.glob("*.gguf"))
     if len(there) > 1:
-        raise UsageError(f"model {name}: {len(there)} GGUF files, and a model is one", fix=f"--model {there[0]}")
+        raise UsageError(
+            f"model {name}: {len(there)} GGUF files, and a model is one", fix=f"--model {there[0]}"
+        )
     return there[0] if there else None
 
 
@@ -132,14 +165,16 @@ def near_model(name: str) -> str:
     try:
         path = Path(name).expanduser()
         models = [p.name for p in path.parent.iterdir() if (p / "config.json").is_file()]
-    except (OSError, ValueError, RuntimeError):  # ValueError: a NUL in the name; RuntimeError: ~ of an unknown user
+    # ValueError: a NUL in the name; RuntimeError: ~ of an unknown user
+    except (OSError, ValueError, RuntimeError):
         return ""
     near = get_close_matches(path.name, models, n=1)
     return f", did you mean {path.parent / near[0]}?" if near else ""
 
 
 def where_looked(name: str, beside: Path | None = None) -> str:
-    """What helps with a folder's relative name that is not there: where it was looked for, and where it lies instead.
+    """What helps with a folder's relative name that is not there: where it was looked for, and
+    where it lies instead.
 
     beside  the configuration's file, whose folder may be the one that was meant
     """
@@ -148,8 +183,13 @@ def where_looked(name: str, beside: Path | None = None) -> str:
         return ""
     meant = None if beside is None else beside.parent / path
     if meant is not None and meant.is_dir():
-        return f"; relative names begin in the working directory, {Path.cwd()}, not at the file; it is {meant}"
-    return f"; it was looked for as {Path.cwd() / path}: relative names begin in the working directory"
+        return (
+            f"; relative names begin in the working directory, {Path.cwd()}, not at the file; it is"
+            f" {meant}"
+        )
+    return (
+        f"; it was looked for as {Path.cwd() / path}: relative names begin in the working directory"
+    )
 
 
 def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
@@ -168,11 +208,24 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
             fix=f"data.eval: {{{stop_on}: FILE, ...}}" if not sets else None,
         )
     if data.stream and config.train.steps is None:
-        raise UsageError("data.stream needs train.steps: how many rows a stream has is not known", fix="--steps N")
+        raise UsageError(
+            "data.stream needs train.steps: how many rows a stream has is not known",
+            fix="--steps N",
+        )
     if data.stream and data.cache not in ("auto", "none"):
-        raise UsageError(f"{sources['data.cache']} data.cache: has no effect with data.stream: its rows are tokenised each time")
-    if not data.stream and sources.get("data.shuffle_buffer", "default") != "default" and data.shuffle_buffer != 4096:
-        raise UsageError(f"{sources['data.shuffle_buffer']} data.shuffle_buffer: has no effect without data.stream: all rows are shuffled")
+        raise UsageError(
+            f"{sources['data.cache']} data.cache: has no effect with data.stream: its rows are"
+            " tokenised each time"
+        )
+    if (
+        not data.stream
+        and sources.get("data.shuffle_buffer", "default") != "default"
+        and data.shuffle_buffer != 4096
+    ):
+        raise UsageError(
+            f"{sources['data.shuffle_buffer']} data.shuffle_buffer: has no effect without"
+            " data.stream: all rows are shuffled"
+        )
 
 
 def _refuse_no_whole_number(where: str, value: Any) -> None:
@@ -187,7 +240,9 @@ def _has_splits(name: str) -> bool:
         return False
 
 
-def _checked(settings: dict[str, Any], where: str, keys: Sequence[str], wanted: str) -> dict[str, Any]:
+def _checked(
+    settings: dict[str, Any], where: str, keys: Sequence[str], wanted: str
+) -> dict[str, Any]:
     """What kinds of entries share: known keys, a name, a weight, columns. Raises UsageError."""
     for key in settings:
         if key not in keys:
@@ -196,24 +251,47 @@ def _checked(settings: dict[str, Any], where: str, keys: Sequence[str], wanted: 
     name, weight, columns = settings.get("name"), settings.get("weight"), settings.get("columns")
     if not isinstance(name, str) or not name.strip():
         raise UsageError(f"{where}.name: expected {wanted}, got {name!r}")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf")):
+    if weight is not None and (
+        isinstance(weight, bool)
+        or not isinstance(weight, int | float)
+        or not 0 < weight < float("inf")
+    ):
         raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")
-    if columns is not None and not (isinstance(columns, dict) and all(isinstance(value, str) for value in columns.values())):
-        raise UsageError(f"{where}.columns: expected a mapping of our keys to the data's, as {{ours: theirs}}, got {columns!r}")
+    if columns is not None and not (
+        isinstance(columns, dict) and all(isinstance(value, str) for value in columns.values())
+    ):
+        raise UsageError(
+            f"{where}.columns: expected a mapping of our keys to the data's, as {{ours: theirs}},"
+            f" got {columns!r}"
+        )
     return settings | ({} if weight is None else {"weight": float(weight)})
 
 
 def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -> SourceSpec:
-    own = {"columns": data.columns, "format": data.format} | {key: value for key, value in settings.items() if value is not None}
+    own = {"columns": data.columns, "format": data.format} | {
+        key: value for key, value in settings.items() if value is not None
+    }
     settings = _checked(own, where, _KEYS, "a file, folder, glob, hf:NAME or stdlib")
     name, form, limit = settings["name"], settings["format"], settings.get("limit")
     for key in _HUB_ONLY:
         if key in settings and not isinstance(settings[key], str):
             raise UsageError(f"{where}.{key}: expected text, got {settings[key]!r}")
-        if key in settings and not name.startswith(HUB) and not (key == "split" and _has_splits(name)):
-            or_folder = ", nor a folder of save_to_disk with several splits" if key == "split" else ""
-            fix = "rows are not chosen by a column: write each split to a file of its own, for data.train and data.eval"
-            said = f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME){or_folder}"
+        if (
+            key in settings
+            and not name.startswith(HUB)
+            and not (key == "split" and _has_splits(name))
+        ):
+            or_folder = (
+                ", nor a folder of save_to_disk with several splits" if key == "split" else ""
+            )
+            fix = (
+                "rows are not chosen by a column: write each split to a file of its own, for"
+                " data.train and data.eval"
+            )
+            said = (
+                f"{where}.{key}: has no effect: {name} is no dataset of the hub"
+                f" (hf:NAME){or_folder}"
+            )
             raise UsageError(said, fix=fix if key == "split" and Path(name).suffix else None)
     if limit is not None:
         _refuse_no_whole_number(f"{where}.limit", limit)
@@ -226,7 +304,9 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -
 
 
 def names(given: Any) -> list[str]:
-    """The names of the sources of `data.train` or `data.eval`, for all forms in which they can be given, also from a damaged file."""
+    """The names of the sources of `data.train` or `data.eval`, for all forms in which they can be
+    given, also from a damaged file.
+    """
     if isinstance(given, dict) and "name" not in given:  # evaluation sets
         return [name for value in given.values() for name in names(value)]
     entries = given if isinstance(given, list) else [] if given is None else [given]
@@ -253,7 +333,8 @@ class PictureSource:
     caption     of every picture, instead of those in text files
     repeats     how often each picture comes in an epoch
     weight      of the loss of its pictures; of regularisation pictures only
-    draw        how many pictures the folder shall have, where the base model draws those that it lacks; of regularisation pictures only
+    draw        how many pictures the folder shall have, where the base model draws those that it
+                lacks; of regularisation pictures only
     resolution  in place of `images.resolution`; with several each picture comes once in each
     controls    folder of the pictures before the edit
     """
@@ -272,7 +353,16 @@ class PictureSource:
 _PICTURE_KEYS = {
     "train": ("name", "caption", "columns", "repeats", "controls", "resolution"),
     "eval": ("name", "caption", "columns", "controls", "resolution"),
-    "regularisation": ("name", "caption", "columns", "repeats", "weight", "draw", "controls", "resolution"),
+    "regularisation": (
+        "name",
+        "caption",
+        "columns",
+        "repeats",
+        "weight",
+        "draw",
+        "controls",
+        "resolution",
+    ),
 }
 
 
@@ -285,7 +375,10 @@ def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
     given, key = getattr(images, side), f"images.{side}"
     if given is None:
         return []
-    found = [_source(settings, where, side, images) for where, settings in entries_of(given, key, wanted="folder or file")]
+    found = [
+        _source(settings, where, side, images)
+        for where, settings in entries_of(given, key, wanted="folder or file")
+    ]
     seen = set()
     for one in found:
         if one.name in seen:
@@ -295,23 +388,39 @@ def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
     return found
 
 
-def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSection) -> PictureSource:
-    for key, why in {"weight": f"only images.regularisation has it: the pictures of images.{side} count in full",
-                     "draw": f"only images.regularisation has it: the pictures of images.{side} are your own",
-                     "repeats": "has no effect: evaluation takes every picture once"}.items():  # fmt: skip
+def _source(
+    settings: dict[str, Any], where: str, side: str, images: ImagesSection
+) -> PictureSource:
+    for key, why in {
+        "weight": f"only images.regularisation has it: the pictures of images.{side} count in full",
+        "draw": f"only images.regularisation has it: the pictures of images.{side} are your own",
+        "repeats": "has no effect: evaluation takes every picture once",
+    }.items():
         if settings.get(key) is not None and key not in _PICTURE_KEYS[side]:
             raise UsageError(f"{where}.{key}: {why}")
-    own = {"columns": images.columns, "controls": images.controls} | {key: value for key, value in settings.items() if value is not None}
+    own = {"columns": images.columns, "controls": images.controls} | {
+        key: value for key, value in settings.items() if value is not None
+    }
     settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
     caption, given = settings.get("caption"), settings.pop("resolution", None)
     resolution = tuple(given) if isinstance(given, list) else () if given is None else (given,)
-    numbers = [("repeats", settings.get("repeats", 1)), ("draw", settings.get("draw", 1)), *(("resolution", r) for r in resolution)]
+    numbers = [
+        ("repeats", settings.get("repeats", 1)),
+        ("draw", settings.get("draw", 1)),
+        *(("resolution", r) for r in resolution),
+    ]
     for key, number in numbers:
         _refuse_no_whole_number(f"{where}.{key}", number)
     if "draw" in settings and not caption:
-        raise UsageError(f"{where}.draw: needs caption, the prompt that the pictures are drawn from", fix="caption: a photo of a person")
+        raise UsageError(
+            f"{where}.draw: needs caption, the prompt that the pictures are drawn from",
+            fix="caption: a photo of a person",
+        )
     if "draw" in settings and "repeats" in settings:
-        raise UsageError(f"{where}.repeats: has no effect with draw: class pictures come one to one with the others")
+        raise UsageError(
+            f"{where}.repeats: has no effect with draw: class pictures come one to one with the"
+            " others"
+        )
     for text in ("caption", "controls"):
         if not isinstance(settings.get(text, ""), str):
             raise UsageError(f"{where}.{text}: expected text, got {settings[text]!r}")

@@ -1,4 +1,5 @@
-"""Configurations as text: `resolved.yaml` of a run, the file that `isotype init` writes, and the reference in the documentation.
+"""Configurations as text: `resolved.yaml` of a run, the file that `isotype init` writes, and the
+reference in the documentation.
 
 Imports no torch. What these write, `load` reads.
 """
@@ -30,7 +31,10 @@ _ABOUT = {
     "images": "What a diffusion model learns from.",
     "diffusion": "The objective of a diffusion model.",
     "adapter": "What is trained: an adapter, or every weight.",
-    "precision": "The dtype of every role of the run. A preset fills all of them; the keys below override single roles.",
+    "precision": (
+        "The dtype of every role of the run. A preset fills all of them; the keys below override"
+        " single roles."
+    ),
     "preference": "Of an objective that learns which answers are preferred (train.objective).",
     "distil": "Of the objective distil, which learns from a teacher.",
     "train": "How it is trained.",
@@ -39,12 +43,16 @@ _ABOUT = {
 }
 
 
-def resolved_yaml(loaded: LoadedConfig, reasons: Mapping[str, str], values: Mapping[str, Any] | None = None) -> str:
+def resolved_yaml(
+    loaded: LoadedConfig, reasons: Mapping[str, str], values: Mapping[str, Any] | None = None
+) -> str:
     """Every value of a run with its source as a comment; loading it gives the same run again.
 
     reasons  `precision.grads` -> why it has its value
-    values what the run chose for keys left open (`precision.base` -> bf16). They are written as comments, since a role given by hand and
-             a role that follows from the preset are checked differently; what replaces an `auto` is written as it was resolved.
+    values what the run chose for keys left open (`precision.base` -> bf16). They are written as
+    comments, since a role given by hand and
+             a role that follows from the preset are checked differently; what replaces an `auto` is
+             written as it was resolved.
     """
     values = values or {}
 
@@ -55,17 +63,27 @@ def resolved_yaml(loaded: LoadedConfig, reasons: Mapping[str, str], values: Mapp
             return _commented(f"  {name}: {write_value(values[key])}", reason or source)
         if value is None and key in values:
             return _commented(f"  # {name}: {write_value(values[key])}", reason or source)
-        return _commented(f"  {name}: {write_value(value)}", source if value is not None or reason is None else reason)
+        return _commented(
+            f"  {name}: {write_value(value)}",
+            source if value is not None or reason is None else reason,
+        )
 
-    return "# Each value of this run and where it came from. `isotype train --resume` reads this file.\n" + _sections(
-        loaded.config, line, kind=kind_of(loaded.config)
+    return (
+        "# Each value of this run and where it came from. `isotype train --resume` reads this"
+        " file.\n" + _sections(loaded.config, line, kind=kind_of(loaded.config))
     )
 
 
 def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str = "stdlib") -> str:
-    """The commented file of `isotype init`: essential keys set, every other one shown with its default."""
+    """The commented file of `isotype init`: essential keys set, every other one shown with its
+    default.
+    """
     kind = kind_for(model, data)
-    settings = {**recipe(preset).settings, "model.name": model, ("images.train" if kind == DIFFUSION else "data.train"): data}
+    settings = {
+        **recipe(preset).settings,
+        "model.name": model,
+        ("images.train" if kind == DIFFUSION else "data.train"): data,
+    }
     essential = _ESSENTIAL | _ESSENTIAL_OF_PICTURES if kind == DIFFUSION else _ESSENTIAL
 
     def line(key: str, value: Any) -> str:
@@ -75,15 +93,16 @@ def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str =
         if settings.get("adapter.kind") == "none" and key in ("adapter.r", "adapter.alpha"):
             active = False
         setting = f"{name}: {write_value(value)}"
-        sentence = "".join(f"  # {text}\n" for text in wrap(str(keys()[key].get("description", "")), 118))
+        sentence = "".join(
+            f"  # {text}\n" for text in wrap(str(keys()[key].get("description", "")), 118)
+        )
         return sentence + f"  {'' if active else '# '}{setting}"
 
     header = (
-        f"# A run of Isotype ({preset}: {recipe(preset).about}).\n"
-        "# See what it would do:  isotype plan FILE      Run it:  isotype train FILE\n"
-        "# Completion in editors: isotype init --schema > isotype.schema.json, and as this file's first line\n"
-        "#   yaml-language-server: $schema=isotype.schema.json\n"
-        "# Lines that are commented out show the default.\n\n"
+        f"# A run of Isotype ({preset}: {recipe(preset).about}).\n# See what it would do:  isotype"
+        " plan FILE      Run it:  isotype train FILE\n# Completion in editors: isotype init"
+        " --schema > isotype.schema.json, and as this file's first line\n#   yaml-language-server:"
+        " $schema=isotype.schema.json\n# Lines that are commented out show the default.\n\n"
     )
     return header + _sections(RunConfig(), line, kind=kind, about=_ABOUT)
 
@@ -93,22 +112,50 @@ def reference_markdown() -> str:
     lines = [
         "# Configuration",
         "",
-        "Generated by `isotype init --schema --markdown`; a test compares it with the schema. `isotype init` writes a file to start from.",
-        "Every key can be given as `section.key=value` on the command line. Unknown keys are errors.",
+        (
+            "Generated by `isotype init --schema --markdown`; a test compares it with the schema."
+            " `isotype init` writes a file to start from."
+        ),
+        (
+            "Every key can be given as `section.key=value` on the command line. Unknown keys are"
+            " errors."
+        ),
         "",
     ]
     for section in sections():
-        lines += [f"## {section}", "", _ABOUT[section], "", "| key | default | takes | |", "|---|---|---|---|"]
+        lines += [
+            f"## {section}",
+            "",
+            _ABOUT[section],
+            "",
+            "| key | default | takes | |",
+            "|---|---|---|---|",
+        ]
         for key, schema in keys().items():
             if key.startswith(f"{section}."):
                 shown = write_value(default(key)) if default(key) is not None else ""
-                cells = (f"`{key.partition('.')[2]}`", f"`{shown}`" if shown else "", expected(key), str(schema.get("description", "")))
-                lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+                cells = (
+                    f"`{key.partition('.')[2]}`",
+                    f"`{shown}`" if shown else "",
+                    expected(key),
+                    str(schema.get("description", "")),
+                )
+                lines.append(
+                    "| "
+                    + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+                    + " |"
+                )
         lines.append("")
     return "\n".join(lines)
 
 
-def _sections(config: RunConfig, line: Callable[[str, Any], str], *, kind: str, about: Mapping[str, str] | None = None) -> str:
+def _sections(
+    config: RunConfig,
+    line: Callable[[str, Any], str],
+    *,
+    kind: str,
+    about: Mapping[str, str] | None = None,
+) -> str:
     """The keys that this kind of run has, by section."""
     blocks = []
     for section in sections():
@@ -117,7 +164,9 @@ def _sections(config: RunConfig, line: Callable[[str, Any], str], *, kind: str, 
         if not names:
             continue
         head = f"# {about[section]}\n{section}:" if about else f"{section}:"
-        blocks.append("\n".join([head, *[line(f"{section}.{name}", getattr(values, name)) for name in names]]))
+        blocks.append(
+            "\n".join([head, *[line(f"{section}.{name}", getattr(values, name)) for name in names]])
+        )
     return ("\n\n" if about else "\n").join(["", *blocks]).lstrip("\n") + "\n"
 
 

@@ -1,7 +1,8 @@
-"""Reads and writes YAML: mappings with the line of each key, and values in a form that reads back the same. Imports no torch.
+"""Reads and writes YAML: mappings with the line of each key, and values in a form that reads back
+the same. Imports no torch.
 
-YAML 1.2 throughout: `1e-4` is a number, `no` and `on` are text. Reading goes through ruamel's node tree, since only the tree has line
-numbers and duplicate keys.
+YAML 1.2 throughout: `1e-4` is a number, `no` and `on` are text. Reading goes through ruamel's node
+tree, since only the tree has line numbers and duplicate keys.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a mapping: its name, its value (a list of entries for a mapping one level down), and the line of the key."""
+    """One key of a mapping: its name, its value (a list of entries for a mapping one level down),
+    and the line of the key.
+    """
 
     key: str
     value: Any
@@ -48,15 +51,23 @@ def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
     if not isinstance(root, MappingNode):
         raise YamlError("expected sections (model:, data:, train:, ...)", root.start_mark.line + 1)
     for key_node, value_node in root.value:
-        entry = Entry(_key(key_node), None if isinstance(value_node, MappingNode) else _value(value_node), key_node.start_mark.line + 1)
+        entry = Entry(
+            _key(key_node),
+            None if isinstance(value_node, MappingNode) else _value(value_node),
+            key_node.start_mark.line + 1,
+        )
         below = (
-            [Entry(_key(k), _value(v), k.start_mark.line + 1) for k, v in value_node.value] if isinstance(value_node, MappingNode) else None
+            [Entry(_key(k), _value(v), k.start_mark.line + 1) for k, v in value_node.value]
+            if isinstance(value_node, MappingNode)
+            else None
         )
         yield entry, below
 
 
 def read_value(text: str) -> Any:
-    """The value that `text` is in YAML: `1e-4` a float, `[a, b]` a list, empty text None. Raises YamlError."""
+    """The value that `text` is in YAML: `1e-4` a float, `[a, b]` a list, empty text None. Raises
+    YamlError.
+    """
     node = _compose(text)
     return None if node is None else _value(node)
 
@@ -66,10 +77,23 @@ def _compose(text: str) -> Node | None:
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(f"broken YAML: {error.problem or error.context}", mark.line + 1 if mark else None) from None
-    except (YAMLError, ValueError, RecursionError, IndexError, AttributeError, TypeError, AssertionError, KeyError) as error:
+        raise YamlError(
+            f"broken YAML: {error.problem or error.context}", mark.line + 1 if mark else None
+        ) from None
+    except (
+        YAMLError,
+        ValueError,
+        RecursionError,
+        IndexError,
+        AttributeError,
+        TypeError,
+        AssertionError,
+        KeyError,
+    ) as error:
         # on malformed text ruamel's scanner raises other exceptions than its own
-        raise YamlError(f"broken YAML: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
+        raise YamlError(
+            f"broken YAML: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        ) from None
     return node
 
 
@@ -100,10 +124,14 @@ def _value(node: Node, depth: int = 0, made: list[int] | None = None) -> Any:
     try:
         value = YAML(typ="safe", pure=True).constructor.construct_object(node, deep=True)
     except (YAMLError, ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
-        problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        problem = getattr(error, "problem", None) or next(
+            iter(str(error).splitlines()), type(error).__name__
+        )
         raise YamlError(f"{node.value!r}: {problem}", line) from None
     # U+DC80 to U+DCFF are bytes of a file's name that are no UTF-8, as Python reads them
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in value):
+    if isinstance(value, str) and any(
+        "\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in value
+    ):
         raise YamlError("half of a surrogate pair is not text", line)
     return value
 
@@ -119,7 +147,11 @@ def write_value(value: Any) -> str:
     if isinstance(value, int | datetime.date):
         return str(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_text(str(k), flow=True)}: {_flow(v)}" for k, v in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_text(str(k), flow=True)}: {_flow(v)}" for k, v in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_flow(v) for v in value) + "]"
     return _text(str(value))
@@ -140,8 +172,16 @@ def _float(value: float) -> str:
 
 
 def _text(text: str, *, flow: bool = False) -> str:
-    plain = text.isascii() and text.isprintable() and not (flow and any(c in text for c in ",[]{}:"))
-    if plain and text == text.strip() and text[:1] not in "!&*%@`|>'\"?-#" and ": " not in text and not text.endswith(":"):
+    plain = (
+        text.isascii() and text.isprintable() and not (flow and any(c in text for c in ",[]{}:"))
+    )
+    if (
+        plain
+        and text == text.strip()
+        and text[:1] not in "!&*%@`|>'\"?-#"
+        and ": " not in text
+        and not text.endswith(":")
+    ):
         try:
             if read_value(text) == text:
                 return text
@@ -156,4 +196,10 @@ def _escaped(c: str) -> str:
     if c.isprintable():
         return c
     code = ord(c)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )

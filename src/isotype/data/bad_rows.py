@@ -1,7 +1,9 @@
-"""Collects rows that cannot be used, over all of the data, so that they can be skipped or named in one error by kind.
+"""Collects rows that cannot be used, over all of the data, so that they can be skipped or named in
+one error by kind.
 
-A row is bad if it is not JSON, not UTF-8, has the wrong keys or types, or is refused by the chat template. A row with an empty answer is
-not bad, but has nothing to learn: it is always skipped and counted. Both are written to bad_rows.jsonl in the run folder.
+A row is bad if it is not JSON, not UTF-8, has the wrong keys or types, or is refused by the chat
+template. A row with an empty answer is not bad, but has nothing to learn: it is always skipped and
+counted. Both are written to bad_rows.jsonl in the run folder.
 """
 
 from __future__ import annotations
@@ -21,9 +23,14 @@ FILE = "bad_rows.jsonl"
 PLACES = 40  # named in one error
 MOST_LISTED = 10_000  # of a source, by place and reason; all are counted
 EMPTY = "the answer is empty"
-FIX = "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
+FIX = (
+    "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
+)
 
-NONE_SOUND = "none of the rows can be used as they are: docs/data.md shows each format; data.columns names keys that are called otherwise"
+NONE_SOUND = (
+    "none of the rows can be used as they are: docs/data.md shows each format; data.columns names"
+    " keys that are called otherwise"
+)
 
 
 class RowError(UsageError):
@@ -49,12 +56,16 @@ class BadRow:
         if not error.message.startswith(f"{place}: "):
             raise error
         empty = isinstance(error, EmptyAnswer)
-        return cls(place, EMPTY if empty else error.message.removeprefix(f"{place}: "), error.fix, empty)
+        return cls(
+            place, EMPTY if empty else error.message.removeprefix(f"{place}: "), error.fix, empty
+        )
 
 
 @dataclass
 class BadRows:
-    """The bad rows of one source or side. `kinds` counts those that are an error unless data.on_bad_row is skip."""
+    """The bad rows of one source or side. `kinds` counts those that are an error unless
+    data.on_bad_row is skip.
+    """
 
     kinds: Counter[str] = field(default_factory=Counter)
     empty: int = 0
@@ -83,7 +94,8 @@ class BadRows:
         self.listed += [BadRow(*row) for row in said["rows"]]
 
     def refuse(self, *, sound: int) -> None:
-        """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row is bad.
+        """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row
+                   is bad.
 
         sound  rows that can be used: with none, leaving out the bad ones is no help
         """
@@ -112,14 +124,21 @@ class BadRows:
 
 
 def kind_of(reason: str) -> str:
-    """A reason without what differs from row to row: numbers, and text in quotes but for one word, as the name of a role. Digits within a
-    name stay (UTF-8, cp1252.csv)."""
-    reason = re.sub(r"'[^']*'|\"[^\"]*\"", lambda quoted: quoted[0] if re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'", reason)
+    """A reason without what differs from row to row: numbers, and text in quotes but for one word,
+    as the name of a role. Digits within a name stay (UTF-8, cp1252.csv).
+    """
+    reason = re.sub(
+        r"'[^']*'|\"[^\"]*\"",
+        lambda quoted: quoted[0] if re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'",
+        reason,
+    )
     return re.sub(r"0x[0-9a-f]+|(?<![\w.-])\d[\d,]*(?![\w.-]\w)", "N", reason)
 
 
 class BadRowFile:
-    """bad_rows.jsonl of a run: `{"place", "reason"}` a line, each place once. It is made with the first row."""
+    """bad_rows.jsonl of a run: `{"place", "reason"}` a line, each place once. It is made with the
+    first row.
+    """
 
     def __init__(self, path: Path, *, resuming: bool = False) -> None:
         self.path = path
@@ -144,4 +163,7 @@ class BadRowFile:
         self._written.update(new)
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for row in new.values():
-                file.write(json.dumps({"place": row.place, "reason": row.reason}, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps({"place": row.place, "reason": row.reason}, ensure_ascii=False)
+                    + "\n"
+                )

@@ -1,12 +1,15 @@
-"""Tokenised sources on disk, so that the next run with the same data, tokenizer and settings begins at once.
+"""Tokenised sources on disk, so that the next run with the same data, tokenizer and settings begins
+at once.
 
-An entry is one safetensors file, named by a hash of everything that determines its rows: the content of the source, the tokenizer, the
-template, the settings, and `VERSION` of this code. It is written under a temporary name and renamed, so that concurrent or killed runs
-leave no partial entries. Its metadata contain a checksum; a damaged file is made again. Rows are memory-mapped, not read into memory.
+An entry is one safetensors file, named by a hash of everything that determines its rows: the
+content of the source, the tokenizer, the template, the settings, and `VERSION` of this code. It is
+written under a temporary name and renamed, so that concurrent or killed runs leave no partial
+entries. Its metadata contain a checksum; a damaged file is made again. Rows are memory-mapped, not
+read into memory.
 
-When a new entry exceeds the folder's limit, the least recently used entries are removed. An entry that a run has mapped may be removed
-too: the system retains its content until that run ends. Pictures that rows bring as bytes lie in the folder below, within a limit of the
-same size.
+When a new entry exceeds the folder's limit, the least recently used entries are removed. An entry
+that a run has mapped may be removed too: the system retains its content until that run ends.
+Pictures that rows bring as bytes lie in the folder below, within a limit of the same size.
 """
 
 from __future__ import annotations
@@ -29,11 +32,14 @@ from ..errors import UsageError
 from .tokens import COLUMNS, TokenBlock, TokenWriter
 
 VERSION = 19  # raise it whenever the same source gives other rows or other facts
-SMALLEST = 1_000_000  # bytes of a source below which `auto` keeps nothing: tokenising them takes a second
+# bytes of a source below which `auto` keeps nothing: tokenising them takes a second
+SMALLEST = 1_000_000
 BOUND, DEFAULT_GB = "ISOTYPE_CACHE_GB", 20.0
 PICTURES = "pictures"  # below the folder of entries
-IN_USE = 24 * 3600  # seconds since a picture was last read in which it stays: a run reads each again in its next epoch
-_STALE = 24 * 3600  # seconds after which a half-written file is taken for one that an ended run left
+# seconds since a picture was last read in which it stays: a run reads each again in its next epoch
+IN_USE = 24 * 3600
+# seconds after which a half-written file is taken for one that an ended run left
+_STALE = 24 * 3600
 _CHUNK = 1 << 22
 _OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|picture)")  # other names are somebody's weights
 _NAMES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
@@ -43,30 +49,41 @@ _NO_CHECKSUM = "0" * 64  # stands in the header while the file's checksum is com
 
 
 def cache_folder(setting: str) -> Path | None:
-    """Where entries lie: a folder as given; `auto` is ISOTYPE_CACHE or the user's cache folder; None for `none`."""
+    """Where entries lie: a folder as given; `auto` is ISOTYPE_CACHE or the user's cache folder;
+    None for `none`.
+    """
     if setting == "none":
         return None
     if setting != "auto":
         return Path(setting).expanduser()
     if given := os.environ.get("ISOTYPE_CACHE"):
         return None if given == "none" else Path(given).expanduser() / "tokens"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "isotype" / "tokens"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        / "isotype"
+        / "tokens"
+    )
 
 
 def bound() -> int:
-    """Bytes that a cache folder may hold: ISOTYPE_CACHE_GB, else 20 GB. Raises UsageError for what is no size."""
+    """Bytes that a cache folder may hold: ISOTYPE_CACHE_GB, else 20 GB. Raises UsageError for what
+    is no size.
+    """
     given = os.environ.get(BOUND) or DEFAULT_GB
     try:
         if float(given) >= 0:
             return int(float(given) * 1e9)
     except (ValueError, OverflowError):
         pass
-    raise UsageError(f"{BOUND}={given}: expected gigabytes, a number of at least 0", fix=f"{BOUND}=20")
+    raise UsageError(
+        f"{BOUND}={given}: expected gigabytes, a number of at least 0", fix=f"{BOUND}=20"
+    )
 
 
 def evict(folder: Path, *, keep: Path | None = None) -> int:
-    """Removes the least recently used entries until the folder is within its limit, and returns how many. `keep` stays, and a picture that
-    was read within a day: another run may need it again."""
+    """Removes the least recently used entries until the folder is within its limit, and returns how
+    many. `keep` stays, and a picture that was read within a day: another run may need it again.
+    """
     there = []
     for path in folder.glob("*"):
         if _OURS.fullmatch(path.name):
@@ -85,27 +102,44 @@ def evict(folder: Path, *, keep: Path | None = None) -> int:
 
 def entry_key(parts: Any) -> str:
     """The name of an entry: a hash of everything that determines its rows."""
-    return hashlib.sha256(json.dumps([VERSION, parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps([VERSION, parts], sort_keys=True, default=str).encode()
+    ).hexdigest()[:32]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of all that decides what tokens a text gets: vocabulary and rules, special tokens, and the libraries' versions."""
+    """A hash of all that decides what tokens a text gets: vocabulary and rules, special tokens, and
+    the libraries' versions.
+    """
     import tokenizers
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    rules = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
     added = {i: repr(t) for i, t in tokenizer.added_tokens_decoder.items()}
     settings = {
         k: str(v)
         for k, v in sorted(tokenizer.init_kwargs.items())
         if not k.endswith("_file") and k not in ("name_or_path", "chat_template")
     }
-    parts = [type(tokenizer).__name__, added, tokenizer.special_tokens_map, settings, transformers.__version__, tokenizers.__version__]
+    parts = [
+        type(tokenizer).__name__,
+        added,
+        tokenizer.special_tokens_map,
+        settings,
+        transformers.__version__,
+        tokenizers.__version__,
+    ]
     return hashlib.sha256((rules + json.dumps(parts, default=str)).encode()).hexdigest()
 
 
-def cached(folder: Path, key: str, made: Callable[[TokenWriter], dict[str, Any]]) -> tuple[TokenBlock, list[str]]:
+def cached(
+    folder: Path, key: str, made: Callable[[TokenWriter], dict[str, Any]]
+) -> tuple[TokenBlock, list[str]]:
     """The rows of an entry, else those that `made` writes, which are kept; and notes for the user.
 
     made    writes every row and returns the facts
@@ -129,7 +163,9 @@ def cached(folder: Path, key: str, made: Callable[[TokenWriter], dict[str, Any]]
     aside.mkdir()
     try:
         with ExitStack() as stack:
-            writer = TokenWriter({name: stack.enter_context((aside / name).open("w+b")) for name in COLUMNS})
+            writer = TokenWriter(
+                {name: stack.enter_context((aside / name).open("w+b")) for name in COLUMNS}
+            )
             write_entry(aside / "entry", writer.files, made(writer))
         os.replace(aside / "entry", path)
     finally:
@@ -153,7 +189,9 @@ def _sweep(folder: Path) -> None:
 
 
 def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any]) -> None:
-    """Columns as a safetensors file; `facts` and a checksum of everything else in the file are its metadata."""
+    """Columns as a safetensors file; `facts` and a checksum of everything else in the file are its
+    metadata.
+    """
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "sha256": _NO_CHECKSUM}}
     at = 0
     for name in _ORDER:
@@ -177,7 +215,9 @@ def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any
 
 
 def read_entry(path: Path) -> TokenBlock:
-    """Maps an entry. Raises ValueError for one that is not whole, FileNotFoundError where there is none."""
+    """Maps an entry. Raises ValueError for one that is not whole, FileNotFoundError where there is
+    none.
+    """
     with path.open("rb") as file:
         length = file.read(8)
         text = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))

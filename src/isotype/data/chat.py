@@ -1,9 +1,11 @@
-"""The chat template of a run: selects it, renders conversations with it, and locates the answers in the rendered text.
+"""The chat template of a run: selects it, renders conversations with it, and locates the answers in
+the rendered text.
 
-Stock templates of Llama, Qwen and Gemma have no `{% generation %}` block, so the learnt spans are derived: the text up to an answer is
-what the template renders for the turns before it plus its generation prompt; the answer ends where rendering the turns up to and
-including it ends. Where a template renders the past differently from the present (Qwen3 drops the thinking of earlier turns), the answer
-is found by rendering it once more with other words and comparing.
+Stock templates of Llama, Qwen and Gemma have no `{% generation %}` block, so the learnt spans are
+derived: the text up to an answer is what the template renders for the turns before it plus its
+generation prompt; the answer ends where rendering the turns up to and including it ends. Where a
+template renders the past differently from the present (Qwen3 drops the thinking of earlier turns),
+the answer is found by rendering it once more with other words and comparing.
 """
 
 from __future__ import annotations
@@ -21,14 +23,25 @@ import jinja2
 import jinja2.meta
 
 from ..errors import UsageError
-from .conversations import CONTENT, END, THOUGHT_KEYS, hidden, is_learnt, probes, shown, with_thoughts
+from .conversations import (
+    CONTENT,
+    END,
+    THOUGHT_KEYS,
+    hidden,
+    is_learnt,
+    probes,
+    shown,
+    with_thoughts,
+)
 from .formats import Example, Message
 from .read import existing_file, read_text
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTemplate:
-    """`end`: the token after an answer, None for the tokenizer's own end token. `tokens`: all that must be one token each."""
+    """`end`: the token after an answer, None for the tokenizer's own end token. `tokens`: all that
+    must be one token each.
+    """
 
     text: str
     end: str | None = None
@@ -80,7 +93,9 @@ _ZEPHYR = """\
 
 NAMED: Mapping[str, NamedTemplate] = {
     "chatml": NamedTemplate(_CHATML, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
-    "llama3": NamedTemplate(_LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "llama3": NamedTemplate(
+        _LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    ),
     "gemma": NamedTemplate(_GEMMA, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>")),
     "mistral": NamedTemplate(_MISTRAL),
     "zephyr": NamedTemplate(_ZEPHYR),
@@ -88,24 +103,34 @@ NAMED: Mapping[str, NamedTemplate] = {
 
 
 def _named(name: str, tokenizer: Any) -> str:
-    """The text of a template. Its end-of-turn token becomes the tokenizer's end token, with which generation stops."""
+    """The text of a template. Its end-of-turn token becomes the tokenizer's end token, with which
+    generation stops.
+    """
     template = NAMED[name]
     vocabulary = tokenizer.get_vocab()
     absent = [token for token in template.tokens if token not in vocabulary]
     if absent:
         words = ", ".join(f'"{token}"' for token in absent)
-        raise UsageError(f"data.chat_template: {name}: the tokenizer has no token {words}", fix=f"model.add_tokens: [{words}]")
+        raise UsageError(
+            f"data.chat_template: {name}: the tokenizer has no token {words}",
+            fix=f"model.add_tokens: [{words}]",
+        )
     if template.end is not None:
         tokenizer.eos_token = template.end
     elif tokenizer.eos_token is None:
-        raise UsageError(f"data.chat_template: {name}: the tokenizer has no end-of-text token, which ends its answers", fix=_WITH_OWN_END)
+        raise UsageError(
+            f"data.chat_template: {name}: the tokenizer has no end-of-text token, which ends its"
+            " answers",
+            fix=_WITH_OWN_END,
+        )
     return template.text
 
 
 _WITH_OWN_END = 'data.chat_template: chatml, with model.add_tokens: ["<|im_start|>", "<|im_end|>"]'
 
 
-# For tokenizers that bring no template: `User:` and `Assistant:` lines, the end-of-text token after every answer.
+# For tokenizers that bring no template: `User:` and `Assistant:` lines, the end-of-text token after
+# every answer.
 DEFAULT_TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{ 'User: ' + message.content + '\n' }}
@@ -124,7 +149,8 @@ _SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in
 class Span:
     """An answer in a rendered conversation, in characters.
 
-    `closed`: the span holds the whole turn with its end-of-turn token; otherwise that token is the special one that follows.
+    `closed`: the span holds the whole turn with its end-of-turn token; otherwise that token is the
+    special one that follows.
     """
 
     start: int
@@ -142,7 +168,8 @@ class ChatTemplate:
     tokenizer: Any
     text: str
     source: str  # "tokenizer", "default", or the file
-    given: Mapping[str, Any] = field(default_factory=dict)  # `data.template_kwargs`, which the text begins with
+    # `data.template_kwargs`, which the text begins with
+    given: Mapping[str, Any] = field(default_factory=dict)
     thoughts: str = "template"
 
     def reads(self, key: str) -> bool:
@@ -155,24 +182,47 @@ class ChatTemplate:
 
     @cached_property
     def in_parts(self) -> bool:
-        """Whether the template writes a content only as a list of parts, as those of LLaVA and SmolVLM do: of a string nothing is left."""
+        """Whether the template writes a content only as a list of parts, as those of LLaVA and
+        SmolVLM do: of a string nothing is left.
+        """
         asked = [{"role": "user", "content": _SENTINEL}]
         return self.reads("type") and not self._writes(asked) and self._writes(in_parts(asked))
 
     @cached_property
     def writes_thoughts(self) -> frozenset[tuple[str, bool]]:
         """Of the places that thoughts have in data, those from which the template writes them."""
-        return frozenset(at for at, turns in probes(_SENTINEL) if self._writes(in_parts(turns) if self.in_parts else turns))
+        return frozenset(
+            at
+            for at, turns in probes(_SENTINEL)
+            if self._writes(in_parts(turns) if self.in_parts else turns)
+        )
 
     def _writes(self, messages: Sequence[Message]) -> bool:
         try:
-            return _SENTINEL in str(self.tokenizer.apply_chat_template(list(messages), chat_template=self.text, tokenize=False))
+            return _SENTINEL in str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), chat_template=self.text, tokenize=False
+                )
+            )
         except Exception:  # a template may refuse one form with any error
             return False
 
-    def render(self, messages: Sequence[Message], *, tools: Any = None, generation_prompt: bool = False, place: str = "prompt") -> str:
-        """The text of a conversation. Raises UsageError for a template that is broken, or that refuses the conversation."""
-        if hides := self.thoughts == "all" and END in self.text and (CONTENT, True) not in self.writes_thoughts:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        generation_prompt: bool = False,
+        place: str = "prompt",
+    ) -> str:
+        """The text of a conversation. Raises UsageError for a template that is broken, or that
+        refuses the conversation.
+        """
+        if (
+            hides := self.thoughts == "all"
+            and END in self.text
+            and (CONTENT, True) not in self.writes_thoughts
+        ):
             messages = hidden(messages)
         try:
             text: str = self.tokenizer.apply_chat_template(
@@ -185,7 +235,9 @@ class ChatTemplate:
             text.encode()
             return shown(text) if hides else text
         except UnicodeEncodeError:
-            raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text") from None
+            raise UsageError(
+                f"{place}: the chat template writes half of a surrogate pair, which is not text"
+            ) from None
         except (RecursionError, jinja2.TemplateSyntaxError) as error:
             raise _broken(self.source, error) from None
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
@@ -196,37 +248,64 @@ class ChatTemplate:
         """The turns with the thoughts that `data.thoughts` keeps."""
         if self.thoughts == "template":
             return messages
-        return with_thoughts(messages, self.thoughts, writes=self.writes_thoughts, tags=END in self.text, place=place)
+        return with_thoughts(
+            messages, self.thoughts, writes=self.writes_thoughts, tags=END in self.text, place=place
+        )
 
     def spans(self, example: Example, rendered: str) -> list[Span]:
         """Where the answers are in `rendered`, which is `render(example.messages)`."""
         messages = list(example.messages or ())
-        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)]
+        answers = [
+            i
+            for i, m in enumerate(messages)
+            if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)
+        ]
         return [self._span(messages, i, example, rendered) for i in answers]
 
     def left_out(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, place: str
     ) -> tuple[set[str], bool, bool, bool]:
-        """What of a conversation is nowhere in `text`, its rendering: roles of turns; whether calls, tools, and reasoning.
+        """What of a conversation is nowhere in `text`, its rendering: roles of turns; whether
+        calls, tools, and reasoning.
 
-        Templates drop later system turns, calls or thoughts in silence. The words of turns are looked for, each as often as turns have
-        them. Calls and tools are left out once: the text must be another.
+        Templates drop later system turns, calls or thoughts in silence. The words of turns are
+        looked for, each as often as turns have them. Calls and tools are left out once: the text
+        must be another.
         """
-        wanted: dict[str, list[tuple[str, bool]]] = {}  # words -> of each turn that has them: its role, whether they are its thoughts
+        # words -> of each turn that has them: its role, whether they are its thoughts
+        wanted: dict[str, list[tuple[str, bool]]] = {}
         for m in messages:
             content = m["content"] if isinstance(m.get("content"), str) else ""
             parts = [part.strip() for part in _TAG.split(content) if part.strip()]
-            beside = [m[key].strip() for key in THOUGHT_KEYS if isinstance(m.get(key), str) and m[key].strip() not in content]
+            beside = [
+                m[key].strip()
+                for key in THOUGHT_KEYS
+                if isinstance(m.get(key), str) and m[key].strip() not in content
+            ]
             thinks = m["role"] == "assistant" and len(parts) > 1
-            for words, thought in [*((part, thinks) for part in parts), *((words, True) for words in beside)]:
+            for words, thought in [
+                *((part, thinks) for part in parts),
+                *((words, True) for words in beside),
+            ]:
                 wanted.setdefault(words, []).append((m["role"], thought))
-        unseen = [one for words, of in wanted.items() if _times(words, text) < len(of) for one in of]
-        without = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
+        unseen = [
+            one for words, of in wanted.items() if _times(words, text) < len(of) for one in of
+        ]
+        without = [
+            {key: value for key, value in m.items() if key != "tool_calls"} for m in messages
+        ]
         calls = any(m.get("tool_calls") for m in messages) and self._is(text, without, tools, place)
         unread = bool(tools) and self._is(text, messages, None, place)
-        return {role for role, thought in unseen if not thought}, calls, unread, any(thought for _, thought in unseen)
+        return (
+            {role for role, thought in unseen if not thought},
+            calls,
+            unread,
+            any(thought for _, thought in unseen),
+        )
 
-    def _is(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: str) -> bool:
+    def _is(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: str
+    ) -> bool:
         try:
             return self.render(messages, tools=tools, place=place) == text
         except UsageError:  # a turn without its calls may be refused
@@ -234,19 +313,32 @@ class ChatTemplate:
 
     def _span(self, messages: list[Message], i: int, example: Example, rendered: str) -> Span:
         place, tools = example.place, example.tools
-        opening = self.render(messages[:i], tools=tools, generation_prompt=True, place=place) if i else ""
-        ending = rendered if i == len(messages) - 1 else self.render(messages[: i + 1], tools=tools, place=place)
+        opening = (
+            self.render(messages[:i], tools=tools, generation_prompt=True, place=place) if i else ""
+        )
+        ending = (
+            rendered
+            if i == len(messages) - 1
+            else self.render(messages[: i + 1], tools=tools, place=place)
+        )
         opens = i > 0 and rendered.startswith(opening)
         if opens and rendered.startswith(ending) and len(ending) > len(opening):
             return Span(len(opening), len(ending), closed=True)
-        # The template renders this turn differently with the turns around it: find its words by changing them.
-        changed = messages[i] | {key: _SENTINEL for key in THOUGHT_KEYS if messages[i].get(key)} | {"content": _SENTINEL}
+        # The template renders this turn differently with the turns around it: find its words by
+        # changing them.
+        changed = (
+            messages[i]
+            | {key: _SENTINEL for key in THOUGHT_KEYS if messages[i].get(key)}
+            | {"content": _SENTINEL}
+        )
         changed.pop("tool_calls", None)
         other = self.render([*messages[:i], changed, *messages[i + 1 :]], tools=tools, place=place)
         start = _agreeing(rendered, other)
         end = max(start, len(rendered) - _agreeing(rendered[::-1], other[::-1]))
         if end <= start:
-            raise UsageError(f"{place}: the chat template renders nothing for messages[{i}] (assistant)")
+            raise UsageError(
+                f"{place}: the chat template renders nothing for messages[{i}] (assistant)"
+            )
         if opens and len(opening) <= start:
             start = len(opening)
         closed = rendered.startswith(ending) and len(ending) >= end
@@ -254,43 +346,76 @@ class ChatTemplate:
 
 
 def chat_template(
-    tokenizer: Any, file: str | None, given: Mapping[str, Any] | None = None, *, thoughts: str = "template"
-) -> ChatTemplate:  # fmt: skip
-    """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own, else a plain default.
+    tokenizer: Any,
+    file: str | None,
+    given: Mapping[str, Any] | None = None,
+    *,
+    thoughts: str = "template",
+) -> ChatTemplate:
+    """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own,
+    else a plain default.
 
-    given     `data.template_kwargs`: defaults that the template's text begins with, so that a saved tokenizer has them too
+    given     `data.template_kwargs`: defaults that the template's text begins with, so that a saved
+              tokenizer has them too
     thoughts  `data.thoughts`
-    Raises    UsageError for a template that is not there or cannot be used, and for a setting that it does not read
+    Raises    UsageError for a template that is not there or cannot be used, and for a setting that
+              it does not read
     """
     found = replace(_chosen(tokenizer, file), thoughts=thoughts)
     return _with_defaults(found, given) if given else found
 
 
 # what a run or transformers gives to every template, so that a default would do nothing
-_ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+_ALWAYS_GIVEN = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+)
 
 
 def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemplate:
     try:
-        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template.text))
+        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            _GENERATION.sub("", template.text)
+        )
     except (RecursionError, jinja2.TemplateSyntaxError) as error:
         raise _broken(template.source, error) from None
-    names = jinja2.meta.find_undeclared_variables(parsed).difference(_ALWAYS_GIVEN, template.tokenizer.special_tokens_map)
+    names = jinja2.meta.find_undeclared_variables(parsed).difference(
+        _ALWAYS_GIVEN, template.tokenizer.special_tokens_map
+    )
     if unread := [name for name in given if name not in names]:
         fix = f"it reads {', '.join(sorted(names))}" if names else "leave it out: it reads none"
-        raise UsageError(f"data.template_kwargs.{unread[0]}: the chat template ({template.source}) reads no such setting", fix=fix)
+        raise UsageError(
+            f"data.template_kwargs.{unread[0]}: the chat template ({template.source}) reads no such"
+            " setting",
+            fix=fix,
+        )
     for name, value in given.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            raise UsageError(f"data.template_kwargs.{name}: {value!r} is no value of JSON", fix="quote it, if it is a text") from None
-    start = "".join(f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n" for name, value in given.items())
-    text = template.text if template.text.startswith(start) else start + template.text  # a run's own tokenizer has them
+            raise UsageError(
+                f"data.template_kwargs.{name}: {value!r} is no value of JSON",
+                fix="quote it, if it is a text",
+            ) from None
+    start = "".join(
+        f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"
+        for name, value in given.items()
+    )
+    # a run's own tokenizer has them
+    text = template.text if template.text.startswith(start) else start + template.text
     return replace(template, text=text, given=given)
 
 
 def _broken(source: str, error: RecursionError | jinja2.TemplateSyntaxError) -> UsageError:
-    said = ": nested too deeply" if isinstance(error, RecursionError) else f", line {error.lineno}: {error.message}"
+    said = (
+        ": nested too deeply"
+        if isinstance(error, RecursionError)
+        else f", line {error.lineno}: {error.message}"
+    )
     return UsageError(f"chat template ({source}){said}")
 
 
@@ -301,7 +426,10 @@ def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
         if not file.endswith(_ENDINGS) and not Path(file).exists():
             near = difflib.get_close_matches(file.lower(), NAMED, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"data.chat_template: {file}: no such file, and no template of that name", fix=f"{hint}{', '.join(NAMED)}")
+            raise UsageError(
+                f"data.chat_template: {file}: no such file, and no template of that name",
+                fix=f"{hint}{', '.join(NAMED)}",
+            )
         return ChatTemplate(tokenizer, read_text(existing_file(file, _ENDINGS), file), file)
     own = tokenizer.chat_template
     if isinstance(own, dict):
@@ -309,22 +437,41 @@ def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
     if own:
         return ChatTemplate(tokenizer, own, "tokenizer")
     if tokenizer.eos_token is None:
-        said = "data: the rows are chats, but the tokenizer has no chat template, and no end-of-text token for a plain one"
+        said = (
+            "data: the rows are chats, but the tokenizer has no chat template, and no end-of-text"
+            " token for a plain one"
+        )
         raise UsageError(said, fix=f"set data.chat_template to a Jinja file, or {_WITH_OWN_END}")
-    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    return ChatTemplate(tokenizer, ("{{- bos_token }}" if adds_bos else "") + DEFAULT_TEMPLATE, "default")
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [
+        tokenizer.bos_token_id
+    ]
+    return ChatTemplate(
+        tokenizer, ("{{- bos_token }}" if adds_bos else "") + DEFAULT_TEMPLATE, "default"
+    )
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
     """The conversation with each text as a list of one part."""
-    return [m | {"content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m for m in messages]
+    return [
+        (
+            m | {"content": [{"type": "text", "text": m["content"]}]}
+            if isinstance(m.get("content"), str)
+            else m
+        )
+        for m in messages
+    ]
 
 
 def _times(words: str, text: str) -> int:
     """How often words are in a text, as they are or as JSON writes them."""
-    return max(text.count(words), *(text.count(json.dumps(words, ensure_ascii=ascii)[1:-1]) for ascii in (True, False)))
+    return max(
+        text.count(words),
+        *(text.count(json.dumps(words, ensure_ascii=ascii)[1:-1]) for ascii in (True, False)),
+    )
 
 
 def _agreeing(one: str, other: str) -> int:
     """The length of the common beginning of two texts, in characters."""
-    return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next(
+        (k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )

@@ -1,9 +1,10 @@
 """Turns checked examples into rows of tokens with labels.
 
-A chat is rendered by its template, which writes every special token itself. The encoder adds none, so that no beginning-of-text token is
-doubled. Plain text, and prompt/completion with a tokenizer without a template, get the tokenizer's own beginning and the end-of-text token.
-The tokens of a prompt are those that generation will see: if the following answer would change them, prompt and answer are tokenised
-separately.
+A chat is rendered by its template, which writes every special token itself. The encoder adds none,
+so that no beginning-of-text token is doubled. Plain text, and prompt/completion with a tokenizer
+without a template, get the tokenizer's own beginning and the end-of-text token. The tokens of a
+prompt are those that generation will see: if the following answer would change them, prompt and
+answer are tokenised separately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 @dataclass
 class Tally:
-    """Counts of the examples of one side (training or evaluation) that were cut, dropped or changed while they were encoded."""
+    """Counts of the examples of one side (training or evaluation) that were cut, dropped or changed
+    while they were encoded.
+    """
 
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, str] = field(default_factory=dict)
@@ -39,7 +42,9 @@ class Tally:
     special_in_content: int = 0
     calls_unseen: int = 0
     tools_unseen: int = 0
-    """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
+    """Rows with tool calls, or with tools, whose names are nowhere in the text that the template
+    made.
+    """
     reasoning_unseen: int = 0
     """Rows with reasoning that the template left out, of the content or beside it."""
     empty_thoughts: int = 0
@@ -103,32 +108,58 @@ class Encoder:
     """Turns examples into rows with one tokenizer, one template and one length."""
 
     def __init__(
-        self, tokenizer: Any, *, max_length: int, loss_on: str, template: ChatTemplate | None, pictures: Pictures | None = None
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        loss_on: str,
+        template: ChatTemplate | None,
+        pictures: Pictures | None = None,
+    ) -> None:
         self.pictures = pictures
         self.no_pictures = "the model has no vision tower"
         place = None if pictures is None else pictures.token_id
         self.place = (place, tokenizer.convert_ids_to_tokens(place)) if place is not None else None
         self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
-        self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
+        self.tokenizer, self.max_length, self.loss_on, self.template = (
+            tokenizer,
+            max_length,
+            loss_on,
+            template,
+        )
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
-        self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
+        self.before: list[int] = next(
+            (whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), []
+        )
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
-        self._marks = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special and i != tokenizer.unk_token_id}
+        self._marks = {
+            i
+            for i, t in tokenizer.added_tokens_decoder.items()
+            if t.special and i != tokenizer.unk_token_id
+        }
         if max_length < len(self.before) + 2:
-            raise UsageError(f"data.max_length is {max_length}: a row needs at least {len(self.before) + 2} tokens to teach anything")
+            raise UsageError(
+                f"data.max_length is {max_length}: a row needs at least {len(self.before) + 2}"
+                " tokens to teach anything"
+            )
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, nothing added."""
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         return tokens
 
-    def rows(self, examples: Iterable[Example], tally: Tally) -> Iterator[tuple[Example, Row, bool]]:
-        """Examples with their rows, in order, and whether they were cut; those that teach nothing are dropped and counted.
+    def rows(
+        self, examples: Iterable[Example], tally: Tally
+    ) -> Iterator[tuple[Example, Row, bool]]:
+        """Examples with their rows, in order, and whether they were cut; those that teach nothing
+        are dropped and counted.
 
-        Those that the chat template refuses are counted in `tally.bad`. Raises UsageError for a template that no row is at fault for.
+        Those that the chat template refuses are counted in `tally.bad`. Raises UsageError for a
+        template that no row is at fault for.
         """
         examples = iter(examples)
         while taken := list(islice(examples, BATCH)):
@@ -148,7 +179,9 @@ class Encoder:
                 continue
             encoded = self._encoded([r.text for r in rendered], [self._edges(r) for r in rendered])
             before = [r.text[: span.start] for r in rendered for span in r.spans]
-            prompts = iter(self.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"])
+            prompts = iter(
+                self.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"]
+            )
             for source, r, (ids, offsets) in zip(batch, rendered, encoded):
                 row = self._row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
                 if row is not None:
@@ -160,40 +193,72 @@ class Encoder:
         messages = as_messages(example)
         if template is None or messages is None:
             if example.messages is not None:
-                raise UsageError(f"{place}: messages need a chat template, and the tokenizer has none", fix="data.chat_template: chatml")
-            text = example.text if example.text is not None else example.prompt + (example.completion or "")
+                raise UsageError(
+                    f"{place}: messages need a chat template, and the tokenizer has none",
+                    fix="data.chat_template: chatml",
+                )
+            text = (
+                example.text
+                if example.text is not None
+                else example.prompt + (example.completion or "")
+            )
             start = 0 if self.loss_on == "all" else len(example.prompt)
             return Rendered(place, text, [Span(start, len(text), closed=True)], literal=True)
         messages = tuple(template.thoughtful(messages, place))
         if example.pictures and self.pictures is None:
             raise RowError(f"{place}: the row has pictures, and {self.no_pictures}")
-        if self.pictures is not None and not example.pictures and any(_asks_to_look(m) for m in messages):
+        if (
+            self.pictures is not None
+            and not example.pictures
+            and any(_asks_to_look(m) for m in messages)
+        ):
             raise RowError(f"{place}: a mark {IN_TEXT} in the text, and the row has no picture")
         text = template.render(messages, tools=example.tools, place=place)
-        tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
+        tally.special_in_content += any(
+            s in str(m.get("content"))
+            for m in messages
+            for s in self.special.values()
+            if len(s) > 2
+        )
         roles, calls, tools, reasoning = template.left_out(messages, example.tools, text, place)
         if template.thoughts in ("last", "all") and (reasoning or DOUBLED_THOUGHTS.search(text)):
-            raise RowError(f"{place}: the chat template does not write thoughts as data.thoughts: {template.thoughts} keeps them")
+            raise RowError(
+                f"{place}: the chat template does not write thoughts as data.thoughts:"
+                f" {template.thoughts} keeps them"
+            )
         tally.turns_unseen.update(roles)
         tally.calls_unseen += calls
         tally.tools_unseen += tools
         tally.reasoning_unseen += reasoning
         whole = [Span(0, len(text), closed=True)]
-        spans = whole if self.loss_on == "all" else template.spans(replace(example, messages=messages), text)
+        spans = (
+            whole
+            if self.loss_on == "all"
+            else template.spans(replace(example, messages=messages), text)
+        )
         tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
         found = Rendered(place, text, spans, literal=False)
-        return found if not example.pictures else self.with_pictures(found, example.pictures, example.folder)
+        return (
+            found
+            if not example.pictures
+            else self.with_pictures(found, example.pictures, example.folder)
+        )
 
     def with_pictures(self, r: Rendered, given: Sequence[Any], folder: str) -> Rendered:
-        """The text as the processor writes it, each mark as the tokens of its picture, which are not learnt.
+        """The text as the processor writes it, each mark as the tokens of its picture, which are
+        not learnt.
 
-        Raises  RowError for a picture that cannot be used, and where marks and pictures differ in number
+        Raises  RowError for a picture that cannot be used, and where marks and pictures differ in
+                number
         """
         pictures = self.pictures
         assert pictures is not None
         pieces = r.text.split(pictures.mark)
         if len(pieces) - 1 != len(given):
-            raise RowError(f"{r.place}: the text has {len(pieces) - 1} times {pictures.mark}, and the row {len(given)} pictures")
+            raise RowError(
+                f"{r.place}: the text has {len(pieces) - 1} times {pictures.mark}, and the row"
+                f" {len(given)} pictures"
+            )
         if not given:
             return r
         references: list[str] = []
@@ -211,16 +276,36 @@ class Encoder:
             moved.append((at, at + len(piece), len(text) - at))
             text += piece + tokens
             at += len(piece) + len(pictures.mark)
-        cut = [(max(span.start, a), min(span.end, b), by, span.closed) for span in r.spans for a, b, by in moved]
-        spans = [Span(start + by, end + by, closed) for start, end, by, closed in cut if start < end]
+        cut = [
+            (max(span.start, a), min(span.end, b), by, span.closed)
+            for span in r.spans
+            for a, b, by in moved
+        ]
+        spans = [
+            Span(start + by, end + by, closed) for start, end, by, closed in cut if start < end
+        ]
         shown = len(text) - len(pieces[-1])
-        placeholders = sum(one.count(self.place[1]) for one in written) if self.place is not None and self.place[1] else 0
-        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=placeholders)
+        placeholders = (
+            sum(one.count(self.place[1]) for one in written)
+            if self.place is not None and self.place[1]
+            else 0
+        )
+        return Rendered(
+            r.place,
+            text,
+            spans,
+            literal=False,
+            pictures=tuple(references),
+            shown=shown,
+            places=placeholders,
+        )
 
     def windows(self, tokens: Iterable[list[int]], place: str, tally: Tally) -> Iterator[Row]:
-        """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the end-of-text token closes the last.
+        """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the
+        end-of-text token closes the last.
 
-        tokens  those of the text's pieces, one after another; no more than one piece and a row of them are held
+        tokens  those of the text's pieces, one after another; no more than one piece and a row of
+                them are held
         """
         for window in _cut(chain(tokens, [self.after]), self.max_length - len(self.before)):
             tally.special_in_content += self._read_as_special(window)
@@ -232,24 +317,34 @@ class Encoder:
                 tally.drop("one token alone at the end of a text teaches nothing", place)
 
     def _read_as_special(self, ids: list[int]) -> bool:
-        """Whether a plain text's tokens have a special one that its text gave, other than a beginning and an end that it has itself."""
+        """Whether a plain text's tokens have a special one that its text gave, other than a
+        beginning and an end that it has itself.
+        """
         begin = len(self.before) if self.before and ids[: len(self.before)] == self.before else 0
         end = len(ids) - len(self.after) if self.after and ids[-1:] == self.after else len(ids)
         return not self._marks.isdisjoint(ids[begin:end])
 
     def _edges(self, r: Rendered) -> list[int]:
-        """Where a row's parts begin and end, in characters: all that a tokenizer without offsets has to find."""
+        """Where a row's parts begin and end, in characters: all that a tokenizer without offsets
+        has to find.
+        """
         return sorted({at for span in r.spans for at in (span.start, span.end)} - {0, len(r.text)})
 
     def _encoded(self, texts: list[str], edges: list[list[int]]) -> list[tuple[list[int], Offsets]]:
-        """Tokens and their places. Without offsets, every token of a part between two edges gets the part's place."""
+        """Tokens and their places. Without offsets, every token of a part between two edges gets
+        the part's place.
+        """
         if not self.has_offsets:
             return [self._in_parts(text, at) for text, at in zip(texts, edges)]
-        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = self.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         return list(zip(found["input_ids"], found["offset_mapping"]))
 
     def _in_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
-        """A part's tokens are those by which the text up to its end is longer; where that changes earlier ones, it is tokenised alone."""
+        """A part's tokens are those by which the text up to its end is longer; where that changes
+        earlier ones, it is tokenised alone.
+        """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         begin = start = settled = 0  # characters and tokens up to which earlier parts are settled
@@ -264,7 +359,14 @@ class Encoder:
             start = edge
         return ids, offsets
 
-    def _row(self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally) -> tuple[Row, bool] | None:
+    def _row(
+        self,
+        r: Rendered,
+        ids: list[int],
+        offsets: Offsets,
+        prompts: Iterable[list[int]],
+        tally: Tally,
+    ) -> tuple[Row, bool] | None:
         ids, offsets = self._apart(r, ids, offsets, prompts, tally)
         learnt = [False] * len(ids)
         whole = len(r.spans) == 1 and r.spans[0].start == 0 and r.spans[0].end == len(r.text)
@@ -279,24 +381,54 @@ class Encoder:
             ids = before + ids + after
         if self.place is not None and (there := ids.count(self.place[0])) != r.places:
             token = self.place[1]
-            reason = f"{there} times {token}, which stands for a picture, and the row's pictures have {r.places}"
+            reason = (
+                f"{there} times {token}, which stands for a picture, and the row's pictures have"
+                f" {r.places}"
+            )
             tally.bad.add(BadRow(r.place, reason, f"take {token} out of the text"))
             return None
         cut = len(ids) > self.max_length
         if cut and r.pictures and offsets[self.max_length - 1][1] < r.shown:
             seen = sum(start < r.shown for start, _ in offsets)
-            reason = f"{len(ids)} tokens, its last picture ends at {seen}, and data.max_length is {self.max_length}"
-            tally.bad.add(BadRow(r.place, f"{reason}: a row is not cut inside a picture", "data.max_pixels makes pictures smaller"))
+            reason = (
+                f"{len(ids)} tokens, its last picture ends at {seen}, and data.max_length is"
+                f" {self.max_length}"
+            )
+            tally.bad.add(
+                BadRow(
+                    r.place,
+                    f"{reason}: a row is not cut inside a picture",
+                    "data.max_pixels makes pictures smaller",
+                )
+            )
             return None
         ids, learnt = ids[: self.max_length], learnt[: self.max_length]
         if not any(learnt[1:]):
-            tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
+            tally.drop(
+                (
+                    f"no answer left within data.max_length {self.max_length}"
+                    if cut
+                    else "no token to learn"
+                ),
+                r.place,
+            )
             return None
         labels = tuple(i if on else IGNORED for i, on in zip(ids, learnt))
         return Row(tuple(ids), labels, learnt.index(True), pictures=r.pictures), cut
 
-    def _tokens(self, r: Rendered, ids: list[int], offsets: Offsets, span: Span, tally: Tally, *, whole: bool) -> tuple[int, int]:
-        """The tokens of a span, from the first to its end-of-turn token; white space the template writes after that is not learnt."""
+    def _tokens(
+        self,
+        r: Rendered,
+        ids: list[int],
+        offsets: Offsets,
+        span: Span,
+        tally: Tally,
+        *,
+        whole: bool,
+    ) -> tuple[int, int]:
+        """The tokens of a span, from the first to its end-of-turn token; white space the template
+        writes after that is not learnt.
+        """
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
         if r.literal or whole:
@@ -304,7 +436,9 @@ class Encoder:
         closing = last - 1 if span.closed else last
         step = -1 if span.closed else 1
         while (
-            first <= closing < len(ids) and ids[closing] not in self.special and not self._text(r, ids[closing], offsets[closing]).strip()
+            first <= closing < len(ids)
+            and ids[closing] not in self.special
+            and not self._text(r, ids[closing], offsets[closing]).strip()
         ):
             closing += step
         if first <= closing < len(ids) and ids[closing] in self.special:
@@ -317,11 +451,18 @@ class Encoder:
         return r.text[slice(*place)] if self.has_offsets else self.tokenizer.decode([token])
 
     def _apart(
-        self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally
+        self,
+        r: Rendered,
+        ids: list[int],
+        offsets: Offsets,
+        prompts: Iterable[list[int]],
+        tally: Tally,
     ) -> tuple[list[int], Offsets]:
-        """Tokenises the text from an answer on by itself, where the prompt alone has other tokens than the prompt with its answer.
+        """Tokenises the text from an answer on by itself, where the prompt alone has other tokens
+        than the prompt with its answer.
 
-        A tokenizer may merge the last character of one with the first of the other, or cut white space differently at the end of a text.
+        A tokenizer may merge the last character of one with the first of the other, or cut white
+        space differently at the end of a text.
         """
         cut_at, settled = 0, 0  # characters and tokens up to the last cut
         for span, prompt in zip(r.spans, prompts):
@@ -334,7 +475,9 @@ class Encoder:
             tally.borders += 1
             sides = [r.text[cut_at : span.start], r.text[span.start :]]
             parts = ((cut_at, span.start), (span.start, len(r.text)))
-            edges = [[at - begin for at in self._edges(r) if begin < at < end] for begin, end in parts]
+            edges = [
+                [at - begin for at in self._edges(r) if begin < at < end] for begin, end in parts
+            ]
             ids, offsets = ids[:settled], list(offsets[:settled])
             for (begin, _), (tokens, places) in zip(parts, self._encoded(sides, edges)):
                 settled = len(ids)
@@ -359,9 +502,14 @@ def _cut(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
 
 
 def as_messages(example: Example) -> tuple[Message, ...] | None:
-    """An example as a conversation: messages as they are, prompt and completion as a question and its answer; None for text."""
+    """An example as a conversation: messages as they are, prompt and completion as a question and
+    its answer; None for text.
+    """
     if example.messages is not None:
         return example.messages
     if example.completion is None:
         return None
-    return ({"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion})
+    return (
+        {"role": "user", "content": example.prompt},
+        {"role": "assistant", "content": example.completion},
+    )

@@ -1,4 +1,6 @@
-"""The facts of a run's data, which become data.json: counts, lengths, duplicates, special tokens, and notes in plain words."""
+"""The facts of a run's data, which become data.json: counts, lengths, duplicates, special tokens,
+and notes in plain words.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def data_facts(
 
 
 def tallied(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
-    """What was counted while the rows of each side were read, and the sum. Raises UsageError for bad rows, if asked to."""
+    """What was counted while the rows of each side were read, and the sum. Raises UsageError for
+    bad rows, if asked to.
+    """
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
     total = Tally.sum(tally.as_json() for tally in tallies)
     if refuse:
@@ -66,7 +70,10 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
         "supervised_tokens": int(rows.column("supervised").sum()),
         "truncated": int(rows.column("cut").sum()),
         "bad_rows": dict(tally.bad.kinds.most_common()),
-        "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
+        "dropped": [
+            {"why": why, "rows": n, "first": tally.first_dropped[why]}
+            for why, n in tally.dropped.most_common()
+        ],
         "duplicates": len(digests) - len(np.unique(digests)),
         "lengths": {
             name: lengths[min(len(lengths) - 1, int(len(lengths) * share))] if lengths else 0
@@ -76,7 +83,9 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
 
 
 def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
-    """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for one without rows"""
+    """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for
+    one without rows
+    """
     counts: Counter[str] = Counter()
     for i, one in enumerate(sources):
         if one.spec.group:
@@ -87,23 +96,39 @@ def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
 
 
 def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
-    """Evaluation rows that training has too, and others whose prompt it has, unless all training rows have one prompt."""
+    """Evaluation rows that training has too, and others whose prompt it has, unless all training
+    rows have one prompt.
+    """
     copies = np.isin(evaluation.column("digest"), train.column("digest"))
     prompts, trained = evaluation.column("prompt"), train.column("prompt")
     several = len(np.unique(trained)) > 1
     shared = np.isin(prompts, trained) & (prompts != 0) & ~copies
-    return {"duplicates_between": int(copies.sum()), "prompts_between": int(shared.sum()) if several else 0}
+    return {
+        "duplicates_between": int(copies.sum()),
+        "prompts_between": int(shared.sum()) if several else 0,
+    }
 
 
 def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> dict[str, Any]:
     """Which special tokens frame a row, as seen in the rows."""
     tokenizer = encoder.tokenizer
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    once, twice, ended = sum((side.framed_by(bos, eos) for side in sides), np.zeros(3, np.int64)).tolist()
+    once, twice, ended = sum(
+        (side.framed_by(bos, eos) for side in sides), np.zeros(3, np.int64)
+    ).tolist()
     return {
         "eos": {"token": tokenizer.eos_token, "id": eos},
-        "pad": {"token": tokenizer.pad_token, "id": pad, "same_as_eos": eos is not None and pad == eos},
-        "bos": {"token": tokenizer.bos_token, "id": bos, "rows_beginning_with_it": once, "rows_beginning_with_two": twice},
+        "pad": {
+            "token": tokenizer.pad_token,
+            "id": pad,
+            "same_as_eos": eos is not None and pad == eos,
+        },
+        "bos": {
+            "token": tokenizer.bos_token,
+            "id": bos,
+            "rows_beginning_with_it": once,
+            "rows_beginning_with_two": twice,
+        },
         "answers_tokenised_apart": total.borders,
         "end_of_turn": dict(total.end_of_turn.most_common()),
         "rows_ending_in_eos": ended,
@@ -113,9 +138,16 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> d
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     """The chat template: where it comes from, and whether it marks what is learnt."""
     t = encoder.template
-    return None if t is None else {
-        "source": t.source, "has_generation_block": t.has_generation_block, "kwargs": dict(t.given), "thoughts": t.thoughts,
-    }  # fmt: skip
+    return (
+        None
+        if t is None
+        else {
+            "source": t.source,
+            "has_generation_block": t.has_generation_block,
+            "kwargs": dict(t.given),
+            "thoughts": t.thoughts,
+        }
+    )
 
 
 def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
@@ -125,63 +157,120 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
         for file in side["files"]:
             rows = counted(file["rows"], "row") if "rows" in file else "a stream"
             several = f"{file['files']} files, " if "files" in file else ""
-            lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
-    return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
+            lines.append(
+                f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}"
+            )
+    return (
+        lines
+        if len(lines) <= most
+        else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
+    )
 
 
 def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
     """Notes for the user, one sentence each. `total`: what was counted of both sides."""
     said = []
-    train, evaluation, tokens, template = facts["train"], facts["eval"], facts["tokens"], facts["template"]
+    train, evaluation, tokens, template = (
+        facts["train"],
+        facts["eval"],
+        facts["tokens"],
+        facts["template"],
+    )
     for name, side in (("training", train), ("evaluation", evaluation)):
         if cut := side["truncated"]:
             were = "was" if cut == 1 else "were"
             share = f"{counted(cut, f'{name} row')} ({cut / max(1, side['rows']):.1%})"
-            said.append(f"{share} {were} longer than data.max_length {encoder.max_length} and {were} cut")
+            said.append(
+                f"{share} {were} longer than data.max_length {encoder.max_length} and {were} cut"
+            )
         if side["bad_rows"]:
             most = Counter(side["bad_rows"]).most_common(3)
             kinds = "; ".join(f"{n:,} x {kind}" for kind, n in most)
             if len(side["bad_rows"]) > len(most):
-                kinds += f"; and {counted(len(side['bad_rows']) - len(most), 'more kind')}: data.json"
-            bad = counted(sum(side["bad_rows"].values()), f"bad {name} row is", f"bad {name} rows are")
+                kinds += (
+                    f"; and {counted(len(side['bad_rows']) - len(most), 'more kind')}: data.json"
+                )
+            bad = counted(
+                sum(side["bad_rows"].values()), f"bad {name} row is", f"bad {name} rows are"
+            )
             said.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
-        said += [f"{counted(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
+        said += [
+            f"{counted(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})"
+            for d in side["dropped"]
+        ]
         for file in side["files"]:
             ignored = file.get("ignored_keys", {})
             said += [
-                f"{file['path']}: the key {key or '(without a name)'} is not read ({counted(n, 'row')})"
+                f"{file['path']}: the key {key or '(without a name)'} is not read"
+                f" ({counted(n, 'row')})"
                 for key, n in list(ignored.items())[:_MOST_KEYS]
             ]
             if len(ignored) > _MOST_KEYS:
-                said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
-    longest, most = max(side["lengths"]["longest"] for side in (train, evaluation)), encoder.tokenizer.model_max_length
+                said.append(
+                    f"{file['path']}:"
+                    f" {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not"
+                    " read: data.json"
+                )
+    longest, most = (
+        max(side["lengths"]["longest"] for side in (train, evaluation)),
+        encoder.tokenizer.model_max_length,
+    )
     if longest > most:
-        said.append(f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes {most}: lower data.max_length")
+        said.append(
+            f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes"
+            f" {most}: lower data.max_length"
+        )
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
         few, what = (train["pairs"], "pair") if "pairs" in train else (train["rows"], "row")
-        why = f"only {counted(few, what)}" if few < FEW else "no row fell into the held-out share, in which copies stay together"
+        why = (
+            f"only {counted(few, what)}"
+            if few < FEW
+            else "no row fell into the held-out share, in which copies stay together"
+        )
         said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
-        also = counted(facts["duplicates_between"], "evaluation row is also a training row", "evaluation rows are also training rows")
+        also = counted(
+            facts["duplicates_between"],
+            "evaluation row is also a training row",
+            "evaluation rows are also training rows",
+        )
         said.append(f"{also}: the evaluation loss is too good")
     if facts["prompts_between"]:
         also = counted(facts["prompts_between"], "evaluation row has", "evaluation rows have")
-        apart = "; to keep the rows of a prompt on one side, give data.eval" if evaluation["held_out"] else ""
-        said.append(f"{also} the prompt of a training row, with another answer: the evaluation loss may be too good{apart}")
+        apart = (
+            "; to keep the rows of a prompt on one side, give data.eval"
+            if evaluation["held_out"]
+            else ""
+        )
+        said.append(
+            f"{also} the prompt of a training row, with another answer: the evaluation loss may be"
+            f" too good{apart}"
+        )
     for one in facts.get("mix") or []:
-        said.append(f"{one['path']}: {one['share']:.1%} of the training rows; each of its rows comes {one['passes']:.3g} times an epoch")
+        said.append(
+            f"{one['path']}: {one['share']:.1%} of the training rows; each of its rows comes"
+            f" {one['passes']:.3g} times an epoch"
+        )
     if packing := facts.get("packing"):
         said.append(
-            f"{counted(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of {counted(packing['length'], 'token')}, "
-            f"{packing['filled']:.1%} full"
+            f"{counted(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of"
+            f" {counted(packing['length'], 'token')}, {packing['filled']:.1%} full"
         )
     for name, side in (("training", train), ("evaluation", evaluation)):
-        said += [f"{file['path']}: {name} tokens {file['cache']}" for file in side["files"] if "cache" in file]
+        said += [
+            f"{file['path']}: {name} tokens {file['cache']}"
+            for file in side["files"]
+            if "cache" in file
+        ]
     if train["duplicates"]:
-        said.append(f"{counted(train['duplicates'], 'training row repeats', 'training rows repeat')} another row exactly")
+        said.append(
+            f"{counted(train['duplicates'], 'training row repeats', 'training rows repeat')}"
+            " another row exactly"
+        )
     if template and template["source"] == "default":
         said.append(
-            "the tokenizer has no chat template: rows use the plain default (User: ..., Assistant: ...), which is saved with the result"
+            "the tokenizer has no chat template: rows use the plain default (User: ..., Assistant:"
+            " ...), which is saved with the result"
         )
     if template and tokens["end_of_turn"].get("none"):
         ended = counted(tokens["end_of_turn"]["none"], "answer ends", "answers end")
@@ -190,22 +279,38 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         said.append("the tokenizer has no end-of-text token: plain texts are learnt without an end")
     if tokens["bos"]["rows_beginning_with_two"]:
         begin = counted(tokens["bos"]["rows_beginning_with_two"], "row begins", "rows begin")
-        said.append(f"{begin} with two {tokens['bos']['token']}: the text or the template repeats it")
+        said.append(
+            f"{begin} with two {tokens['bos']['token']}: the text or the template repeats it"
+        )
     if template and template["has_generation_block"] and encoder.loss_on == "assistant":
         said.append(
-            "the template marks with {% generation %} what is learnt; answers are found by rendering, with their thoughts and end of turn"
+            "the template marks with {% generation %} what is learnt; answers are found by"
+            " rendering, with their thoughts and end of turn"
         )
     if total.empty_thoughts:
         off = "; data.template_kwargs: {enable_thinking: false} makes them a part of the prompt"
-        reads = encoder.template is not None and encoder.template.reads("enable_thinking") and not encoder.template.given
-        said.append(f"{counted(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts (<think></think>){off if reads else ''}")
+        reads = (
+            encoder.template is not None
+            and encoder.template.reads("enable_thinking")
+            and not encoder.template.given
+        )
+        said.append(
+            f"{counted(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts"
+            f" (<think></think>){off if reads else ''}"
+        )
     unseen = "that the chat template does not write"
     for count, what in (
         (total.calls_unseen, f"tool calls {unseen}: they are not learnt"),
         (total.tools_unseen, f"tools {unseen}: the model does not see them"),
         (total.reasoning_unseen, f"reasoning {unseen}: it is not learnt"),
-        *((n, f"a turn of the role {role!r} {unseen}: the model does not see it") for role, n in total.turns_unseen.most_common()),
-        (total.special_in_content, "the text of a special token in their content; the tokenizer reads it as that token"),
+        *(
+            (n, f"a turn of the role {role!r} {unseen}: the model does not see it")
+            for role, n in total.turns_unseen.most_common()
+        ),
+        (
+            total.special_in_content,
+            "the text of a special token in their content; the tokenizer reads it as that token",
+        ),
     ):
         if count:
             said.append(f"{counted(count, 'row has', 'rows have')} {what}")

@@ -1,7 +1,7 @@
 """Preference pairs and labelled answers as views of flat rows.
 
-Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. An answer with a label has a partner: its prompt with the answer to
-another prompt, for KTO's reference point.
+Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. An answer with a label has a
+partner: its prompt with the answer to another prompt, for KTO's reference point.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from .rows import IGNORED, Row
 from .tokens import MadeRows, TokenRows
 
 Encoded = tuple[Example, Row, bool]
-_FEW, _NEARLY_ALWAYS = 10, 0.9  # pairs below which nothing is said of their lengths; the share in which one side is longer
+# pairs below which nothing is said of their lengths; the share in which one side is longer
+_FEW, _NEARLY_ALWAYS = 10, 0.9
 
 
 class Pair(NamedTuple):
-    """reference  log-probabilities of both answers under the model as the run starts, once they are known"""
+    """reference  log-probabilities of both answers under the model as the run starts, once they are
+    known
+    """
 
     chosen: Row
     rejected: Row
@@ -35,7 +38,9 @@ class Pair(NamedTuple):
 
 
 class Pairs(MadeRows[Pair]):
-    """The pairs of a side. reference: fp32[2 N], a value a row, where an objective has one and it is known."""
+    """The pairs of a side. reference: fp32[2 N], a value a row, where an objective has one and it
+    is known.
+    """
 
     def __init__(self, rows: TokenRows, reference: np.ndarray | None = None) -> None:
         self.rows, self.reference = rows, reference
@@ -44,7 +49,11 @@ class Pairs(MadeRows[Pair]):
         return len(self.rows) // 2
 
     def one(self, i: int) -> Pair:
-        both = None if self.reference is None else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
+        both = (
+            None
+            if self.reference is None
+            else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
+        )
         return Pair(self.rows[2 * i], self.rows[2 * i + 1], both)
 
     @property
@@ -55,7 +64,9 @@ class Pairs(MadeRows[Pair]):
 
 
 def whole_pairs(encoded: Iterable[Encoded], tally: Tally) -> Iterator[tuple[Encoded, ...]]:
-    """Pairs of which both answers have tokens to learn, and other ones; the others are left out and counted."""
+    """Pairs of which both answers have tokens to learn, and other ones; the others are left out and
+    counted.
+    """
     chosen: Encoded | None = None
     for one in encoded:
         if one[0].rejected is not None:
@@ -76,7 +87,9 @@ def pair_digests(rows: TokenRows) -> np.ndarray:
 
 
 def pair_facts(rows: TokenRows) -> dict[str, Any]:
-    """What data.json has of a side's pairs: their number, how long the answers are, and how many are cut on one side only."""
+    """What data.json has of a side's pairs: their number, how long the answers are, and how many
+    are cut on one side only.
+    """
     chosen, rejected = rows.column("supervised").reshape(-1, 2).T
     cut = rows.column("cut").reshape(-1, 2)
     count, digests = len(chosen), pair_digests(rows)
@@ -88,24 +101,42 @@ def pair_facts(rows: TokenRows) -> dict[str, Any]:
     }
     means = {name: float(total) / max(1, count) for name, total in sums.items()}
     cut_on_one_side = int((cut[:, 0] != cut[:, 1]).sum())
-    return {"pairs": count, "duplicates": count - len(np.unique(digests)), **means, "cut_on_one_side": cut_on_one_side}
+    return {
+        "pairs": count,
+        "duplicates": count - len(np.unique(digests)),
+        **means,
+        "cut_on_one_side": cut_on_one_side,
+    }
 
 
 def pair_notes(facts: dict[str, Any]) -> list[str]:
     """Notes on the training pairs."""
     said = [
-        f"answers have {facts['chosen_tokens']:.0f} tokens on average where chosen, {facts['rejected_tokens']:.0f} where rejected; "
-        f"the chosen one is longer in {facts['chosen_longer']:.0%} of the pairs, the rejected one in {facts['rejected_longer']:.0%}"
+        f"answers have {facts['chosen_tokens']:.0f} tokens on average where chosen,"
+        f" {facts['rejected_tokens']:.0f} where rejected; the chosen one is longer in"
+        f" {facts['chosen_longer']:.0%} of the pairs, the rejected one in"
+        f" {facts['rejected_longer']:.0%}"
     ]
-    if facts["pairs"] > _FEW and max(facts["chosen_longer"], facts["rejected_longer"]) > _NEARLY_ALWAYS:
-        said.append("the length of an answer nearly tells which one is chosen: margins may show that length was learnt, and little else")
+    if (
+        facts["pairs"] > _FEW
+        and max(facts["chosen_longer"], facts["rejected_longer"]) > _NEARLY_ALWAYS
+    ):
+        said.append(
+            "the length of an answer nearly tells which one is chosen: margins may show that length"
+            " was learnt, and little else"
+        )
     if facts["cut_on_one_side"]:
-        said.append(f"of {facts['cut_on_one_side']:,} pairs one answer is cut at data.max_length and the other is not")
+        said.append(
+            f"of {facts['cut_on_one_side']:,} pairs one answer is cut at data.max_length and the"
+            " other is not"
+        )
     return said
 
 
 class Answer(NamedTuple):
-    """reference  log-probabilities of the answer and of its partner under the model as the run starts, once they are known"""
+    """reference  log-probabilities of the answer and of its partner under the model as the run
+    starts, once they are known
+    """
 
     row: Row
     partner: Row
@@ -119,7 +150,8 @@ class Answer(NamedTuple):
 
 
 class Labelled(MadeRows[Answer]):
-    """The answers of a side. Partners are drawn once, by the seed: they have the answers of rows of `pool` with another prompt.
+    """The answers of a side. Partners are drawn once, by the seed: they have the answers of rows of
+    `pool` with another prompt.
 
     reference  fp32[2 N]  two values an answer, once they are known
     Raises     UsageError where no row has another prompt
@@ -136,7 +168,11 @@ class Labelled(MadeRows[Answer]):
 
     def one(self, i: int) -> Answer:
         row = self.rows[i]
-        both = None if self.reference is None else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
+        both = (
+            None
+            if self.reference is None
+            else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
+        )
         partner = with_answer_of(row, self.pool[int(self.partners[i])], self.max_length)
         return Answer(row, partner, bool(self._wanted[i]), both)
 
@@ -155,7 +191,8 @@ def drawn_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarr
     others = len(pool) - (end - begin)
     if len(prompts) and not others.min():
         raise UsageError(
-            "every training row has the same prompt: kto compares answers with those to other prompts",
+            "every training row has the same prompt: kto compares answers with those to other"
+            " prompts",
             fix="rows of at least two prompts; train.objective: dpo learns from pairs",
         )
     drawn = np.random.default_rng(seed).integers(0, np.maximum(others, 1))
@@ -166,10 +203,16 @@ def drawn_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarr
 def with_answer_of(row: Row, other: Row, max_length: int) -> Row:
     """The prompt of a row with another's answer, cut at `max_length`."""
     at = row.prompt_length
-    ids, labels = row.input_ids[:at] + other.input_ids[other.prompt_length :], (IGNORED,) * at + other.labels[other.prompt_length :]
+    ids, labels = (
+        row.input_ids[:at] + other.input_ids[other.prompt_length :],
+        (IGNORED,) * at + other.labels[other.prompt_length :],
+    )
     return Row(ids[:max_length], labels[:max_length], at)
 
 
 def label_note(rows: TokenRows) -> str:
     wanted = rows.column("wanted")
-    return f"{int(wanted.sum()):,} answers are labelled as wanted ({float(wanted.mean()):.0%}), {int((~wanted).sum()):,} as unwanted"
+    return (
+        f"{int(wanted.sum()):,} answers are labelled as wanted ({float(wanted.mean()):.0%}),"
+        f" {int((~wanted).sum()):,} as unwanted"
+    )

@@ -1,8 +1,10 @@
-"""Pictures of a run's rows: where their bytes are, whether they can be used, and what the model's processor makes of them.
+"""Pictures of a run's rows: where their bytes are, whether they can be used, and what the model's
+processor makes of them.
 
-A row holds references to files. Pictures that a row brings as bytes are written once into a folder of the cache, under a hash of their
-content; before a run adds its first, those that were not read for longest go (`cache`). A picture is decoded when its row is
-tokenised, so that a cut one is named before training, and again for each of its batches: no more than a batch of pixels is held.
+A row holds references to files. Pictures that a row brings as bytes are written once into a folder
+of the cache, under a hash of their content; before a run adds its first, those that were not read
+for longest go (`cache`). A picture is decoded when its row is tokenised, so that a cut one is named
+before training, and again for each of its batches: no more than a batch of pixels is held.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def why_bad(error: Exception, content: bytes) -> str:
     if not content:
         return "an empty file"
     if type(error).__name__ == "DecompressionBombError":
-        return f"more than {2 * MOST_PIXELS / 1e6:.0f} megapixels, and at most {MOST_PIXELS / 1e6:.0f} are read"
+        return (
+            f"more than {2 * MOST_PIXELS / 1e6:.0f} megapixels, and at most {MOST_PIXELS / 1e6:.0f}"
+            " are read"
+        )
     if content[4:8] == b"ftyp" and (kind := _NOT_READ.get(content[8:12])):
         return f"a {kind} picture, which is not read here: convert it to JPEG, PNG or WebP"
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -60,13 +65,17 @@ def why_bad(error: Exception, content: bytes) -> str:
 
 
 def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
-    """A PIL image in RGB, turned as its EXIF says, alpha on white. Raises BadPicture, also where it has more than `most_pixels`."""
+    """A PIL image in RGB, turned as its EXIF says, alpha on white. Raises BadPicture, also where it
+    has more than `most_pixels`.
+    """
     from PIL import Image, ImageOps
 
     try:
         image: Any = Image.open(io.BytesIO(content))
         if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
-            raise BadPicture(f"{pixels / 1e6:.0f} megapixels, and at most {most_pixels / 1e6:.0f} are read")
+            raise BadPicture(
+                f"{pixels / 1e6:.0f} megapixels, and at most {most_pixels / 1e6:.0f} are read"
+            )
         image.load()
         image = ImageOps.exif_transpose(image)
     except BadPicture:
@@ -78,12 +87,16 @@ def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
         top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
         image = Image.fromarray(np.clip(grey / top * 255.0 + 0.5, 0, 255).astype(np.uint8))
     if image.mode in ("P", "RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, (*WHITE, 255)), image.convert("RGBA"))
+        image = Image.alpha_composite(
+            Image.new("RGBA", image.size, (*WHITE, 255)), image.convert("RGBA")
+        )
     return image.convert("RGB")
 
 
 def as_json(value: Any) -> str | None:
-    """A picture of a row in memory as text, which `_content` reads: bytes, or a PIL image without loss; None for other values."""
+    """A picture of a row in memory as text, which `_content` reads: bytes, or a PIL image without
+    loss; None for other values.
+    """
     if hasattr(value, "save") and hasattr(value, "getexif"):
         out = io.BytesIO()
         value.save(out, format="PNG")
@@ -94,11 +107,15 @@ def as_json(value: Any) -> str | None:
 def content_of(given: Any, folder: Path) -> Path | bytes:
     """A picture of a row as its file or its bytes.
 
-    given   a path, relative to `folder`; a data: or file: URL; bytes; `datasets`' {bytes, path}; a PIL image
+    given   a path, relative to `folder`; a data: or file: URL; bytes; `datasets`' {bytes, path}; a
+            PIL image
     Raises  BadPicture
     """
     if isinstance(given, Mapping):
-        given = next((given[key] for key in ("bytes", "path", "image", "url") if given.get(key) is not None), None)
+        given = next(
+            (given[key] for key in ("bytes", "path", "image", "url") if given.get(key) is not None),
+            None,
+        )
     if isinstance(given, bytes):
         return given
     text = as_json(given) if not isinstance(given, str) else given
@@ -110,9 +127,13 @@ def content_of(given: Any, folder: Path) -> Path | bytes:
         except (binascii.Error, ValueError):
             raise BadPicture("a data: URL that is not base64") from None
     if text.startswith(("http://", "https://")):
-        raise BadPicture(f"{text[:60]}: pictures are not fetched from the network: download them, and give their paths")
+        raise BadPicture(
+            f"{text[:60]}: pictures are not fetched from the network: download them, and give their"
+            " paths"
+        )
     path = folder / text.removeprefix("file://")
-    if not os.path.isfile(path):  # unlike Path.is_file also False for a text that is longer than any name
+    # unlike Path.is_file also False for a text that is longer than any name
+    if not os.path.isfile(path):
         raise BadPicture(f"{text:.100}: no such picture")
     return path
 
@@ -120,18 +141,32 @@ def content_of(given: Any, folder: Path) -> Path | bytes:
 class Pictures:
     """The pictures of a run, with the processor of its model.
 
-    load                  gives transformers' processor; called when the first row has a picture. Raises UsageError
+    load                  gives transformers' processor; called when the first row has a picture.
+                          Raises UsageError
     token_id              the model's own for a place of a picture; None: not known
-    min_pixels, max_pixels  a picture is made smaller or larger to have so many, its shape kept; None: as it is
+    min_pixels, max_pixels  a picture is made smaller or larger to have so many, its shape kept;
+                            None: as it is
     kept                  folder of the pictures that rows bring as bytes
     """
 
     def __init__(
-        self, load: Callable[[], Any], *, token_id: int | None = None, min_pixels: int | None = None, max_pixels: int | None = None,
+        self,
+        load: Callable[[], Any],
+        *,
+        token_id: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
         kept: Path | None = None,
-    ) -> None:  # fmt: skip
-        self._load, self.token_id, self.min_pixels, self.max_pixels = load, token_id, min_pixels, max_pixels
-        self._temporary = tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
+    ) -> None:
+        self._load, self.token_id, self.min_pixels, self.max_pixels = (
+            load,
+            token_id,
+            min_pixels,
+            max_pixels,
+        )
+        self._temporary = (
+            tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
+        )
         self.kept = Path(self._temporary.name) if self._temporary is not None else kept
         self._bounded = False
         self.dtype: torch.dtype | None = None
@@ -149,14 +184,23 @@ class Pictures:
         return str(self.processor.image_token)
 
     def settings(self) -> dict[str, Any]:
-        """All that decides what tokens and pixels a picture becomes: part of the cache's key, and data.json's `pictures`."""
+        """All that decides what tokens and pixels a picture becomes: part of the cache's key, and
+        data.json's `pictures`.
+        """
         images = self.processor.image_processor
-        lengths = sorted((name, value) for name, value in vars(self.processor).items() if isinstance(value, int | str | float))
+        lengths = sorted(
+            (name, value)
+            for name, value in vars(self.processor).items()
+            if isinstance(value, int | str | float)
+        )
         own = hashlib.sha256((images.to_json_string() + repr(lengths)).encode()).hexdigest()[:16]
         return {
-            "processor": type(self.processor).__name__, "images": type(images).__name__, "settings": own,
-            "min_pixels": self.min_pixels, "max_pixels": self.max_pixels,
-        }  # fmt: skip
+            "processor": type(self.processor).__name__,
+            "images": type(images).__name__,
+            "settings": own,
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+        }
 
     def reference(self, given: Any, folder: Path) -> str:
         """`DIGEST TIME PATH` of a picture that can be used. Raises BadPicture."""
@@ -185,15 +229,23 @@ class Pictures:
         return path
 
     def _is_used(self, path: Path) -> None:
-        """Sets the time of the last access, which many systems do not; that of the last change is part of references."""
+        """Sets the time of the last access, which many systems do not; that of the last change is
+        part of references.
+        """
         if path.parent == self.kept:
             with suppress(OSError):  # a read-only cache
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def image(self, reference: str) -> Any:
-        """The picture as a PIL image, of a size within the bounds. Raises UsageError for a file that is no longer what it was."""
+        """The picture as a PIL image, of a size within the bounds. Raises UsageError for a file
+        that is no longer what it was.
+        """
         if not is_there(reference):
-            raise UsageError(f"{path_of(reference)}: the picture changed, or is gone, since its row was tokenised", fix=_FIX)
+            raise UsageError(
+                f"{path_of(reference)}: the picture changed, or is gone, since its row was"
+                " tokenised",
+                fix=_FIX,
+            )
         path = path_of(reference)
         image = opened(path.read_bytes())
         self._is_used(path)
@@ -214,27 +266,44 @@ class Pictures:
     def _images(self, references: Sequence[Sequence[str]]) -> list[list[Any]]:
         flat = [reference for row in references for reference in row]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as workers:
-            found = iter(list(workers.map(self.image, flat)))  # decoding does not hold Python's lock
+            # decoding does not hold Python's lock
+            found = iter(list(workers.map(self.image, flat)))
         return [[next(found) for _ in row] for row in references]
 
     def written(self, references: Sequence[str]) -> list[str]:
-        """What stands in a text for each picture: the tokens that its pixels will fill, and those around them. Raises BadPicture."""
+        """What stands in a text for each picture: the tokens that its pixels will fill, and those
+        around them. Raises BadPicture.
+        """
         try:
             made = self.processor(
-                images=self._images([references]), text=[self.mark * len(references)], return_text_replacement_offsets=True
+                images=self._images([references]),
+                text=[self.mark * len(references)],
+                return_text_replacement_offsets=True,
             )
         except UsageError:
             raise
         except Exception as error:  # a processor may refuse a shape with any error
-            raise BadPicture(f"the processor refuses it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+            raise BadPicture(
+                "the processor refuses it:"
+                f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            ) from error
         replaced = made.get("text_replacement_offsets")
         # a model that attends to pictures across (Llama 3.2 Vision) has one token for each
-        found = [self.mark] * len(references) if replaced is None else [one["replacement"] for one in replaced[0]]
-        if self.token_id is not None and self.token_id not in self.processor.tokenizer(found[0], add_special_tokens=False)["input_ids"]:
+        found = (
+            [self.mark] * len(references)
+            if replaced is None
+            else [one["replacement"] for one in replaced[0]]
+        )
+        if (
+            self.token_id is not None
+            and self.token_id
+            not in self.processor.tokenizer(found[0], add_special_tokens=False)["input_ids"]
+        ):
             raise UsageError(
-                f"{type(self.processor).__name__} writes a picture without the model's own token for it ({self.token_id}): "
-                "the processor is another model's", fix="the preprocessor_config.json and tokenizer that the model was released with",
-            )  # fmt: skip
+                f"{type(self.processor).__name__} writes a picture without the model's own token"
+                f" for it ({self.token_id}): the processor is another model's",
+                fix="the preprocessor_config.json and tokenizer that the model was released with",
+            )
         return found
 
     def within(self, text: str, written: Sequence[str]) -> str:
@@ -242,26 +311,47 @@ class Pictures:
         first, *rest = text.split(self.mark)
         return first + "".join(one + after for one, after in zip(written, rest))
 
-    def inputs(self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-        """What the processor makes of a batch besides its tokens, by name: pixels, their grids or masks, token types.
+    def inputs(
+        self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]
+    ) -> dict[str, Tensor]:
+        """What the processor makes of a batch besides its tokens, by name: pixels, their grids or
+        masks, token types.
 
         input_ids, attention_mask  int[B T]  rows as they were tokenised, padded
         references                 of each row, one or more
         """
         one = copy.copy(self.processor)
         one.tokenizer = _AsTokenised(self.processor.tokenizer, input_ids, attention_mask)
-        made = one(images=self._images(references), text=[self.mark * len(row) for row in references], return_tensors="pt")
-        found = {name: value for name, value in made.items() if name not in _PER_TOKEN and hasattr(value, "dtype")}
-        floating = {name: value.to(self.dtype) for name, value in found.items() if value.is_floating_point()}
+        made = one(
+            images=self._images(references),
+            text=[self.mark * len(row) for row in references],
+            return_tensors="pt",
+        )
+        found = {
+            name: value
+            for name, value in made.items()
+            if name not in _PER_TOKEN and hasattr(value, "dtype")
+        }
+        floating = {
+            name: value.to(self.dtype) for name, value in found.items() if value.is_floating_point()
+        }
         self.given = {name: dtype_name(value.dtype) for name, value in floating.items()}
         return found | floating
 
 
 class _AsTokenised:
-    """Stands for a processor's tokenizer, and answers with the tokens that the rows have: token types and masks are then made for them."""
+    """Stands for a processor's tokenizer, and answers with the tokens that the rows have: token
+    types and masks are then made for them.
+    """
 
     def __init__(self, tokenizer: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
-        self._tokenizer, self._given = tokenizer, {"input_ids": input_ids.tolist(), "attention_mask": attention_mask.tolist()}
+        self._tokenizer, self._given = (
+            tokenizer,
+            {
+                "input_ids": input_ids.tolist(),
+                "attention_mask": attention_mask.tolist(),
+            },
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)

@@ -1,4 +1,6 @@
-"""Shows the progress of long work: a live line if stderr is a terminal, otherwise a plain line every half minute."""
+"""Shows the progress of long work: a live line if stderr is a terminal, otherwise a plain line
+every half minute.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ T = TypeVar("T")
 
 
 def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
-    """The items, counted on a line that appears after a second and vanishes at the end; with the time left where their number is known.
+    """The items, counted on a line that appears after a second and vanishes at the end; with the
+    time left where their number is known.
 
     about  their number, where it can only be estimated
     """
@@ -50,4 +53,7 @@ def progress(what: str, count: int, total: int, seconds: float) -> str:
         return line
     minutes, left = divmod(round(seconds * (total - count) / count), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{line}, {count / total:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{left:02} left"
+    return (
+        f"{line}, {count / total:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{left:02}"
+        " left"
+    )

@@ -1,7 +1,8 @@
 """Reads files as lines: file endings, gzip, encodings. `records.py` makes rows of them.
 
-Lines are read as bytes, one at a time, so that a large file needs only the memory of one record, and a byte that is not UTF-8 is reported
-with its position. Every record stores its file and its line, or its row number.
+Lines are read as bytes, one at a time, so that a large file needs only the memory of one record,
+and a byte that is not UTF-8 is reported with its position. Every record stores its file and its
+line, or its row number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..wording import near_file
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
-# programs' sources, read as text where a name or pattern ends so: a folder of data may hold the script that made it
+# programs' sources, read as text where a name or pattern ends so: a folder of data may hold the
+# script that made it
 CODE_ENDINGS = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js", ".jsx",
     ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".sh", ".jl", ".r", ".m", ".cs", ".hs", ".ml", ".zig", ".tex", ".css",
@@ -32,7 +34,8 @@ CODE_ENDINGS = (
 DATA_ENDINGS = JSON_ENDINGS + TABLE_ENDINGS
 ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
-# the first bytes of what is often given under the name of a text file, what it is, and the ending under which it is read ("": none)
+# the first bytes of what is often given under the name of a text file, what it is, and the ending
+# under which it is read ("": none)
 _OTHER_KINDS = (
     (b"\x1f\x8b", "compressed with gzip", ".gz"),
     (b"PAR1\x15", "Parquet", ".parquet"),
@@ -47,7 +50,9 @@ class NoRows(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row of a file, and where it begins: a line, or with `unit` "row" the row's number, from 1."""
+    """One row of a file, and where it begins: a line, or with `unit` "row" the row's number, from
+    1.
+    """
 
     file: str
     line: int
@@ -71,12 +76,21 @@ def ending(path: Path) -> str:
 
 
 def column_name(cell: str) -> str:
-    """A column's name as a row has it: in one line, where a spreadsheet wraps it, and its letters composed (ü as one character)."""
+    """A column's name as a row has it: in one line, where a spreadsheet wraps it, and its letters
+    composed (ü as one character).
+    """
     return normalize("NFC", _LINE_ENDS.sub(" ", cell.strip()))
 
 
-def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool = False, otherwise: str | None = None) -> Path:
-    """The path of a readable, regular file with one of the endings, or an error that says what is there instead.
+def existing_file(
+    name: str,
+    endings: tuple[str, ...] = ENDINGS,
+    *,
+    empty: bool = False,
+    otherwise: str | None = None,
+) -> Path:
+    """The path of a readable, regular file with one of the endings, or an error that says what is
+    there instead.
 
     empty      a file without a byte is accepted too
     otherwise  what to do with a file of another ending where its ending does not say it
@@ -87,17 +101,37 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
     if not os.path.exists(path):  # nor where the name is longer than a file name may be
         if said := another_name(name):
             raise UsageError(f"{name}: no such file", fix=said)
-        beside = [p.name for p in path.parent.iterdir() if ending(p) in endings] if path.parent.is_dir() else []
+        beside = (
+            [p.name for p in path.parent.iterdir() if ending(p) in endings]
+            if path.parent.is_dir()
+            else []
+        )
         near = near_file(path.name, beside)
         hint = f", did you mean {path.parent / near}?" if near else ""
-        if not hint and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.suffix and not path.parent.exists():
+        if (
+            not hint
+            and re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+            and not path.suffix
+            and not path.parent.exists()
+        ):
             hint = f"; a dataset of the hub is named hf:{name}"
-        relative = f"relative names begin in the working directory, {Path.cwd()}; a run that has any is resumed where it was started"
-        raise UsageError(f"{name}: no such file{hint}", fix=None if hint or path.is_absolute() else relative)
+        relative = (
+            f"relative names begin in the working directory, {Path.cwd()}; a run that has any is"
+            " resumed where it was started"
+        )
+        raise UsageError(
+            f"{name}: no such file{hint}", fix=None if hint or path.is_absolute() else relative
+        )
     if not path.is_file():
-        raise UsageError(f"{name}: not a regular file", fix="a run reads its data more than once: write it to a file first")
+        raise UsageError(
+            f"{name}: not a regular file",
+            fix="a run reads its data more than once: write it to a file first",
+        )
     if ending(path) not in endings or (path.suffix.lower() == ".gz" and ending(path) == ".parquet"):
-        said = f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {', '.join(endings)}"
+        said = (
+            f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of"
+            f" {', '.join(endings)}"
+        )
         raise UsageError(said, fix=_CONVERTED.get(ending(path)) or otherwise)
     try:
         with path.open("rb") as file:
@@ -109,30 +143,48 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
 
 
 def decoded(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str] | None]:
-    """The text of a line, and what is wrong with its bytes, with the fix. Raises UsageError where the file is of another kind.
+    """The text of a line, and what is wrong with its bytes, with the fix. Raises UsageError where
+    the file is of another kind.
 
     offset  of its first byte in the file
     """
     if offset == 0:
         for bom, encoding in _BOMS:
             if raw.startswith(bom):
-                raise UsageError(f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8", fix=_converted(file, encoding))
+                raise UsageError(
+                    f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8",
+                    fix=_converted(file, encoding),
+                )
         for mark, kind, named in _OTHER_KINDS:
             if raw.startswith(mark):
-                fix = "unpack it, or save the sheet as CSV in UTF-8, and give the file that comes out"
+                fix = (
+                    "unpack it, or save the sheet as CSV in UTF-8, and give the file that comes out"
+                )
                 if named:
                     fix = f"mv {shlex.quote(file)} {shlex.quote(file + named)}, and give that name"
                 raise UsageError(f"{file}: the file is {kind}, and no text", fix=fix)
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     if (at := raw.find(b"\0")) >= 0:
         read = "gzip -dc" if Path(file).suffix.lower() == ".gz" else "cat"
-        fix = f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the rest is text"
-        return raw.decode("utf-8", "replace"), (f"byte {offset + at} is zero, which is no text", fix)
+        fix = (
+            f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the"
+            " rest is text"
+        )
+        return raw.decode("utf-8", "replace"), (
+            f"byte {offset + at} is zero, which is no text",
+            fix,
+        )
     try:
         return raw.decode("utf-8"), None
     except UnicodeDecodeError as error:
-        reason = f"byte {offset + error.start} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8"
-        return raw.decode("utf-8", "replace"), (reason, _converted(file, "CP1252") + "   # if it is Windows' or Latin-1")
+        reason = (
+            f"byte {offset + error.start} (0x{raw[error.start]:02x}) is not UTF-8; save the file as"
+            " UTF-8"
+        )
+        return raw.decode("utf-8", "replace"), (
+            reason,
+            _converted(file, "CP1252") + "   # if it is Windows' or Latin-1",
+        )
 
 
 def _converted(file: str, encoding: str) -> str:
@@ -162,10 +214,18 @@ def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
 
 
 def first_line(path: Path) -> str:
-    """The beginning of the first line that is not blank, without white space around it; "" of a file that cannot be read."""
+    """The beginning of the first line that is not blank, without white space around it; "" of a
+    file that cannot be read.
+    """
     try:
         with _opened(path) as file:
-            return str(file.read(1 << 16).decode("utf-8", "replace").lstrip("\ufeff \t\r\n").partition("\n")[0].rstrip())
+            return str(
+                file.read(1 << 16)
+                .decode("utf-8", "replace")
+                .lstrip("\ufeff \t\r\n")
+                .partition("\n")[0]
+                .rstrip()
+            )
     except _UNREADABLE:
         return ""
 
@@ -177,9 +237,15 @@ def _unreadable(error: Exception, name: str, line: int) -> UsageError:
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return UsageError(f"{name}:{line}: cannot be read: {error.strerror or error}")
     if isinstance(error, gzip.BadGzipFile) and line == 1 and "Not a gzipped file" in str(error):
-        fix = f"if it is not compressed: mv {shlex.quote(name)} {shlex.quote(str(Path(name).with_suffix('')))}, and give that name"
+        fix = (
+            f"if it is not compressed: mv {shlex.quote(name)}"
+            f" {shlex.quote(str(Path(name).with_suffix('')))}, and give that name"
+        )
     else:
-        fix = f"copy or download the file again; gzip -t {shlex.quote(name)} tells whether it is whole"
+        fix = (
+            f"copy or download the file again; gzip -t {shlex.quote(name)} tells whether it is"
+            " whole"
+        )
     return UsageError(f"{name}:{line}: broken gzip: {error}", fix=fix)
 
 
@@ -202,11 +268,18 @@ def sha256(path: Path) -> str:
 
 # ending -> how a file becomes one that is read
 _CONVERTED = {
-    **dict.fromkeys((".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"), "unpack it, and give the file that comes out"),
+    **dict.fromkeys(
+        (".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"),
+        "unpack it, and give the file that comes out",
+    ),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV in UTF-8"),
     **dict.fromkeys((".arrow", ".feather"), "write it as Parquet"),
     **dict.fromkeys((".sqlite", ".db", ".sql"), "write the table as CSV"),
-    **dict.fromkeys((".pkl", ".pickle"), "a pickle can run code and is not opened: write it as JSON lines or Parquet where it was made"),
+    **dict.fromkeys(
+        (".pkl", ".pickle"),
+        "a pickle can run code and is not opened: write it as JSON lines or Parquet where it was"
+        " made",
+    ),
     **dict.fromkeys((".yaml", ".yml"), "write it as JSON, one object a line"),
     **dict.fromkeys((".html", ".pdf", ".docx"), "take its text out into a .txt file"),
 }
@@ -220,5 +293,7 @@ def another_name(name: str) -> str | None:
         return "a run reads its data more than once: write it to a file first, COMMAND > data.jsonl"
     parts = [part for part in re.split(r"[,;\s]+", name) if part]
     if len(parts) > 1 and all(Path(part).expanduser().exists() for part in parts):
-        return f"several sources are a list: data.train=[{', '.join(parts)}], or --data once for each"
+        return (
+            f"several sources are a list: data.train=[{', '.join(parts)}], or --data once for each"
+        )
     return None

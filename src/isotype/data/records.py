@@ -1,9 +1,10 @@
 """The rows of a file as records: JSON lines and arrays, CSV and TSV, Parquet.
 
-Lines of JSON and of tables are read one at a time. The text of a JSON array is held while it is read, and its values are parsed one at a
-time: 119 MiB take as much memory, where `json.loads` took 739. Objects have each key once: `json` alone keeps the last of two equal keys
-and does not report the others. Parquet is read in batches. It fills missing keys with nulls at every depth, which are removed, so that a
-message without `tool_calls` has no such key.
+Lines of JSON and of tables are read one at a time. The text of a JSON array is held while it is
+read, and its values are parsed one at a time: 119 MiB take as much memory, where `json.loads` took
+739. Objects have each key once: `json` alone keeps the last of two equal keys and does not report
+the others. Parquet is read in batches. It fills missing keys with nulls at every depth, which are
+removed, so that a message without `tool_calls` has no such key.
 """
 
 from __future__ import annotations
@@ -20,29 +21,46 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .read import JSON_ENDINGS, NoRows, Record, column_name, decoded, ending, first_line, raw_lines, text_lines
+from .read import (
+    JSON_ENDINGS,
+    NoRows,
+    Record,
+    column_name,
+    decoded,
+    ending,
+    first_line,
+    raw_lines,
+    text_lines,
+)
 
 MOST = 4 << 30  # bytes of an array's file
 _BATCH = 512  # rows of Parquet widened to Python at once
-_FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
+# characters of one CSV cell; csv's own limit, 131072, is less than a long document
+_FIELD = 1 << 27
 _BLANK = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEVERAL_LINES = "; an array, or objects over several lines, are read from a file named .json"
 
 
 def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """The rows of a file in order, by its ending, those that cannot be read among them. `skip`: so many are passed over.
+    """The rows of a file in order, by its ending, those that cannot be read among them. `skip`: so
+    many are passed over.
 
     Raises  UsageError naming file and line where the file cannot be read on
     """
     kind = ending(path)
-    return (read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv)(path, name, skip=skip)
+    return (
+        read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
+    )(path, name, skip=skip)
 
 
 def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """One object a line, an array, which may be one line, or objects over several lines. Skipped lines are not parsed."""
+    """One object a line, an array, which may be one line, or objects over several lines. Skipped
+    lines are not parsed.
+    """
     first = first_line(path) if ending(path) == ".json" else ""
-    if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
+    # a line that is one brace alone opens an object of several lines
+    if first[:1] != "[" and first != "{":
         yield from _lines(path, name, skip)
         return
     before = 0  # the line of the row before
@@ -70,17 +88,30 @@ def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
             if alone and hint in ("", _SEVERAL_LINES):
                 hint = "; a .json file holds an array, or one object a line"
             ends = error.pos >= len(line.rstrip())
-            where = ": the line ends within a value" if ends else f" at column {error.pos + 1}: {error.msg}"
+            where = (
+                ": the line ends within a value"
+                if ends
+                else f" at column {error.pos + 1}: {error.msg}"
+            )
             wrong = f"broken JSON{where}{hint}"
         except (RecursionError, ValueError) as error:
             wrong = _impossible(error)
         if isinstance(value, list):
-            wrong = f"a row must be an object with keys, got a list{'' if alone else '; a file that is one array is named .json'}"
-        yield Record(name, number, None, wrong=wrong) if wrong else _checked(name, number, value, line, decoder.repeated)
+            wrong = (
+                "a row must be an object with keys, got a"
+                f" list{'' if alone else '; a file that is one array is named .json'}"
+            )
+        yield (
+            Record(name, number, None, wrong=wrong)
+            if wrong
+            else _checked(name, number, value, line, decoder.repeated)
+        )
 
 
 def _nearly_json(line: str, at: int) -> str:
-    """What to do with a line of what is often taken for JSON lines; "" where that is not known. `at`: where the error is."""
+    """What to do with a line of what is often taken for JSON lines; "" where that is not known.
+    `at`: where the error is.
+    """
     text, rest = line.strip(), line[at:].strip()
     if text in ("{", "[", "]", "}"):
         return _SEVERAL_LINES
@@ -95,7 +126,11 @@ def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
     """The values of an array, or objects one after another, each over several lines."""
     if (size := path.stat().st_size) > MOST:
         fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
-        raise UsageError(f"{name}: {size >> 30} GiB of JSON that is not one object a line, and it is read as a whole", fix=fix)
+        raise UsageError(
+            f"{name}: {size >> 30} GiB of JSON that is not one object a line, and it is read as a"
+            " whole",
+            fix=fix,
+        )
     text = "".join(line for _, line in text_lines(path, name))
     decoder = ObjectDecoder()
 
@@ -126,28 +161,50 @@ def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
             separator, after = text[at : at + 1], after_blanks(at + 1)
             if separator == "]":
                 if after < len(text):
-                    raise wrong(after, "text after the end of the array", fix="one file holds one array: give the rest its own file")
+                    raise wrong(
+                        after,
+                        "text after the end of the array",
+                        fix="one file holds one array: give the rest its own file",
+                    )
                 return
             if separator != ",":
-                raise wrong(at, "broken JSON: ',' or ']' expected" + ("" if separator else ", the file ends here"))
+                raise wrong(
+                    at,
+                    "broken JSON: ',' or ']' expected"
+                    + ("" if separator else ", the file ends here"),
+                )
             at = after
 
 
 def _impossible(error: Exception) -> str:
-    """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than 4300 digits."""
-    return "JSON nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {str(error).partition(';')[0]}"
+    """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than
+    4300 digits.
+    """
+    return (
+        "JSON nested too deeply"
+        if isinstance(error, RecursionError)
+        else f"broken JSON: {str(error).partition(';')[0]}"
+    )
 
 
 def _checked(name: str, line: int, value: Any, source: str, repeated: str | None) -> Record:
-    """A row, unless one of its objects has the key `repeated` twice, or half of a surrogate pair: valid JSON, on which tokenizers fail."""
+    """A row, unless one of its objects has the key `repeated` twice, or half of a surrogate pair:
+    valid JSON, on which tokenizers fail.
+    """
     wrong = None if repeated is None else str(RepeatedKey(repeated))
-    if not wrong and "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+    if (
+        not wrong
+        and "\\u" in source.lower()
+        and _SURROGATE.search(json.dumps(value, ensure_ascii=False))
+    ):
         wrong = "a \\u escape is half of a surrogate pair, which is not text"
     return Record(name, line, None if wrong else value, wrong=wrong)
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a record that says so."""
+    """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a
+    record that says so.
+    """
     wrong: str | None = None  # of the row being read
 
     def lines() -> Iterator[str]:
@@ -162,8 +219,11 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     csv.field_size_limit(_FIELD)
     source = lines()
     first = next(source, "")
-    # a comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs, vertical bars
-    delimiter = "\t" if ending(path) == ".tsv" else next((mark for mark in ",;\t|" if mark in first), ",")
+    # a comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs,
+    # vertical bars
+    delimiter = (
+        "\t" if ending(path) == ".tsv" else next((mark for mark in ",;\t|" if mark in first), ",")
+    )
     rows = csv.reader(chain([first], source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     begins = 1
@@ -176,14 +236,19 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
         except csv.Error as error:  # the reader goes on with the next line
             if header is None:
                 raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
-            if rows.line_num > begins or "unexpected end of data" in str(error):  # its cell ran on into the rows below
-                raise UsageError(f"{name}:{begins}: a quote opens a cell and is not closed, or not doubled inside it") from None
+            # its cell ran on into the rows below
+            if rows.line_num > begins or "unexpected end of data" in str(error):
+                raise UsageError(
+                    f"{name}:{begins}: a quote opens a cell and is not closed, or not doubled"
+                    " inside it"
+                ) from None
             wrong = wrong or f"broken CSV: {error}"
         if header is None and cells:
             header = [column_name(cell) for cell in cells]
             if doubled := _doubled([column for column in header if column]):
                 raise UsageError(f"{name}:1: the column {doubled!r} is named twice")
-        elif header is not None and (any(cell.strip() for cell in cells) or wrong):  # else a blank line, or `;;` as spreadsheets write it
+        # else a blank line, or `;;` as spreadsheets write it
+        elif header is not None and (any(cell.strip() for cell in cells) or wrong):
             if not wrong and len(cells) != len(header):
                 than = "more than" if len(cells) > len(header) else "fewer than"
                 hint = "; quote a cell that holds the delimiter" if len(cells) > len(header) else ""
@@ -206,7 +271,8 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            if doubled := _doubled(file.schema_arrow.names):  # a row would hold the last one's value
+            # a row would hold the last one's value
+            if doubled := _doubled(file.schema_arrow.names):
                 raise UsageError(f"{name}: the column {doubled!r} is there twice")
             for group in range(file.metadata.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
@@ -220,12 +286,17 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
                             yield Record(name, number, without_nulls_inside(value), "row")
     except UsageError:
         raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # the last of a date that Python cannot hold
-        raise UsageError(f"{name}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}") from None
+    # the last of a date that Python cannot hold
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"{name}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def without_nulls_inside(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose values have no key that holds null, at any depth; a column that is null itself stays, for its error's sake."""
+    """A row whose values have no key that holds null, at any depth; a column that is null itself
+    stays, for its error's sake.
+    """
     return {key: _without_nulls(value) for key, value in row.items()}
 
 
@@ -247,9 +318,11 @@ class RepeatedKey(ValueError):
 
 
 class ObjectDecoder(json.JSONDecoder):
-    """Decodes as `json` does. `repeated` is then the first key that an object of the value has twice, or None.
+    """Decodes as `json` does. `repeated` is then the first key that an object of the value has
+    twice, or None.
 
-    It does not raise in the middle of a value, so that a reader of many values knows where the next one begins.
+    It does not raise in the middle of a value, so that a reader of many values knows where the next
+    one begins.
     """
 
     def __init__(self) -> None:

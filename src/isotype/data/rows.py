@@ -1,5 +1,7 @@
-"""The data types that training gets: rows of tokens, prompts to sample from, and the facts that become data.json; and the order in which
-it takes the rows, which depends on the seed alone. Imports no torch."""
+"""The data types that training gets: rows of tokens, prompts to sample from, and the facts that
+become data.json; and the order in which it takes the rows, which depends on the seed alone. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,32 @@ from typing import Any, Generic, TypeVar
 from .bad_rows import BadRow
 
 T = TypeVar("T")
-IGNORED = -100  # the label of a token that is not learnt, as in torch's and transformers' cross-entropy
+# the label of a token that is not learnt, as in torch's and transformers' cross-entropy
+IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence. `labels[i]` is `input_ids[i]` where the token is learnt and -100 where not: not shifted, the model shifts."""
+    """One sequence. `labels[i]` is `input_ids[i]` where the token is learnt and -100 where not: not
+    shifted, the model shifts.
+    """
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
     prompt_length: int
     """Tokens before the first learnt one."""
     documents: tuple[int, ...] = ()
-    """Of a packed row: the tokens of each document in it, one after the other. Their first labels are never learnt."""
+    """Of a packed row: the tokens of each document in it, one after the other. Their first labels
+    are never learnt.
+    """
     pictures: tuple[str, ...] = ()
     """References, as `pictures.Pictures` makes them, in the order of their tokens."""
 
     @property
     def supervised(self) -> int:
-        """The number of tokens in the loss. The first token of a row has no prediction, so its label never counts."""
+        """The number of tokens in the loss. The first token of a row has no prediction, so its
+        label never counts.
+        """
         return sum(label != IGNORED for label in self.labels[1:])
 
 
@@ -53,7 +62,9 @@ class SamplePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Training rows that come from one source: `rows` of them, one source after the other, and how often relative to the others."""
+    """Training rows that come from one source: `rows` of them, one source after the other, and how
+    often relative to the others.
+    """
 
     rows: int
     weight: float
@@ -68,21 +79,27 @@ class LoadedData:
     eval: Sequence[Row]
     prompts: Sequence[SamplePrompt]
     chat_template: str | None
-    """The template the rows were rendered with: what a run saves in its tokenizer. None when no row is a chat."""
+    """The template the rows were rendered with: what a run saves in its tokenizer. None when no row
+    is a chat.
+    """
     facts: dict[str, Any] = field(repr=False)
     shares: Sequence[Share] = ()
     """Of weighted sources; none where every row comes once an epoch."""
     bad_rows: Sequence[BadRow] = ()
     """Rows that were left out: those of bad_rows.jsonl."""
     eval_sets: Mapping[str, int] = field(default_factory=dict)
-    """Evaluation rows of each named set, one set after the other; none where the sets have no names."""
+    """Evaluation rows of each named set, one set after the other; none where the sets have no
+    names.
+    """
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
     pictures: Any = None
     """A `Pictures`, where a row has some."""
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the training rows before packing, and one of the evaluation rows: of tokens, labels, and which are learnt."""
+        """A hash of the training rows before packing, and one of the evaluation rows: of tokens,
+        labels, and which are learnt.
+        """
         return {"training": _hash_of(self.documents), "evaluation": _hash_of(self.eval)}
 
     @property
@@ -98,7 +115,11 @@ class LoadedData:
             shown = has_pictures(self.train)
             order = [i for i in order if shown[i]] or order
         found = [self.train[i] for i in order[:count]]
-        return [_stretched(row, self.facts["max_length"]) for row in found] if self.stream is not None else found
+        return (
+            [_stretched(row, self.facts["max_length"]) for row in found]
+            if self.stream is not None
+            else found
+        )
 
 
 def path_of(reference: str) -> Path:
@@ -151,7 +172,9 @@ def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
 
 
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
-    """Every token of the rows, or every one that is learnt; rows in flat arrays know it without being made."""
+    """Every token of the rows, or every one that is learnt; rows in flat arrays know it without
+    being made.
+    """
     if (known := getattr(rows, "tokens_used", None)) is not None:
         return set(known(learnt=learnt))
     return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
@@ -163,28 +186,49 @@ def _stretched(row: Row, length: int) -> Row:
     if times == 1:
         return row
     documents = (length,) if row.documents else ()
-    return Row((row.input_ids * times)[:length], (row.labels * times)[:length], row.prompt_length, documents)
+    return Row(
+        (row.input_ids * times)[:length],
+        (row.labels * times)[:length],
+        row.prompt_length,
+        documents,
+    )
 
 
-LOOKED_AT = 1000  # rows among which the median and the longest are found: a run's rows may be a stream
+# rows among which the median and the longest are found: a run's rows may be a stream
+LOOKED_AT = 1000
 MOST_TOKENS = 512  # shown of a row
 
 
 def examples(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
-    """The first row, one of median length, the longest and the first with a picture, each cut into parts that are learnt or not.
+    """The first row, one of median length, the longest and the first with a picture, each cut into
+    parts that are learnt or not.
 
     pictures  the run's `Pictures`: rows that have some get them as small ones, `data:` URLs
 
-    A part is `{"text", "learnt"}`, special tokens written out. `tokens` and `learnt` count the whole row, `left_out` what is not shown.
+    A part is `{"text", "learnt"}`, special tokens written out. `tokens` and `learnt` count the
+    whole row, `left_out` what is not shown.
     """
     seen = list(islice(rows, LOOKED_AT))
     by_length = sorted(range(len(seen)), key=lambda i: len(seen[i].input_ids))
     chosen: dict[int, str] = {}
-    for which, i in (("the first row", 0), ("of median length", by_length[len(seen) // 2]), ("the longest", by_length[-1])) if seen else ():
+    for which, i in (
+        (
+            ("the first row", 0),
+            ("of median length", by_length[len(seen) // 2]),
+            ("the longest", by_length[-1]),
+        )
+        if seen
+        else ()
+    ):
         chosen.setdefault(i, which)
     if pictures is not None and not any(seen[i].pictures for i in chosen):
-        chosen |= dict.fromkeys([i for i, row in enumerate(seen) if row.pictures][:1], "the first with a picture")
-    return [{"which": which, "row": i, **_example(seen[i], tokenizer, pictures)} for i, which in chosen.items()]
+        chosen |= dict.fromkeys(
+            [i for i, row in enumerate(seen) if row.pictures][:1], "the first with a picture"
+        )
+    return [
+        {"which": which, "row": i, **_example(seen[i], tokenizer, pictures)}
+        for i, which in chosen.items()
+    ]
 
 
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the places of a picture
@@ -200,9 +244,20 @@ def _example(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
     for learnt, pairs in groupby(shown, key=lambda pair: pair[1] != IGNORED):
         ids = [token for token, _ in pairs]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        parts.append({"text": _REPEATED.sub(_counted, text) if row.pictures else text, "learnt": learnt})
-    seen = {"pictures": [pictures.small(one) for one in row.pictures]} if row.pictures and pictures is not None else {}
-    return seen | {"tokens": len(row.input_ids), "learnt": row.supervised, "left_out": len(row.input_ids) - len(shown), "parts": parts}
+        parts.append(
+            {"text": _REPEATED.sub(_counted, text) if row.pictures else text, "learnt": learnt}
+        )
+    seen = (
+        {"pictures": [pictures.small(one) for one in row.pictures]}
+        if row.pictures and pictures is not None
+        else {}
+    )
+    return seen | {
+        "tokens": len(row.input_ids),
+        "learnt": row.supervised,
+        "left_out": len(row.input_ids) - len(shown),
+        "parts": parts,
+    }
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -216,10 +271,11 @@ def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]
 
 
 def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of one epoch of weighted sources. It has as many rows as all sources together, shared out by weight.
+    """The order of one epoch of weighted sources. It has as many rows as all sources together,
+    shared out by weight.
 
-    Each source continues where it stopped in the last epoch, and is shuffled again after each pass over its rows. The order of the sources
-    is random, or evenly spread without shuffling.
+    Each source continues where it stopped in the last epoch, and is shuffled again after each pass
+    over its rows. The order of the sources is random, or evenly spread without shuffling.
     """
     quotas = _quotas(shares)
     queues = []
@@ -230,18 +286,32 @@ def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool
             n: epoch_order(share.rows, seed=seed * 1009 + k + 1, epoch=n, shuffle=shuffle)
             for n in range(begin // share.rows, (begin + quota - 1) // share.rows + 1)
         }
-        queues.append(iter([offset + passes[at // share.rows][at % share.rows] for at in range(begin, begin + quota)]))
+        queues.append(
+            iter(
+                [
+                    offset + passes[at // share.rows][at % share.rows]
+                    for at in range(begin, begin + quota)
+                ]
+            )
+        )
         offset += share.rows
     if shuffle:
         turns = [k for k, quota in enumerate(quotas) for _ in range(quota)]
         turns = [turns[i] for i in epoch_order(len(turns), seed=seed, epoch=epoch, shuffle=True)]
     else:
-        turns = [k for _, k in sorted(((i + 0.5) / quota, k) for k, quota in enumerate(quotas) for i in range(quota))]
+        turns = [
+            k
+            for _, k in sorted(
+                ((i + 0.5) / quota, k) for k, quota in enumerate(quotas) for i in range(quota)
+            )
+        ]
     return [next(queues[k]) for k in turns]
 
 
 def _quotas(shares: Sequence[Share]) -> list[int]:
-    """Rows of each source in an epoch. Shares are rounded down; the rows left over go to the sources with the largest remainders."""
+    """Rows of each source in an epoch. Shares are rounded down; the rows left over go to the
+    sources with the largest remainders.
+    """
     rows, weight = sum(s.rows for s in shares), sum(s.weight for s in shares)
     exact = [rows * s.weight / weight for s in shares]
     quotas = [int(q) for q in exact]
@@ -251,11 +321,20 @@ def _quotas(shares: Sequence[Share]) -> list[int]:
 
 
 class RowStream(Generic[T]):
-    """An endless feed of rows that are all in memory or in the cache. `position` (rows handed out so far) is its whole state, so
-    that resuming is exact. A `training.task.Feed`."""
+    """An endless feed of rows that are all in memory or in the cache. `position` (rows handed out
+    so far) is its whole state, so that resuming is exact. A `training.task.Feed`.
+    """
 
-    def __init__(self, rows: Sequence[T], *, seed: int, shuffle: bool, shares: Sequence[Share] = ()) -> None:
-        self.rows, self.seed, self.shuffle, self.position, self.shares = rows, seed, shuffle, 0, shares
+    def __init__(
+        self, rows: Sequence[T], *, seed: int, shuffle: bool, shares: Sequence[Share] = ()
+    ) -> None:
+        self.rows, self.seed, self.shuffle, self.position, self.shares = (
+            rows,
+            seed,
+            shuffle,
+            0,
+            shares,
+        )
         self._epoch, self._order = -1, list[int]()
 
     def take(self, count: int) -> list[T]:

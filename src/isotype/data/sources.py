@@ -1,6 +1,8 @@
-"""What `data.train` and `data.eval` name: files, folders, globs, datasets of the hub, the built-in set, rows in memory. Each is a `Source`.
+"""What `data.train` and `data.eval` name: files, folders, globs, datasets of the hub, the built-in
+set, rows in memory. Each is a `Source`.
 
-A source is read as often as asked, from any row on, and never held: rows are tokenised as they are read.
+A source is read as often as asked, from any row on, and never held: rows are tokenised as they are
+read.
 """
 
 from __future__ import annotations
@@ -67,11 +69,15 @@ class Source:
         return self.spec.limit or 0
 
     def identity(self) -> dict[str, Any]:
-        """Identifies the content, for the cache's key and for data.json: its `sha256`, or another name."""
+        """Identifies the content, for the cache's key and for data.json: its `sha256`, or another
+        name.
+        """
         raise NotImplementedError
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        """The checked rows, at most `limit` of them, those that cannot be used among them. `skip`: so many are passed over."""
+        """The checked rows, at most `limit` of them, those that cannot be used among them. `skip`:
+        so many are passed over.
+        """
         raise NotImplementedError
 
     def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
@@ -96,13 +102,16 @@ class Source:
             yield found
 
     def looked_at(self, records: Iterator[Record], name: str) -> None:
-        """Takes the format of the first row that has one. Raises UsageError where none of the first rows has."""
+        """Takes the format of the first row that has one. Raises UsageError where none of the first
+        rows has.
+        """
         first_error: RowError | None = None
         for record in islice(records, _LOOKED_AT):
             try:
                 asked: Any = self.spec.format  # config.sources checked it
                 self.forms.append(detect(record, asked, self.spec.columns, only=self.only))
-            except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
+            # another row may be valid; if none is, the error of the first row is raised
+            except RowError as error:
                 first_error = first_error or error
                 continue
             return
@@ -111,8 +120,9 @@ class Source:
 
 @dataclass
 class FileSource(Source):
-    """A file, the files of a folder, or those that a pattern matches. Files that hold no rows beside others are passed over: a part of an
-    export may be empty."""
+    """A file, the files of a folder, or those that a pattern matches. Files that hold no rows
+    beside others are passed over: a part of an export may be empty.
+    """
 
     files: Sequence[File] = ()
 
@@ -123,10 +133,15 @@ class FileSource(Source):
             raise NoRows(f"{self.name}: none of its {len(every)} files holds a row")
         if empty := {file.path for file in every if file not in self.files}:
             named = some(empty, Path(os.path.commonpath([file.path.parent for file in every])))
-            self.notes.append(f"{self.name}: {len(empty)} of {len(every)} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
+            self.notes.append(
+                f"{self.name}: {len(empty)} of {len(every)} files"
+                f" {'holds' if len(empty) == 1 else 'hold'} no rows ({named})"
+            )
 
     def _takes_format(self, file: File, *, alone: bool) -> bool:
-        """Notes the format of a file; False for one that holds no rows beside others. Raises UsageError where no first row has a format."""
+        """Notes the format of a file; False for one that holds no rows beside others. Raises
+        UsageError where no first row has a format.
+        """
         try:
             if not alone and file.is_blank:
                 return False
@@ -141,9 +156,15 @@ class FileSource(Source):
         except RowError as error:
             fix = error.fix
             if not fix and not alone:
-                fix = "if it holds no rows, name the files that do; if its columns are others, give it as a source of its own"
+                fix = (
+                    "if it holds no rows, name the files that do; if its columns are others, give"
+                    " it as a source of its own"
+                )
             elif not fix and ending(file.path) in (".csv", ".tsv"):
-                fix = "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
+                fix = (
+                    "a table begins with the names of its columns: write prompt and completion"
+                    " above the first row if it has none"
+                )
             raise UsageError(error.message, fix=fix) from None
         return True
 
@@ -151,8 +172,16 @@ class FileSource(Source):
         if self.only:
             refuse_other_than(self.only, f"{file.name}: plain text")
         if self.spec.format not in ("auto", "text"):
-            raise UsageError(f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is plain text: use .jsonl")
-        self.forms.append(("text", f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length"))
+            raise UsageError(
+                f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is"
+                " plain text: use .jsonl"
+            )
+        self.forms.append(
+            (
+                "text",
+                f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length",
+            )
+        )
 
     @property
     def bytes(self) -> int:
@@ -167,14 +196,17 @@ class FileSource(Source):
     def _digest(self) -> str:
         if len(self.files) == 1:
             return sha256(self.files[0].path)
-        return hashlib.sha256("".join(f"{sha256(file.path)} {ending(file.path)}\n" for file in self.files).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(f"{sha256(file.path)} {ending(file.path)}\n" for file in self.files).encode()
+        ).hexdigest()
 
     def identity(self) -> dict[str, Any]:
         several = {"files": len(self.files)} if len(self.files) > 1 else {}
         return several | {"bytes": self.bytes, "sha256": self._digest}
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        # of several files, those before the first that is wanted are read through: how many rows they have is not known
+        # of several files, those before the first that is wanted are read through: how many rows
+        # they have is not known
         at_once = skip if len(self.files) == 1 else 0
         found = (
             one
@@ -197,15 +229,31 @@ class StdlibSource(Source):
         if self.only:
             refuse_other_than(self.only, "data.train: stdlib holds questions with one answer each")
         if self.spec.format not in ("auto", "messages"):
-            raise UsageError(f"data.format is {self.spec.format}, but stdlib holds messages: leave it at auto")
-        self.forms.append(("messages", "question and answer pairs from the docstrings of the Python that runs this"))
+            raise UsageError(
+                f"data.format is {self.spec.format}, but stdlib holds messages: leave it at auto"
+            )
+        self.forms.append(
+            (
+                "messages",
+                "question and answer pairs from the docstrings of the Python that runs this",
+            )
+        )
 
     def identity(self) -> dict[str, Any]:
-        return {"sha256": hashlib.sha256(json.dumps([(p.question, p.answer) for p in stdlib_pairs()]).encode()).hexdigest()}
+        return {
+            "sha256": (
+                hashlib.sha256(
+                    json.dumps([(p.question, p.answer) for p in stdlib_pairs()]).encode()
+                ).hexdigest()
+            )
+        }
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         for pair in stdlib_pairs()[skip : self.spec.limit]:
-            turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
+            turns = (
+                {"role": "user", "content": pair.question},
+                {"role": "assistant", "content": pair.answer},
+            )
             yield Example(f"stdlib:{pair.name}", messages=turns)
 
 
@@ -228,13 +276,21 @@ class HubSource(Source):
 
     @property
     def about_rows(self) -> int:
-        return super().about_rows if self.streaming else min(len(self.rows), self.spec.limit or len(self.rows))
+        return (
+            super().about_rows
+            if self.streaming
+            else min(len(self.rows), self.spec.limit or len(self.rows))
+        )
 
     def identity(self) -> dict[str, Any]:
         if self.streaming:
             return {"split": self.spec.split, "revision": self.spec.revision}
         # a fingerprint is a hash of the files it was made from and of every step since
-        return {"split": self.spec.split, "fingerprint": self.rows._fingerprint, "bytes": self.bytes}
+        return {
+            "split": self.spec.split,
+            "fingerprint": self.rows._fingerprint,
+            "bytes": self.bytes,
+        }
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         return self.checked(self._records(skip), self.forms[0][0])
@@ -244,7 +300,10 @@ class HubSource(Source):
 
         number = skip
         try:
-            for value in islice(self.rows.skip(skip) if skip else self.rows, self.spec.limit and max(0, self.spec.limit - skip)):
+            for value in islice(
+                self.rows.skip(skip) if skip else self.rows,
+                self.spec.limit and max(0, self.spec.limit - skip),
+            ):
                 number += 1
                 yield Record(self.name, number, without_nulls_inside(value), "row")
         except UsageError:
@@ -268,17 +327,36 @@ def _load(source: HubSource) -> Any:
             found = datasets.load_from_disk(str(saved))
             if isinstance(found, datasets.DatasetDict):
                 if spec.split not in found:
-                    meant = next((split for split in found if split.casefold() in TRAINED), next(iter(found)))
-                    fix = f"name one, in data.train or data.eval: [{{name: {spec.name}, split: {meant}}}]"
-                    raise UsageError(f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}", fix=fix)
+                    meant = next(
+                        (split for split in found if split.casefold() in TRAINED), next(iter(found))
+                    )
+                    fix = (
+                        f"name one, in data.train or data.eval: [{{name: {spec.name}, split:"
+                        f" {meant}}}]"
+                    )
+                    raise UsageError(
+                        f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}",
+                        fix=fix,
+                    )
                 found = found[spec.split]
             return found.to_iterable_dataset() if source.streaming else found
         return datasets.load_dataset(
-            str(saved) if saved.is_dir() else name, spec.subset, split=spec.split, revision=spec.revision, streaming=source.streaming
+            str(saved) if saved.is_dir() else name,
+            spec.subset,
+            split=spec.split,
+            revision=spec.revision,
+            streaming=source.streaming,
         )
     except UsageError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         if away and isinstance(error, ConnectionError):
             raise not_in_cache(spec.name, "local files") from error
         raise UsageError(f"{spec.name}: {first_line(error)}", fix=_fix(error, name)) from error
@@ -292,7 +370,11 @@ def _fix(error: BaseException, name: str) -> str | None:
         return "the hub cannot be reached: check the network, or give local files"
     if "config" in text and "missing" in text:
         return "name one: {name: hf:..., subset: ...}"
-    return "check the name; for a private one: hf auth login" if "notfound" in text or "doesn't exist" in text else None
+    return (
+        "check the name; for a private one: hf auth login"
+        if "notfound" in text or "doesn't exist" in text
+        else None
+    )
 
 
 def refuse_absent(spec: SourceSpec) -> None:
@@ -301,8 +383,12 @@ def refuse_absent(spec: SourceSpec) -> None:
         files_of(spec)
 
 
-def source(spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = None, streaming: bool = False) -> Source:
-    """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and key."""
+def source(
+    spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = None, streaming: bool = False
+) -> Source:
+    """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and
+    key.
+    """
     if spec.name == STDLIB:
         return StdlibSource(spec, needs_answer, only)
     if spec.name.startswith(HUB) or is_saved(spec.name):
@@ -319,15 +405,20 @@ def refuse_read_twice(found: Sequence[Source]) -> None:
     for one in found:
         for file in one.files if isinstance(one, FileSource) else ():
             if (other := owner.setdefault(file.path.resolve(), one)) is not one:
-                raise UsageError(f"{file.path}: {other.name} and {one.name} both lead to it", fix="name each file once")
+                raise UsageError(
+                    f"{file.path}: {other.name} and {one.name} both lead to it",
+                    fix="name each file once",
+                )
 
 
 def as_source(given: Any) -> Any:
-    """The name of a file of the rows where `given` holds rows; else `given` itself: names, and mappings that name sources.
+    """The name of a file of the rows where `given` holds rows; else `given` itself: names, and
+    mappings that name sources.
 
     The file is named by its content and lies in the cache's folder, so that the run can be resumed.
 
-    given   rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping of evaluation sets to these
+    given   rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping of
+            evaluation sets to these
     Raises  UsageError for rows that are no JSON, and where no file can be written
     """
     from .cache import cache_folder
@@ -340,7 +431,9 @@ def as_source(given: Any) -> Any:
     if not rows:
         raise UsageError("data: there is no row in it")
     try:
-        text = "".join(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows).encode("utf-8", "surrogatepass")
+        text = "".join(
+            json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows
+        ).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise UsageError(f"data: a row cannot be written as JSON: {error}") from None
     tokens = cache_folder("auto")
@@ -353,19 +446,25 @@ def as_source(given: Any) -> Any:
             written.write(text)
         Path(aside).replace(file)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix="write the rows to a file, and give its name") from None
+        raise UsageError(
+            f"{folder}: cannot be written: {error.strerror}",
+            fix="write the rows to a file, and give its name",
+        ) from None
     return str(file)
 
 
 def _rows(given: Any) -> list[Any] | None:
     """The rows as mappings; None for what is no collection of rows."""
     if isinstance(given, list):
-        return given if all(isinstance(row, Mapping) and "name" not in row for row in given) else None
+        return (
+            given if all(isinstance(row, Mapping) and "name" not in row for row in given) else None
+        )
     if hasattr(given, "to_dicts"):  # polars
         return list(given.to_dicts())
     if hasattr(given, "to_list") and hasattr(given, "column_names"):  # datasets
         return list(given.to_list())
-    if hasattr(given, "to_dict") and hasattr(given, "columns"):  # pandas, which has NaN, NaT or NA where a cell is empty
+    # pandas, which has NaN, NaT or NA where a cell is empty
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):
         of_rows = given.astype(object).where(given.notna(), None)
         return list(of_rows.to_dict("records"))
     return None

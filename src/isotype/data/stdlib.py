@@ -1,6 +1,8 @@
-"""The built-in set `stdlib`: question and answer pairs, and text, from the docstrings of the Python that runs this.
+"""The built-in set `stdlib`: question and answer pairs, and text, from the docstrings of the Python
+that runs this.
 
-The standard library's source files are parsed, never imported. The same Python gives the same pairs in the same order.
+The standard library's source files are parsed, never imported. The same Python gives the same pairs
+in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "ensurepip", "__pycache__", "pydoc_data"}
+_SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "turtledemo",
+    "ensurepip",
+    "__pycache__",
+    "pydoc_data",
+}
 _SHORTEST, _LONGEST = 20, 480  # characters of an answer
 
 _FUNCTION = (
@@ -28,11 +41,32 @@ _FUNCTION = (
     "When would I use `{name}` in Python?",
     "Describe the function `{name}`.",
 )
-_METHOD = ("What does the method `{name}` do?", "What does `{name}` do?", "Explain `{name}`.", "Describe the method `{name}`.")
-_CLASS = ("What is `{name}`?", "What is the class `{name}` for?", "Describe the class `{name}`.", "Explain `{name}`.")
-_MODULE = ("What is the module `{name}` for?", "What does the Python module `{name}` do?", "Describe the module `{name}`.")
-_SIGNATURE = ("How do I call `{name}`?", "What arguments does `{name}` take?", "What is the signature of `{name}`?")
-_WHICH = ("Which {kind} of `{module}` fits this description? {summary}", "Name the {kind} in `{module}` for this: {summary}")
+_METHOD = (
+    "What does the method `{name}` do?",
+    "What does `{name}` do?",
+    "Explain `{name}`.",
+    "Describe the method `{name}`.",
+)
+_CLASS = (
+    "What is `{name}`?",
+    "What is the class `{name}` for?",
+    "Describe the class `{name}`.",
+    "Explain `{name}`.",
+)
+_MODULE = (
+    "What is the module `{name}` for?",
+    "What does the Python module `{name}` do?",
+    "Describe the module `{name}`.",
+)
+_SIGNATURE = (
+    "How do I call `{name}`?",
+    "What arguments does `{name}` take?",
+    "What is the signature of `{name}`?",
+)
+_WHICH = (
+    "Which {kind} of `{module}` fits this description? {summary}",
+    "Name the {kind} in `{module}` for this: {summary}",
+)
 _FORMS = {"function": _FUNCTION, "method": _METHOD, "class": _CLASS, "module": _MODULE}
 
 
@@ -56,7 +90,9 @@ class Pair:
 
 @cache
 def stdlib_pairs() -> tuple[Pair, ...]:
-    """Question and answer pairs in a fixed, mixed order; no question and no answer to a "what" twice."""
+    """Question and answer pairs in a fixed, mixed order; no question and no answer to a "what"
+    twice.
+    """
     pairs: list[Pair] = []
     questions: set[str] = set()
     answers: set[str] = set()
@@ -70,13 +106,16 @@ def stdlib_pairs() -> tuple[Pair, ...]:
             if pair.question not in questions:
                 questions.add(pair.question)
                 pairs.append(pair)
-    # Mixed by a checksum, so that the first rows, and any `data.limit`, are from all over the library.
+    # Mixed by a checksum, so that the first rows, and any `data.limit`, are from all over the
+    # library.
     return tuple(sorted(pairs, key=lambda pair: (crc32(pair.question.encode()), pair.question)))
 
 
 @cache
 def stdlib_text() -> tuple[str, ...]:
-    """Texts that teach a small model English and Python: docstrings under their signatures, and the topics of `help()`."""
+    """Texts that teach a small model English and Python: docstrings under their signatures, and the
+    topics of `help()`.
+    """
     texts: dict[str, None] = {}
     for item in documented():
         if len(item.doc) >= _SHORTEST:
@@ -120,9 +159,13 @@ def _walk(node: ast.Module | ast.ClassDef, name: str, module: str) -> Iterator[D
     for child in node.body:
         if isinstance(child, ast.ClassDef):
             yield from _walk(child, f"{name}.{child.name}", module)
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and (doc := ast.get_docstring(child)):
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and (
+            doc := ast.get_docstring(child)
+        ):
             kind = "method" if isinstance(node, ast.ClassDef) else "function"
-            yield Documented(f"{name}.{child.name}", module, kind, _signature(child, bound=kind == "method"), doc)
+            yield Documented(
+                f"{name}.{child.name}", module, kind, _signature(child, bound=kind == "method"), doc
+            )
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> str:
@@ -140,15 +183,27 @@ def _constructor(node: ast.Module | ast.ClassDef) -> str:
 
 
 def _summary(doc: str) -> str | None:
-    """The first paragraph as one line of prose, and the second where the first is short; None where it is no prose."""
+    """The first paragraph as one line of prose, and the second where the first is short; None where
+    it is no prose.
+    """
     paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", doc)]
     text = paragraphs[0]
-    if re.match(r"^[\w.]+\(.*\)( ->.*)?( --? .*)?$", text) and len(paragraphs) > 1 and " - " not in text:
+    if (
+        re.match(r"^[\w.]+\(.*\)( ->.*)?( --? .*)?$", text)
+        and len(paragraphs) > 1
+        and " - " not in text
+    ):
         text = paragraphs[1]
     text = re.sub(r"^[\w.]+\([^)]*\)\s*(->\s*[\w.\[\], ]+?)?\s*(--?|:)\s+", "", text).strip()
     text = re.sub(r":(?:\w+:)?`+([^`]+)`+", r"`\1`", text).replace("``", "`")
     text = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])", r"`\1`", text)
-    if not _SHORTEST <= len(text) <= _LONGEST or ">>>" in text or "->" in text or not text.isascii() or not text[0].isalpha():
+    if (
+        not _SHORTEST <= len(text) <= _LONGEST
+        or ">>>" in text
+        or "->" in text
+        or not text.isascii()
+        or not text[0].isalpha()
+    ):
         return None
     letters = sum(c.isalpha() or c.isspace() for c in text) / len(text)
     if letters < 0.8 or len(text.split()) < 4:
@@ -169,9 +224,23 @@ def _pairs_of(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
     short = item.name.rsplit(".", 1)[1]
     if len(item.signature) <= 160 and number % 2 and (item.signature != "()" or number % 8 == 1):
         call = f"`{short}{item.signature}`"
-        answer = f"Call it as {call}." if item.signature != "()" else f"It takes no arguments: {call}."
-        yield Pair(item.name, _SIGNATURE[number // 7 % len(_SIGNATURE)].format(name=item.name), answer)
+        answer = (
+            f"Call it as {call}." if item.signature != "()" else f"It takes no arguments: {call}."
+        )
+        yield Pair(
+            item.name, _SIGNATURE[number // 7 % len(_SIGNATURE)].format(name=item.name), answer
+        )
     # A third of the questions ask for the name, the others for the description.
-    if new and item.kind != "method" and number % 3 == 0 and short not in summary and len(summary) <= 200:
+    if (
+        new
+        and item.kind != "method"
+        and number % 3 == 0
+        and short not in summary
+        and len(summary) <= 200
+    ):
         form = _WHICH[number // 3 % len(_WHICH)]
-        yield Pair(item.name, form.format(kind=item.kind, module=item.module, summary=summary), f"`{item.name}`.")
+        yield Pair(
+            item.name,
+            form.format(kind=item.kind, module=item.module, summary=summary),
+            f"`{item.name}`.",
+        )

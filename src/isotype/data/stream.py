@@ -1,9 +1,10 @@
 """Streams: rows tokenised while training, for data that no disk holds.
 
-A stream is read in blocks of `data.shuffle_buffer` rows. The rows of a block are chosen from the sources by weight, tokenised, shuffled,
-and packed if configured. Only one block is in memory. The state is the position of each source at the beginning of the block, and the
-number of rows already used, so that a resumed run reads one block again and continues with the same row. Rows are held out for evaluation
-by a hash of their tokens: the first of them are evaluated, and none is trained on.
+A stream is read in blocks of `data.shuffle_buffer` rows. The rows of a block are chosen from the
+sources by weight, tokenised, shuffled, and packed if configured. Only one block is in memory. The
+state is the position of each source at the beginning of the block, and the number of rows already
+used, so that a resumed run reads one block again and continues with the same row. Rows are held out
+for evaluation by a hash of their tokens: the first of them are evaluated, and none is trained on.
 """
 
 from __future__ import annotations
@@ -34,8 +35,22 @@ _SEARCHED = 20_000  # rows of the beginning in which they are looked for
 class StreamedRows:
     """A `RowFeed` over sources that are read as they are needed."""
 
-    def __init__(self, data: DataSection, sources: Sequence[Source], encoder: Encoder, *, seed: int, held_out: float) -> None:
-        self.data, self.sources, self.encoder, self.seed, self.held_out = data, sources, encoder, seed, held_out
+    def __init__(
+        self,
+        data: DataSection,
+        sources: Sequence[Source],
+        encoder: Encoder,
+        *,
+        seed: int,
+        held_out: float,
+    ) -> None:
+        self.data, self.sources, self.encoder, self.seed, self.held_out = (
+            data,
+            sources,
+            encoder,
+            seed,
+            held_out,
+        )
         self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
         self._begin_at([[0, 0]] * len(sources), block=0)
 
@@ -83,7 +98,9 @@ class StreamedRows:
                 empty = empty + 1 if not self._order else 0
                 if empty == 3:
                     raise RunError(
-                        f"three blocks of {counted(self.data.shuffle_buffer, 'row')} in a row had none to train on", fix="look at the data"
+                        f"three blocks of {counted(self.data.shuffle_buffer, 'row')} in a row had"
+                        " none to train on",
+                        fix="look at the data",
                     )
                 continue
             taken.append(self.rows[self._order[self.given]])
@@ -100,7 +117,10 @@ class StreamedRows:
         except UsageError as error:
             raise RunError(
                 f"the stream cannot be read on: {error.message}",
-                fix="mend the row, or leave such rows out: isotype train --resume FOLDER data.on_bad_row=skip",
+                fix=(
+                    "mend the row, or leave such rows out: isotype train --resume FOLDER"
+                    " data.on_bad_row=skip"
+                ),
             ) from error
         rows = tokens.select(~held_out_alone(tokens.column("digest"), self.held_out, self.seed))
         self.rows = pack(rows, self.data.max_length) if self.data.packing else rows
@@ -125,9 +145,17 @@ class StreamedRows:
 
 
 def load_stream(
-    data: DataSection, sources: Sequence[Source], eval_sources: Sequence[Source], evaluation: TokenRows, encoder: Encoder, *, seed: int
+    data: DataSection,
+    sources: Sequence[Source],
+    eval_sources: Sequence[Source],
+    evaluation: TokenRows,
+    encoder: Encoder,
+    *,
+    seed: int,
 ) -> LoadedData:
-    """The result of `load_data` for a stream: its first rows, for the checks before step 1, its held-out rows, and the stream."""
+    """The result of `load_data` for a stream: its first rows, for the checks before step 1, its
+    held-out rows, and the stream.
+    """
     _refuse_unstreamable(sources)
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
@@ -137,26 +165,49 @@ def load_stream(
     tallies, total = tallied([beginning, evaluation], refuse=data.on_bad_row == "error")
     if not len(train):
         why = "; ".join([*tallies[0].dropped, *tallies[0].bad.kinds]) or "all held out"
-        raise UsageError(f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {why}")
+        raise UsageError(
+            f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {why}"
+        )
     asked = list(islice(sound(eval_sources[0].examples()), SAMPLES)) if eval_sources else []
     if was_held_out:
         evaluation, asked = _held_out_rows(sources, encoder, share, seed)
     rows: Any = pack(train, data.max_length) if data.packing else train
-    files = [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)], [one.facts() for one in eval_sources]
-    facts = data_facts(data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out)
+    files = (
+        [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)],
+        [one.facts() for one in eval_sources],
+    )
+    facts = data_facts(
+        data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out
+    )
     facts |= {"packing": rows.facts() if data.packing else None, "mix": None}
     facts["stream"] = {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)}
     shuffled = counted(data.shuffle_buffer, "row is", "rows are")
-    said = [f"a stream: counts are of its first {counted(len(examples), 'row')}, and {shuffled} shuffled at a time"]
+    said = [
+        f"a stream: counts are of its first {counted(len(examples), 'row')}, and {shuffled}"
+        " shuffled at a time"
+    ]
     weights = sum(one.spec.weight or 1.0 for one in sources)
-    said += [f"{one.name}: {(one.spec.weight or 1.0) / weights:.1%} of the training rows" for one in sources if one.spec.weight]
+    said += [
+        f"{one.name}: {(one.spec.weight or 1.0) / weights:.1%} of the training rows"
+        for one in sources
+        if one.spec.weight
+    ]
     said += [note for one in [*sources, *eval_sources] for note in one.notes]
     facts["notes"] = said + notes(facts, encoder, total)
-    prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
+    prompts = _prompts(
+        asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder
+    )
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
     template = encoder.template.text if encoder.template else None
     return LoadedData(
-        rows, evaluation, prompts, template, facts, bad_rows=total.bad.listed, eval_sets=eval_sets(eval_sources, evaluation), stream=stream
+        rows,
+        evaluation,
+        prompts,
+        template,
+        facts,
+        bad_rows=total.bad.listed,
+        eval_sets=eval_sets(eval_sources, evaluation),
+        stream=stream,
     )
 
 
@@ -164,11 +215,15 @@ def _refuse_unstreamable(sources: Sequence[Source]) -> None:
     for one in sources:
         if next(one.texts(), None) is not None:
             raise UsageError(
-                f"{one.name}: data.stream takes rows, and a plain text is cut into them after it is tokenised",
+                f"{one.name}: data.stream takes rows, and a plain text is cut into them after it is"
+                " tokenised",
                 fix="leave data.stream out: tokenised rows are kept on disk and cost no memory",
             )
     if len(sources) > 1 and not all(one.spec.weight for one in sources):
-        raise UsageError("data.train: a stream of several sources needs a weight for each: it never knows how many rows they have")
+        raise UsageError(
+            "data.train: a stream of several sources needs a weight for each: it never knows how"
+            " many rows they have"
+        )
 
 
 def sound(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
@@ -176,7 +231,9 @@ def sound(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
     return (one for one in examples if not isinstance(one, BadRow))
 
 
-def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[TokenRows, list[Example], Tally]:
+def tokenised(
+    examples: Iterator[Example | BadRow], encoder: Encoder
+) -> tuple[TokenRows, list[Example], Tally]:
     """Rows in memory, the examples they came from, and what was counted."""
     seen: list[Example] = []
     tally, writer = Tally(), TokenWriter()
@@ -194,12 +251,16 @@ def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[T
     return TokenRows([writer.block({"tally": tally.as_json()})]), seen, tally
 
 
-def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, seed: int) -> tuple[TokenRows, list[Example]]:
+def _held_out_rows(
+    sources: Sequence[Source], encoder: Encoder, share: float, seed: int
+) -> tuple[TokenRows, list[Example]]:
     """The first rows that the hash holds out, at most `EVALUATED`, and the first of their examples."""
     writer, tally = TokenWriter(), Tally()
     examples: list[Example] = []
     if share:
-        for example, row, cut in encoder.rows(islice(sound(_one_pass(sources)), _SEARCHED), Tally()):
+        for example, row, cut in encoder.rows(
+            islice(sound(_one_pass(sources)), _SEARCHED), Tally()
+        ):
             digest = np.array([digest_of(row.input_ids, row.pictures)], np.uint64)
             if held_out_alone(digest, share, seed).all():
                 writer.add(row, example=-1, cut=cut)

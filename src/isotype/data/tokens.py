@@ -1,4 +1,5 @@
-"""Tokenised rows in flat arrays, in memory or mapped from a file; mapped rows need memory only while they are used.
+"""Tokenised rows in flat arrays, in memory or mapped from a file; mapped rows need memory only
+while they are used.
 
 ids         int32[N]   tokens of all rows, one after the other
 learnt      bool[N]    whether a token is learnt
@@ -7,7 +8,8 @@ example     int64[R]   which of its source's rows it is, from 0; -1 for a window
 cut         bool[R]    longer than data.max_length
 wanted      bool[R]    the label of an answer; true where rows have none
 supervised  int32[R]   tokens that give a loss
-digest      uint64[R]  of the tokens: rows with the same one are the same row (64 bits: 1 pair in 40 million among a million rows)
+digest      uint64[R]  of the tokens: rows with the same one are the same row (64 bits: 1 pair in 40
+            million among a million rows)
 prompt      uint64[R]  of the tokens before the first learnt one; 0 where that is the first of all
 pictures    uint8[P]   the references of all rows' pictures as UTF-8, a line each
 pictures_end int64[R]  where those of each row end
@@ -42,7 +44,9 @@ class TokenBlock:
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
         self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]
-        self.example, self.cut, self.wanted, self.supervised = (columns[n] for n in ("example", "cut", "wanted", "supervised"))
+        self.example, self.cut, self.wanted, self.supervised = (
+            columns[n] for n in ("example", "cut", "wanted", "supervised")
+        )
         self.digest, self.prompt = columns["digest"], columns["prompt"]
         self.pictures, self.pictures_end = columns["pictures"], columns["pictures_end"]
         self.facts = facts
@@ -58,12 +62,19 @@ class TokenBlock:
         start, end = (int(self.ends[i - 1]) if i else 0), int(self.ends[i])
         ids, learnt = self.ids[start:end], self.learnt[start:end]
         labels = np.where(learnt, ids, IGNORED)
-        return Row(tuple(ids.tolist()), tuple(labels.tolist()), int(learnt.argmax()), pictures=self.references(i))
+        return Row(
+            tuple(ids.tolist()),
+            tuple(labels.tolist()),
+            int(learnt.argmax()),
+            pictures=self.references(i),
+        )
 
     def references(self, i: int) -> tuple[str, ...]:
         """Of a row's pictures."""
         start, end = (int(self.pictures_end[i - 1]) if i else 0), int(self.pictures_end[i])
-        return tuple(self.pictures[start:end].tobytes().decode().splitlines()) if end > start else ()
+        return (
+            tuple(self.pictures[start:end].tobytes().decode().splitlines()) if end > start else ()
+        )
 
     def pictures_gone(self) -> str | None:
         """The first picture that is no longer what was tokenised, or None."""
@@ -82,7 +93,9 @@ class TokenWriter:
     """Collects rows into the columns of a block: in memory, or in files that `opened` makes."""
 
     def __init__(self, files: Mapping[str, IO[bytes]] | None = None) -> None:
-        self.files: Mapping[str, Any] = files if files is not None else {name: io.BytesIO() for name in COLUMNS}
+        self.files: Mapping[str, Any] = (
+            files if files is not None else {name: io.BytesIO() for name in COLUMNS}
+        )
         self.end = self.rows = self.pictures_end = 0
 
     def add(self, row: Row, *, example: int, cut: bool, wanted: bool = True) -> None:
@@ -94,20 +107,36 @@ class TokenWriter:
         self.rows += 1
         self.pictures_end += len(pictures)
         values = {
-            "ids": ids, "learnt": learnt, "ends": self.end, "example": example, "cut": cut, "wanted": wanted,
-            "supervised": learnt[1:].sum(), "digest": digest_of(ids, row.pictures),
-            "prompt": digest_of(prompt, row.pictures) if len(prompt) else 0, "pictures": pictures, "pictures_end": self.pictures_end,
-        }  # fmt: skip
+            "ids": ids,
+            "learnt": learnt,
+            "ends": self.end,
+            "example": example,
+            "cut": cut,
+            "wanted": wanted,
+            "supervised": learnt[1:].sum(),
+            "digest": digest_of(ids, row.pictures),
+            "prompt": digest_of(prompt, row.pictures) if len(prompt) else 0,
+            "pictures": pictures,
+            "pictures_end": self.pictures_end,
+        }
         for name, value in values.items():
             self.files[name].write(np.asarray(value, COLUMNS[name]).tobytes())
 
     def block(self, facts: dict[str, Any]) -> TokenBlock:
         """The rows collected in memory."""
-        return TokenBlock({name: np.frombuffer(self.files[name].getvalue(), dtype) for name, dtype in COLUMNS.items()}, facts)
+        return TokenBlock(
+            {
+                name: np.frombuffer(self.files[name].getvalue(), dtype)
+                for name, dtype in COLUMNS.items()
+            },
+            facts,
+        )
 
 
 class MadeRows(Sequence[T]):
-    """Rows that are made one at a time, by `one`, when they are asked for; a slice is a `Selection` of them."""
+    """Rows that are made one at a time, by `one`, when they are asked for; a slice is a `Selection`
+    of them.
+    """
 
     @abstractmethod
     def one(self, i: int) -> T: ...
@@ -165,7 +194,9 @@ class TokenRows(MadeRows[Row]):
 
     def column(self, name: str) -> np.ndarray:
         """One value a row: `lengths`, `supervised`, `cut`, `wanted`, `digest`, `prompt`, `example`."""
-        return np.concatenate([np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)])[self.chosen]
+        return np.concatenate(
+            [np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)]
+        )[self.chosen]
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -178,10 +209,14 @@ class TokenRows(MadeRows[Row]):
 
     def of_block(self, block: int) -> np.ndarray:
         """Which of the rows, by number, come from a block."""
-        return np.flatnonzero((self.chosen >= self._starts[block]) & (self.chosen < self._starts[block + 1]))
+        return np.flatnonzero(
+            (self.chosen >= self._starts[block]) & (self.chosen < self._starts[block + 1])
+        )
 
     def tokens_used(self, *, learnt: bool = False) -> set[int]:
-        """Every token of the blocks that rows were selected from, or every one that is learnt there; chunk by chunk."""
+        """Every token of the blocks that rows were selected from, or every one that is learnt
+        there; chunk by chunk.
+        """
         used: set[int] = set()
         for block in self.blocks:
             for start in range(0, len(block.ids), _CHUNK):
@@ -191,7 +226,9 @@ class TokenRows(MadeRows[Row]):
         return used
 
     def framed_by(self, bos: int | None, eos: int | None) -> np.ndarray:
-        """int64[3]: rows that begin with `bos`, rows that begin with it twice, and rows whose last token is `eos`, and learnt."""
+        """int64[3]: rows that begin with `bos`, rows that begin with it twice, and rows whose last
+        token is `eos`, and learnt.
+        """
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):
             rows = self.chosen[self.of_block(i)] - self._starts[i]
@@ -204,7 +241,8 @@ class TokenRows(MadeRows[Row]):
 
 
 def held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """bool[R]: about `share` of the rows, at least one, and every copy of a row with it; never all of them.
+    """bool[R]: about `share` of the rows, at least one, and every copy of a row with it; never all
+    of them.
 
     digests  uint64[R]  of the rows' tokens
     """
@@ -228,14 +266,18 @@ def places(digests: np.ndarray, seed: int) -> np.ndarray:
 
 
 def held_out_alone(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """bool[R]: the same choice for a stream, which decides about each row alone, since the other rows are unknown."""
+    """bool[R]: the same choice for a stream, which decides about each row alone, since the other
+    rows are unknown.
+    """
     return places(digests, seed) < share * 2**64
 
 
 class PackedRows(MadeRows[Row]):
     """Packed rows over `rows`; `packs[i]` are the numbers of the rows in the i-th."""
 
-    def __init__(self, rows: TokenRows, packs: Sequence[np.ndarray], capacity: int, of_block: Sequence[int]) -> None:
+    def __init__(
+        self, rows: TokenRows, packs: Sequence[np.ndarray], capacity: int, of_block: Sequence[int]
+    ) -> None:
         self.rows, self.packs, self.capacity, self.of_block = rows, packs, capacity, of_block
 
     def __len__(self) -> int:
@@ -260,27 +302,39 @@ class PackedRows(MadeRows[Row]):
 
     def facts(self) -> dict[str, Any]:
         tokens, room = int(self.lengths.sum()), len(self) * self.capacity
-        return {"rows": len(self.rows), "packed_rows": len(self), "filled": tokens / max(1, room), "length": self.capacity}
+        return {
+            "rows": len(self.rows),
+            "packed_rows": len(self),
+            "filled": tokens / max(1, room),
+            "length": self.capacity,
+        }
 
 
 def pack(rows: TokenRows, capacity: int) -> PackedRows:
-    """Packs the rows of each source by themselves. A row with pictures stays alone: each family has positions of its own for it."""
+    """Packs the rows of each source by themselves. A row with pictures stays alone: each family has
+    positions of its own for it.
+    """
     packs: list[np.ndarray] = []
     of_block: list[int] = []
     for block in range(len(rows.blocks)):
         numbers = rows.of_block(block)
         alone = rows.has_pictures[numbers]
         text = numbers[~alone]
-        found = [text[pack] for pack in best_fit(rows.lengths[text], capacity)] + [one[None] for one in numbers[alone]]
+        found = [text[pack] for pack in best_fit(rows.lengths[text], capacity)] + [
+            one[None] for one in numbers[alone]
+        ]
         packs += found
         of_block += [block] * len(found)
     return PackedRows(rows, packs, capacity, of_block)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Numbers of rows by pack; every row is in exactly one, no pack has more than `capacity` tokens."""
+    """Numbers of rows by pack; every row is in exactly one, no pack has more than `capacity`
+    tokens.
+    """
     packs: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # packs that have so much room left
+    # packs that have so much room left
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     has_room = 0  # bit r: by_room[r] is not empty
     for i in np.argsort(-lengths, kind="stable").tolist():
         n = int(lengths[i])

@@ -1,4 +1,6 @@
-"""What must be the same in every process before the first step: versions, configuration, data, weights, and the run's folder."""
+"""What must be the same in every process before the first step: versions, configuration, data,
+weights, and the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from ..errors import UsageError
 from .world import World
 
 LOOKED_AT = 64  # elements of each tensor
-SEEN_WITHIN = 10.0  # seconds in which a file of the first process must be seen by the others: network folders are late
+# seconds in which a file of the first process must be seen by the others: network folders are late
+SEEN_WITHIN = 10.0
 
 _FIXES = {
     "versions": "install the same versions on every machine: isotype doctor env shows them",
@@ -30,7 +33,9 @@ _FIXES = {
 
 
 def refuse_differences(world: World, **facts: str) -> None:
-    """facts  a text for each of `versions`, `configuration`, `data`, `weights`. Raises UsageError naming the ranks that differ."""
+    """facts  a text for each of `versions`, `configuration`, `data`, `weights`. Raises UsageError
+    naming the ranks that differ.
+    """
     found = world.gather({"host": socket.gethostname(), **facts})
     for name in facts:
         others = [rank for rank, one in enumerate(found) if one[name] != found[0][name]]
@@ -39,9 +44,14 @@ def refuse_differences(world: World, **facts: str) -> None:
         said = ""
         if name in ("versions", "configuration"):
             lines = (found[rank][name].splitlines() for rank in (others[0], 0))
-            said = next(f": {one} and {other}" for one, other in zip_longest(*lines, fillvalue="") if one != other)
+            said = next(
+                f": {one} and {other}"
+                for one, other in zip_longest(*lines, fillvalue="")
+                if one != other
+            )
         raise UsageError(
-            f"rank {', '.join(map(str, others))} ({found[others[0]]['host']}) and rank 0 ({found[0]['host']}) have different {name}{said}",
+            f"rank {', '.join(map(str, others))} ({found[others[0]]['host']}) and rank 0"
+            f" ({found[0]['host']}) have different {name}{said}",
             fix=_FIXES[name],
         )
 
@@ -60,7 +70,8 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
     blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(everyone) if not seen]
     if blind:
         raise UsageError(
-            f"run.folder: {folder} is not the same folder for {blind[0]} as for rank 0 on {everyone[0][1]}",
+            f"run.folder: {folder} is not the same folder for {blind[0]} as for rank 0 on"
+            f" {everyone[0][1]}",
             fix="give a folder that all machines share: --out FOLDER",
         )
 

@@ -1,7 +1,9 @@
-"""`isotype train --processes N`: starts the processes of a run on this machine, and ends as they end. Imports no torch.
+"""`isotype train --processes N`: starts the processes of a run on this machine, and ends as they
+end. Imports no torch.
 
-The first process has the terminal. The output of the others is stored, and shown only when one of them ends without having told the first
-why. Signals are handed on once; when the launcher itself is killed, a pipe that it held open closes and the processes end.
+The first process has the terminal. The output of the others is stored, and shown only when one of
+them ends without having told the first why. Signals are handed on once; when the launcher itself is
+killed, a pipe that it held open closes and the processes end.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from ..environment.hardware import cores
 from .rank import LAUNCHED_BY
 
 LIFELINE, LISTENS_AT = "ISOTYPE_LIFELINE", "ISOTYPE_LISTENS_AT"
-FAREWELL = 20.0  # seconds that the others have to end by themselves after one has failed: longer than the search for a lost one
-_SHOWN = 15  # number of last lines shown of a process that ended without an error report to the others
+# seconds that the others have to end by themselves after one has failed: longer than the search for
+# a lost one
+FAREWELL = 20.0
+# number of last lines shown of a process that ended without an error report to the others
+_SHOWN = 15
 
 
 def launch(command: Sequence[str], processes: int) -> int:
@@ -57,7 +62,9 @@ def launch(command: Sequence[str], processes: int) -> int:
 
 
 def watch_lifeline() -> None:
-    """Ends this process when its launcher is gone. For the processes that `launch` starts; elsewhere does nothing."""
+    """Ends this process when its launcher is gone. For the processes that `launch` starts;
+    elsewhere does nothing.
+    """
     handle = os.environ.pop(LIFELINE, None)
     if handle is None:
         return
@@ -69,43 +76,81 @@ def watch_lifeline() -> None:
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def _start(command: Sequence[str], rank: int, size: int, listening: socket.socket, alive: int, said: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str],
+    rank: int,
+    size: int,
+    listening: socket.socket,
+    alive: int,
+    said: IO[bytes],
+) -> subprocess.Popen[bytes]:
     environ = os.environ | {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1]),
-        LAUNCHED_BY: "isotype", LIFELINE: str(alive), LISTENS_AT: str(listening.fileno() if rank == 0 else -1),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listening.getsockname()[1]),
+        LAUNCHED_BY: "isotype",
+        LIFELINE: str(alive),
+        LISTENS_AT: str(listening.fileno() if rank == 0 else -1),
+    }
     # each would take every core
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
     inherited = (alive, listening.fileno()) if rank == 0 else (alive,)
-    streams: dict[str, Any] = {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+    streams: dict[str, Any] = (
+        {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+    )
     # a separate session: Ctrl-C reaches it once, from this process
-    started: subprocess.Popen[bytes] = subprocess.Popen(list(command), env=environ, pass_fds=inherited, start_new_session=True, **streams)
+    started: subprocess.Popen[bytes] = subprocess.Popen(
+        list(command), env=environ, pass_fds=inherited, start_new_session=True, **streams
+    )
     return started
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Until all have ended; after a failure the others have FAREWELL seconds. Returns the first that failed."""
+    """Until all have ended; after a failure the others have FAREWELL seconds. Returns the first
+    that failed.
+    """
     failed, until = None, 0.0
     while any(process.poll() is None for process in started):
         if failed is None:
-            failed = next((rank for rank, process in enumerate(started) if process.poll() not in (None, 0)), None)
+            failed = next(
+                (rank for rank, process in enumerate(started) if process.poll() not in (None, 0)),
+                None,
+            )
             until = time.monotonic() + FAREWELL
         elif time.monotonic() > until:
             for process in started:
                 if process.poll() is None:
                     process.kill()  # it may be stopped, and would not see a softer signal
         time.sleep(0.05)
-    return failed if failed is not None else next((rank for rank, process in enumerate(started) if process.returncode), None)
+    return (
+        failed
+        if failed is not None
+        else next((rank for rank, process in enumerate(started) if process.returncode), None)
+    )
 
 
-def _tell(started: Sequence[subprocess.Popen[bytes]], said: Sequence[IO[bytes]], failed: int | None) -> None:
-    """What the first process could not tell: that it was killed itself, or why another one ended after it was done."""
+def _tell(
+    started: Sequence[subprocess.Popen[bytes]], said: Sequence[IO[bytes]], failed: int | None
+) -> None:
+    """What the first process could not tell: that it was killed itself, or why another one ended
+    after it was done.
+    """
     if failed is None or started[0].returncode > 0:
         return
     how = -started[failed].returncode
-    ended = f"was killed by {signal.Signals(how).name}" if how > 0 else f"ended with status {started[failed].returncode}"
-    print(f"isotype: rank {failed} on {socket.gethostname()} {ended}; the last good checkpoint is in the run's folder", file=sys.stderr)
+    ended = (
+        f"was killed by {signal.Signals(how).name}"
+        if how > 0
+        else f"ended with status {started[failed].returncode}"
+    )
+    print(
+        f"isotype: rank {failed} on {socket.gethostname()} {ended}; the last good checkpoint is in"
+        " the run's folder",
+        file=sys.stderr,
+    )
     said[failed].seek(0)
     for line in said[failed].read().decode(errors="replace").splitlines()[-_SHOWN:]:
         print(f"  {line}", file=sys.stderr)
@@ -124,7 +169,8 @@ def _signals_handed_on(started: Sequence[subprocess.Popen[bytes]]) -> Iterator[N
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+            # nohup has it ignored
+            if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, hand_on)
     try:
         yield

@@ -1,7 +1,8 @@
-"""Which process of a run this one is, from what its launcher put into the environment. Imports no torch.
+"""Which process of a run this one is, from what its launcher put into the environment. Imports no
+torch.
 
-`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT.
+`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_S
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """rank of size processes, local_rank of local_size on this machine; `launcher`: its name for people."""
+    """rank of size processes, local_rank of local_size on this machine; `launcher`: its name for
+    people.
+    """
 
     rank: int = 0
     size: int = 1
@@ -29,21 +32,35 @@ class Rank:
 
 
 def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
-    """Raises UsageError for variables that contradict each other, and for tasks that a scheduler started without a launcher."""
+    """Raises UsageError for variables that contradict each other, and for tasks that a scheduler
+    started without a launcher.
+    """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         _refuse_tasks_without_launcher(environ)
         return Rank()
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if not 0 <= rank < size:
-        raise UsageError(f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix=_TORCHRUN)
+        raise UsageError(
+            f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix=_TORCHRUN
+        )
     if size == 1:
         return Rank()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
-            raise UsageError(f"WORLD_SIZE={size} processes, and {name} does not say where they meet", fix=_TORCHRUN)
-    local_rank, local_size = _number(environ, "LOCAL_RANK", "0"), _number(environ, "LOCAL_WORLD_SIZE", "1")
-    launcher = environ.get(LAUNCHED_BY) or ("accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun")
-    return Rank(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher)
+            raise UsageError(
+                f"WORLD_SIZE={size} processes, and {name} does not say where they meet",
+                fix=_TORCHRUN,
+            )
+    local_rank, local_size = (
+        _number(environ, "LOCAL_RANK", "0"),
+        _number(environ, "LOCAL_WORLD_SIZE", "1"),
+    )
+    launcher = environ.get(LAUNCHED_BY) or (
+        "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
+    )
+    return Rank(
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher
+    )
 
 
 def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
@@ -51,8 +68,10 @@ def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
     if tasks.isdigit() and int(tasks) > 1:
         raise UsageError(
             f"SLURM started {tasks} tasks, and each would be a separate run",
-            fix="one task a node, and in it: torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
-            "--rdzv-endpoint FIRST_NODE:29500 -m isotype train ...",
+            fix=(
+                "one task a node, and in it: torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS"
+                " --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 -m isotype train ..."
+            ),
         )
 
 
@@ -61,13 +80,19 @@ def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
     try:
         return int(given)
     except ValueError:
-        said = f"{name}={given!r} is not a number" if given else f"{name} is not set, and others of a launcher's variables are"
+        said = (
+            f"{name}={given!r} is not a number"
+            if given
+            else f"{name} is not set, and others of a launcher's variables are"
+        )
         raise UsageError(said, fix=_TORCHRUN) from None
 
 
 @dataclass(frozen=True)
 class Batching:
-    """A step is `total` micro-batches of `rows` rows, in the order of the data; `own` are those of this process."""
+    """A step is `total` micro-batches of `rows` rows, in the order of the data; `own` are those of
+    this process.
+    """
 
     rows: int
     total: int
@@ -75,16 +100,21 @@ class Batching:
 
     @classmethod
     def of(cls, train: TrainSection, *, rank: int = 0, size: int = 1) -> Batching:
-        """Whole micro-batches are shared out where their number allows it, else rows: none has more than `train.batch_size`.
+        """Whole micro-batches are shared out where their number allows it, else rows: none has more
+        than `train.batch_size`.
 
-        Raises  UsageError where `batch_size` x `accumulate` rows cannot be shared out evenly, with the nearest numbers that can
+        Raises  UsageError where `batch_size` x `accumulate` rows cannot be shared out evenly, with
+                the nearest numbers that can
         """
         step = train.batch_size * train.accumulate
         if step % size:
             raise UsageError(
-                f"{size} processes cannot share {step} rows a step evenly (train.batch_size {train.batch_size} x train.accumulate "
-                f"{train.accumulate})",
-                fix=f"{_nearest(step, size)} can; or another train.accumulate, which is another step",
+                f"{size} processes cannot share {step} rows a step evenly (train.batch_size"
+                f" {train.batch_size} x train.accumulate {train.accumulate})",
+                fix=(
+                    f"{_nearest(step, size)} can; or another train.accumulate, which is another"
+                    " step"
+                ),
             )
         share = step // size
         rows = next(n for n in range(min(train.batch_size, share), 0, -1) if share % n == 0)
@@ -95,5 +125,12 @@ class Batching:
 def _nearest(step: int, size: int) -> str:
     """The numbers of processes next to `size` that share the rows of a step: `2 or 4 processes`."""
     able = [n for n in range(1, step + 1) if step % n == 0]
-    below, above = max(n for n in able if n < size), min((n for n in able if n > size), default=None)
-    return f"{below} process" + ("es" if below > 1 else "") if above is None else f"{below} or {above} processes"
+    below, above = (
+        max(n for n in able if n < size),
+        min((n for n in able if n > size), default=None),
+    )
+    return (
+        f"{below} process" + ("es" if below > 1 else "")
+        if above is None
+        else f"{below} or {above} processes"
+    )

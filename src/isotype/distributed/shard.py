@@ -1,11 +1,14 @@
-"""A model that is distributed over the processes: each holds some rows of every weight, and a unit's weights are gathered while it runs.
+"""A model that is distributed over the processes: each holds some rows of every weight, and a
+unit's weights are gathered while it runs.
 
-The engine is torch's FSDP2. Units are the decoder layers, or the blocks of a denoiser, and an embedding that is not the head. The rest
-(norm, head) is the last unit, which stays gathered from the forward to its backward: a model that takes no targets multiplies by the head's
-weight after the forward has ended.
+The engine is torch's FSDP2. Units are the decoder layers, or the blocks of a denoiser, and an
+embedding that is not the head. The rest (norm, head) is the last unit, which stays gathered from
+the forward to its backward: a model that takes no targets multiplies by the head's weight after the
+forward has ended.
 
-The units compute in the weights' own dtypes (`param_dtype=None`): products belong to the ops. Gradients are summed, not averaged, in
-`precision.reduce`. FSDP narrows the sum to the weights' dtype before anyone sees it; `Sums` takes it before.
+The units compute in the weights' own dtypes (`param_dtype=None`): products belong to the ops.
+Gradients are summed, not averaged, in `precision.reduce`. FSDP narrows the sum to the weights'
+dtype before anyone sees it; `Sums` takes it before.
 """
 
 from __future__ import annotations
@@ -28,14 +31,18 @@ from .world import World
 
 
 class Sharding:
-    """How a model is distributed, and the gradients that arrive summed. Implements `precision.accumulate.Summed`.
+    """How a model is distributed, and the gradients that arrive summed. Implements
+    `precision.accumulate.Summed`.
 
-    mesh      its processes, as FSDP has them; kept, since a process group that is freed closes its connections
+    mesh      its processes, as FSDP has them; kept, since a process group that is freed closes its
+              connections
     parts     processes that share a weight
     replicas  how many times the whole model is there
     """
 
-    def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int) -> None:
+    def __init__(
+        self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int
+    ) -> None:
         """All processes call it together, with the units that `keep_part` has cut."""
         self.mesh = mesh
         self.parts, self.replicas = world.size // replicas, replicas
@@ -45,10 +52,12 @@ class Sharding:
         for unit in units:
             sums = Sums(self.parts, self._sent)
             unit.set_all_reduce_hook(sums)
-            # sums, not means: losses are divided by the tokens of all processes; and gloo has no sum with a factor
+            # sums, not means: losses are divided by the tokens of all processes; and gloo has no
+            # sum with a factor
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            for group in unit._get_fsdp_state()._fsdp_param_groups:  # of this unit, and of none inside it
+            # of this unit, and of none inside it
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
                 self._sums |= {id(parameter.sharded_param): sums for parameter in group.fsdp_params}
 
     def take(self, parameter: nn.Parameter) -> Tensor:
@@ -60,7 +69,9 @@ class Sharding:
 
 
 class Sums:
-    """The gradients of one unit, summed over the processes in the dtype in which they were sent: fp32[*n], this process's rows of each."""
+    """The gradients of one unit, summed over the processes in the dtype in which they were sent:
+    fp32[*n], this process's rows of each.
+    """
 
     def __init__(self, parts: int, sent: list[torch.dtype]) -> None:
         self._parts, self._sent = parts, sent
@@ -73,46 +84,64 @@ class Sums:
         self._sent.append(flat.dtype)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """This parameter's gradient. FSDP hands out the gradients of a unit in their order in `flat`, padded to equal parts."""
+        """This parameter's gradient. FSDP hands out the gradients of a unit in their order in
+        `flat`, padded to equal parts.
+        """
         assert self._flat is not None, "the hook runs before the gradients are handed out"
         own = local_part(parameter)
         gradient = self._flat[self._at : self._at + own.numel()].view(own.shape)
-        self._at += math.ceil(parameter.shape[0] / self._parts) * (parameter.numel() // parameter.shape[0])
+        self._at += math.ceil(parameter.shape[0] / self._parts) * (
+            parameter.numel() // parameter.shape[0]
+        )
         return gradient
 
 
 def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     """The processes as FSDP wants them; all call it together.
 
-    nodes  more than 1: each machine holds the whole model, its processes share it, and machines sum gradients (hybrid)
+    nodes  more than 1: each machine holds the whole model, its processes share it, and machines sum
+           gradients (hybrid)
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = {"shard": world.size} if nodes == 1 else {"replicate": nodes, "shard": world.size // nodes}
+    shape = (
+        {"shard": world.size} if nodes == 1 else {"replicate": nodes, "shard": world.size // nodes}
+    )
     return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
-    """What this process keeps of a model that the processes of `mesh` share. `look`: called with the model before it is cast."""
+    """What this process keeps of a model that the processes of `mesh` share. `look`: called with
+    the model before it is cast.
+    """
     sharing = mesh.ndim - 1  # before it, in a hybrid mesh, are the machines
     return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
 
 
 def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
-    """Cuts `model`, in place, into units of which this process keeps its rows: with adapter, ops, precision and recomputation.
+    """Cuts `model`, in place, into units of which this process keeps its rows: with adapter, ops,
+    precision and recomputation.
 
-    Its weights may lie on the CPU, or in files that are mapped there, of which the own rows are read. Each unit's part goes to the mesh's
-    device, and the unit's memory is freed. Nothing is exchanged.
+    Its weights may lie on the CPU, or in files that are mapped there, of which the own rows are
+    read. Each unit's part goes to the mesh's device, and the unit's memory is freed. Nothing is
+    exchanged.
 
     reduce  the dtype in which gradients are summed
     ->      the units, for `Sharding`
-    Raises  UsageError for trained weights of two dtypes in one unit, and for a weight that two units share
+    Raises  UsageError for trained weights of two dtypes in one unit, and for a weight that two
+            units share
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     inner = inner_model(model)
-    policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=to_torch(reduce), cast_forward_inputs=False)
-    states = {full: state for full, p in model.named_parameters() if (state := getattr(p, "quant_state", None)) is not None}
+    policy = MixedPrecisionPolicy(
+        param_dtype=None, reduce_dtype=to_torch(reduce), cast_forward_inputs=False
+    )
+    states = {
+        full: state
+        for full, p in model.named_parameters()
+        if (state := getattr(p, "quant_state", None)) is not None
+    }
     inside: set[int] = set()
     units = []
     for full, module in [*units_of(inner), ("the model's own weights", inner)]:
@@ -133,27 +162,42 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
 
 
 def units_of(inner: Any) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every decoder layer or denoiser block, and of the embedding where the head does not share its weight."""
+    """(name, module) of every decoder layer or denoiser block, and of the embedding where the head
+    does not share its weight.
+    """
     of_denoiser = {id(block) for block in denoiser_blocks(inner)}
     if of_denoiser:
-        return [(full, module) for full, module in inner.named_modules() if id(module) in of_denoiser]
+        return [
+            (full, module) for full, module in inner.named_modules() if id(module) in of_denoiser
+        ]
     found: list[tuple[str, nn.Module]] = []
     inside = ""
     for full, module in inner.named_modules():
         if isinstance(module, nn.ModuleList) and not (inside and full.startswith(inside)):
-            blocks = [(f"{full}.{name}", block) for name, block in module.named_children() if is_block(block)]
+            blocks = [
+                (f"{full}.{name}", block)
+                for name, block in module.named_children()
+                if is_block(block)
+            ]
             found += blocks
-            # experts and other lists inside a layer belong to its unit: which of them run depends on the rows
+            # experts and other lists inside a layer belong to its unit: which of them run depends
+            # on the rows
             inside = f"{full}." if blocks else inside
     if hasattr(inner, "get_input_embeddings"):
         embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
-        if type(embedding) is nn.Embedding and head is not None and getattr(head, "weight", None) is not embedding.weight:
+        if (
+            type(embedding) is nn.Embedding
+            and head is not None
+            and getattr(head, "weight", None) is not embedding.weight
+        ):
             found.append(("the embedding", embedding))
     return found
 
 
 def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
-    """FSDP sums the gradients of a unit in one tensor. Raises UsageError naming two trained weights whose dtypes differ."""
+    """FSDP sums the gradients of a unit in one tensor. Raises UsageError naming two trained weights
+    whose dtypes differ.
+    """
     first: dict[torch.dtype, str] = {}
     for full, parameter in parameters.items():
         if parameter.requires_grad:
@@ -161,22 +205,31 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
     if len(first) > 1:
         (one, a), (other, b) = list(first.items())[:2]
         raise UsageError(
-            f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {name(one)} and {b} in {name(other)}",
+            f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {name(one)}"
+            f" and {b} in {name(other)}",
             fix="precision.trainable: fp32, or parallel.kind: replicate",
         )
 
 
 def refuse_weights_of_another_unit(unit: str, module: nn.Module, others: set[int]) -> None:
-    """Raises UsageError naming a weight of this unit that one of the units before has too (the shared layers of Zamba 2)."""
-    if found := next((f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in others), None):
+    """Raises UsageError naming a weight of this unit that one of the units before has too (the
+    shared layers of Zamba 2).
+    """
+    if found := next(
+        (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in others), None
+    ):
         raise UsageError(
-            f"parallel.kind: shard: {found} is a weight of another layer too, and a weight belongs to one unit",
+            f"parallel.kind: shard: {found} is a weight of another layer too, and a weight belongs"
+            " to one unit",
             fix="parallel.kind: replicate",
         )
 
 
-def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: torch.dtype) -> dict[str, Tensor]:
-    """name -> every trained tensor of a sharded model, whole, on the CPU, in `dtype`; on the first process, the others get nothing.
+def whole_tensors(
+    model: nn.Module, world: World, sharding: Sharding, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """name -> every trained tensor of a sharded model, whole, on the CPU, in `dtype`; on the first
+    process, the others get nothing.
 
     All processes call it. A tensor with several names is one tensor.
     """
@@ -218,18 +271,26 @@ def whole_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iter
 
 
 def _give_scales(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Puts the scales of 4-bit weights, which FSDP leaves behind, on whatever is in their place now, by which they are known as 4-bit."""
+    """Puts the scales of 4-bit weights, which FSDP leaves behind, on whatever is in their place
+    now, by which they are known as 4-bit.
+    """
     for full, parameter in model.named_parameters():
         if full in states:
             parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
 
 
 def _gather_once(model: nn.Module, units: list[Any]) -> None:
-    """Gathers every unit once: what is put in the place of the parts are the same tensors from then on.
+    """Gathers every unit once: what is put in the place of the parts are the same tensors from then
+    on.
 
-    The gathered 4-bit weights get their scales here. Every process holds all scales: 1/32 of the packed bytes.
+    The gathered 4-bit weights get their scales here. Every process holds all scales: 1/32 of the
+    packed bytes.
     """
-    states = {full: state for full, p in model.named_parameters() if (state := getattr(p, "quant_state", None)) is not None}
+    states = {
+        full: state
+        for full, p in model.named_parameters()
+        if (state := getattr(p, "quant_state", None)) is not None
+    }
     for unit in units:
         unit.unshard()
         _give_scales(model, states)

@@ -1,7 +1,9 @@
-"""Signs of life: each process writes where it is into the shared store, so that the others can name one that is dead or does not come.
+"""Signs of life: each process writes where it is into the shared store, so that the others can name
+one that is dead or does not come.
 
-Gloo says that a connection was closed or that it waited for too long, and not for whom. Here a thread of each process writes, every BEAT
-seconds, a count that grows, the step, what it is doing, and how many meetings it came to.
+Gloo says that a connection was closed or that it waited for too long, and not for whom. Here a
+thread of each process writes, every BEAT seconds, a count that grows, the step, what it is doing,
+and how many meetings it came to.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 BEAT = 0.5  # seconds between signs of life
-SILENT = 8.0  # seconds without a sign of life after which a process counts as dead; a busy machine delays them
+# seconds without a sign of life after which a process counts as dead; a busy machine delays them
+SILENT = 8.0
 
 
 @dataclass
 class Sign:
-    """Where a process is. `met`: meetings of all processes that it came to; `beats`: signs of life given."""
+    """Where a process is. `met`: meetings of all processes that it came to; `beats`: signs of life
+    given.
+    """
 
     rank: int
     host: str
@@ -45,7 +50,9 @@ class Sign:
 
 
 class Watch(threading.Thread):
-    """Sends the heartbeats of this process until `stop`. It needs its own connection to the store, which a wait would block."""
+    """Sends the heartbeats of this process until `stop`. It needs its own connection to the store,
+    which a wait would block.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(name="signs of life", daemon=True)
@@ -93,8 +100,14 @@ class Lost:
 
 
 def find_lost(store: Store, own: Sign, size: int, *, silent: float = SILENT) -> list[Lost]:
-    """The dead processes; if there are none, those that came to fewer meetings than this one. Takes up to `silent` seconds."""
-    first = {rank: read_sign(store, rank) or Sign(rank, "an unknown machine", 0) for rank in range(size) if rank != own.rank}
+    """The dead processes; if there are none, those that came to fewer meetings than this one. Takes
+    up to `silent` seconds.
+    """
+    first = {
+        rank: read_sign(store, rank) or Sign(rank, "an unknown machine", 0)
+        for rank in range(size)
+        if rank != own.rank
+    }
     waiting = dict(first)
     until = time.monotonic() + silent
     dead: list[Lost] = []
@@ -103,10 +116,14 @@ def find_lost(store: Store, own: Sign, size: int, *, silent: float = SILENT) -> 
             if state := _ended(before, own.host):
                 dead.append(Lost(before, True, state))
                 del waiting[rank]
-            elif ((now := read_sign(store, rank)) is not None and now.beats > before.beats) or store.check([f"failed/{rank}"]):
+            elif (
+                (now := read_sign(store, rank)) is not None and now.beats > before.beats
+            ) or store.check([f"failed/{rank}"]):
                 del waiting[rank]
         time.sleep(0.1)
-    dead += [Lost(sign, True, f"gave no sign of life for {silent:g} s") for sign in waiting.values()]
+    dead += [
+        Lost(sign, True, f"gave no sign of life for {silent:g} s") for sign in waiting.values()
+    ]
     if dead:
         return dead
     newest = [read_sign(store, rank) or sign for rank, sign in first.items()]
@@ -114,7 +131,9 @@ def find_lost(store: Store, own: Sign, size: int, *, silent: float = SILENT) -> 
 
 
 def _ended(sign: Sign, host: str) -> str | None:
-    """How a process of this machine ended; None where it runs, or runs elsewhere, or nothing is known."""
+    """How a process of this machine ended; None where it runs, or runs elsewhere, or nothing is
+    known.
+    """
     if sign.host != host or not sign.pid or not Path("/proc/self/stat").exists():
         return None
     with suppress(OSError, IndexError):
@@ -125,13 +144,20 @@ def _ended(sign: Sign, host: str) -> str | None:
 
 def error_as_json(error: BaseException) -> dict[str, Any]:
     if isinstance(error, IsotypeError):
-        return {"kind": type(error).__name__, "message": error.message, "code": error.code, "fix": error.fix}
+        return {
+            "kind": type(error).__name__,
+            "message": error.message,
+            "code": error.code,
+            "fix": error.fix,
+        }
     kind, said = type(error).__name__, first_line(error)
     return {"kind": kind, "message": kind if said == kind else f"{kind}: {said}"}
 
 
 def error_from_json(report: dict[str, Any], *, of: str | None = None) -> BaseException:
-    """Decodes the error; one that is no IsotypeError becomes a RunError. `of`: the process that raised it, for the message."""
+    """Decodes the error; one that is no IsotypeError becomes a RunError. `of`: the process that
+    raised it, for the message.
+    """
     if report["kind"] == "KeyboardInterrupt":
         return KeyboardInterrupt()
     kind = getattr(errors, report["kind"], RunError)

@@ -1,11 +1,13 @@
-"""The processes of a run: how many there are, which one this is, and everything they tell each other.
+"""The processes of a run: how many there are, which one this is, and everything they tell each
+other.
 
-Only this file and `shard`, whose model gathers its own weights, speak to torch.distributed. `World()` is a single process: its methods
-return at once what they were given.
+Only this file and `shard`, whose model gathers its own weights, speak to torch.distributed.
+`World()` is a single process: its methods return at once what they were given.
 
-A process that waits learns why nobody comes: an error of another process is raised by all of them, and a process that is dead or does not
-come is named with its rank, machine and step. Waits through the store look for failures as they wait; gradients and the sums of a step go
-through a process group, whose own errors name nobody and are replaced.
+A process that waits learns why nobody comes: an error of another process is raised by all of them,
+and a process that is dead or does not come is named with its rank, machine and step. Waits through
+the store look for failures as they wait; gradients and the sums of a step go through a process
+group, whose own errors name nobody and are replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ LOOK = 0.5  # seconds between two looks for failures while waiting
 MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
 SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
 _RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
-LEAVING = 10.0  # seconds that the first process waits, after an error, for the others to read it: the store ends with this process
+# seconds that the first process waits, after an error, for the others to read it: the store ends
+# with this process
+LEAVING = 10.0
 
 
 class World:
@@ -65,17 +69,22 @@ class World:
         return flag
 
     def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to sum a tensor over all processes, in place and in its dtype; returns a function that waits for the sum."""
+        """Begins to sum a tensor over all processes, in place and in its dtype; returns a function
+        that waits for the sum.
+        """
         return lambda: None
 
     def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
-        """Fills `whole`, which the first process has, with the parts of all: rank r has the next rows[r] of them. All lie on the CPU."""
+        """Fills `whole`, which the first process has, with the parts of all: rank r has the next
+        rows[r] of them. All lie on the CPU.
+        """
         if whole is not None:
             whole.copy_(part)
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Around work in which processes exchange without this class, as a sharded model's forward does: an error of the exchange is
-        replaced by what happened to the others."""
+        """Around work in which processes exchange without this class, as a sharded model's forward
+        does: an error of the exchange is replaced by what happened to the others.
+        """
         return nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
@@ -83,7 +92,9 @@ class World:
         return [value]
 
     def first_does(self, work: Callable[[], Made], *, patiently: bool = False) -> Made:
-        """The first process works; all get what it returns, JSON. `patiently`: for as long as it lives, else up to the timeout."""
+        """The first process works; all get what it returns, JSON. `patiently`: for as long as it
+        lives, else up to the timeout.
+        """
         return work()
 
     def first_before_others(self, work: Callable[[], Made]) -> Made:
@@ -91,7 +102,9 @@ class World:
         return work()
 
     def in_turn(self, work: Callable[[], Made]) -> Made:
-        """Every process works, on each machine one after the other: memory that the work needs for a moment is needed once a machine."""
+        """Every process works, on each machine one after the other: memory that the work needs for
+        a moment is needed once a machine.
+        """
         return work()
 
     def failed(self, error: BaseException) -> None:
@@ -107,12 +120,22 @@ ALONE = World()
 class JoinedWorld(World):
     """Several processes around a store and a process group.
 
-    Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what another process raised
+    Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what
+            another process raised
     """
 
     def __init__(self, mine: Rank, store: Any, *, timeout: float, backend: str) -> None:
-        self.rank, self.size, self.local_rank, self.local_size = mine.rank, mine.size, mine.local_rank, mine.local_size
-        self.nodes, self.launcher, self.backend = max(1, mine.size // max(1, mine.local_size)), mine.launcher, backend
+        self.rank, self.size, self.local_rank, self.local_size = (
+            mine.rank,
+            mine.size,
+            mine.local_rank,
+            mine.local_size,
+        )
+        self.nodes, self.launcher, self.backend = (
+            max(1, mine.size // max(1, mine.local_size)),
+            mine.launcher,
+            backend,
+        )
         self._store, self._timeout = store, timeout
         self._turn = 0
         self.speaks = mine.rank == 0
@@ -123,7 +146,9 @@ class JoinedWorld(World):
         self._watch.start()
         # for tensors on the CPU, where the sums of a step are exchanged without the GPU
         on_cpu = "gloo" in str(dist.get_backend_config())
-        self._small = None if on_cpu else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._small = (
+            None if on_cpu else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        )
 
     def at(self, step: int, doing: str) -> None:
         self._watch.sign.step, self._watch.sign.doing = step, doing
@@ -202,7 +227,9 @@ class JoinedWorld(World):
             self._store.set(f"failed/{self.rank}", json.dumps(error_as_json(error)))
 
     def close(self) -> None:
-        """All processes leave together: a closed connection would end an exchange in which another process still is."""
+        """All processes leave together: a closed connection would end an exchange in which another
+        process still is.
+        """
         with suppress(Exception):  # another one may be gone, and with the first one the store
             self._store.set(f"left/{self.rank}", "")
             if self._lost is None and not self._failed:
@@ -210,7 +237,9 @@ class JoinedWorld(World):
                     self._wait(f"left/{rank}", of=rank)
             elif self.first:
                 until = time.monotonic() + (LEAVING if self._lost is None else 1.0)
-                while time.monotonic() < until and not self._store.check([f"left/{rank}" for rank in range(self.size)]):
+                while time.monotonic() < until and not self._store.check(
+                    [f"left/{rank}" for rank in range(self.size)]
+                ):
                     time.sleep(0.05)
         self._watch.stop()
         if dist.is_initialized():
@@ -224,18 +253,26 @@ class JoinedWorld(World):
 
     @contextmanager
     def _meeting(self, *, among_others: bool = False) -> Iterator[None]:
-        """Around a collective, or one among other work: its error is replaced by what happened to the other processes."""
+        """Around a collective, or one among other work: its error is replaced by what happened to
+        the other processes.
+        """
         self._watch.sign.met += 1
         try:
             yield
         except RuntimeError as error:
             # gloo's errors have no class of their own, and begin with the file of its source
-            if among_others and not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            if (
+                among_others
+                and not isinstance(error, dist.DistError)
+                and "/gloo/" not in str(error)
+            ):
                 raise
             raise self._what_happened(error) from error
 
     def _wait(self, key: str, *, of: int, patiently: bool = False) -> bytes:
-        """The value of a key of the store, once `of` has set it. Asks again and again: torch writes a warning for a wait that ends."""
+        """The value of a key of the store, once `of` has set it. Asks again and again: torch writes
+        a warning for a wait that ends.
+        """
         begin = looked = signed = time.monotonic()
         sign, pause = b"", 0.001
         while True:
@@ -253,9 +290,11 @@ class JoinedWorld(World):
                 newest = self._store.get(f"sign/{of}") if self._store.check([f"sign/{of}"]) else b""
                 if newest != sign:
                     sign, signed = newest, now
-                # a process that gives signs of life may work for hours, one that gives none is looked at more closely
+                # a process that gives signs of life may work for hours, one that gives none is
+                # looked at more closely
                 gone = now - signed > SUSPECT and any(
-                    one.dead and one.sign.rank == of for one in find_lost(self._store, self._watch.sign, self.size)
+                    one.dead and one.sign.rank == of
+                    for one in find_lost(self._store, self._watch.sign, self.size)
                 )
             except RuntimeError as error:
                 raise self._what_happened(error) from error
@@ -274,30 +313,42 @@ class JoinedWorld(World):
                 failure = read_failure(self._store, range(self.size))  # reported meanwhile
         except Exception:
             self.speaks = self.rank == 1
-            return self._remember(RunError("rank 0, where all processes meet, is gone", code="MP001", fix=_RESUME))
+            return self._remember(
+                RunError("rank 0, where all processes meet, is gone", code="MP001", fix=_RESUME)
+            )
         if failure is not None:
             rank, what = failure
-            made = error_from_json(what, of=None if rank == 0 or what["kind"] == "PreflightError" else f"rank {rank}")
+            made = error_from_json(
+                what, of=None if rank == 0 or what["kind"] == "PreflightError" else f"rank {rank}"
+            )
             if isinstance(made, IsotypeError):
                 self._remember(made)
             return made
         gone = {one.sign.rank for one in lost if one.dead}
         self.speaks = self.rank == min(rank for rank in range(self.size) if rank not in gone)
-        step = self._watch.sign.step  # processes are never more than one meeting apart, and a dead one's last sign may be older
+        # processes are never more than one meeting apart, and a dead one's last sign may be older
+        step = self._watch.sign.step
         where = "" if gone else " (it is at step {0.step}: {0.doing})"
-        named = f"step {step}: " + "; ".join(f"{one.sign} {one.how}{where.format(one.sign)}" for one in lost)
+        named = f"step {step}: " + "; ".join(
+            f"{one.sign} {one.how}{where.format(one.sign)}" for one in lost
+        )
         if not lost:
             named = f"the connection between processes broke: {first_line(error)}"
         elif not gone:
             named += f"; waited {self._timeout:g} s (parallel.timeout)"
-        return self._remember(RunError(named, code="MP002" if lost and not gone else "MP001", fix=_RESUME))
+        return self._remember(
+            RunError(named, code="MP002" if lost and not gone else "MP001", fix=_RESUME)
+        )
 
     def _remember(self, error: AnyError) -> AnyError:
         self._lost = error
         return error
 
 
-_RESUME = "see what ended it, then isotype train --resume FOLDER goes on, on any number of processes that share a step's rows"
+_RESUME = (
+    "see what ended it, then isotype train --resume FOLDER goes on, on any number of processes that"
+    " share a step's rows"
+)
 
 
 def join(device: str, *, timeout: float) -> World:
@@ -305,53 +356,85 @@ def join(device: str, *, timeout: float) -> World:
 
     device   `cpu`, `cuda` or `auto`, as model.device
     timeout  seconds to wait for another process
-    Raises   UsageError where the environment contradicts itself or there are fewer GPUs than processes
+    Raises   UsageError where the environment contradicts itself or there are fewer GPUs than
+             processes
     """
     watch_lifeline()
     mine = find_rank()
     if mine.size == 1:
         return ALONE
     if not dist.is_available():
-        raise UsageError(f"{mine.size} processes were started, and this torch has no torch.distributed", fix="install another build")
+        raise UsageError(
+            f"{mine.size} processes were started, and this torch has no torch.distributed",
+            fix="install another build",
+        )
     on_gpu = _take_gpu(device, mine)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     run, ours = next(_RUNS), None
     try:
         meeting = _store(mine, wait)
-        store, ours = dist.PrefixStore(f"group {run}", meeting), dist.PrefixStore(f"isotype {run}", meeting)
+        store, ours = (
+            dist.PrefixStore(f"group {run}", meeting),
+            dist.PrefixStore(f"isotype {run}", meeting),
+        )
         ours.set(f"here/{mine.rank}", socket.gethostname())
-        dist.init_process_group(backend, store=store, rank=mine.rank, world_size=mine.size, timeout=wait)
+        dist.init_process_group(
+            backend, store=store, rank=mine.rank, world_size=mine.size, timeout=wait
+        )
     except RuntimeError as error:
         raise _not_all_came(mine, ours, timeout, error) from error
     return JoinedWorld(mine, ours, timeout=timeout, backend=backend)
 
 
-_SLOW = "see why they did not start or reach one another; a higher parallel.timeout if they are only slow"
+_SLOW = (
+    "see why they did not start or reach one another; a higher parallel.timeout if they are only"
+    " slow"
+)
 
 
 def _not_all_came(mine: Rank, store: Any, timeout: float, error: Exception) -> RunError:
-    """The processes could not connect: names the missing ones, if known. `store`: None where it was not created."""
+    """The processes could not connect: names the missing ones, if known. `store`: None where it was
+    not created.
+    """
     within = f"within {timeout:g} s (parallel.timeout)"
     if store is None and mine.rank == 0:  # it is made once all processes have come
         return RunError(f"not all of {mine.size} processes came {within}", code="MP002", fix=_SLOW)
     try:
-        missing = ", ".join(f"rank {rank}" for rank in range(mine.size) if not store.check([f"here/{rank}"]))
+        missing = ", ".join(
+            f"rank {rank}" for rank in range(mine.size) if not store.check([f"here/{rank}"])
+        )
     except Exception:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return RunError(f"rank 0, where all processes meet, does not answer at {where}", code="MP002", fix=_SLOW)
-    said = f"{missing} did not come {within}" if missing else f"the {mine.size} processes could not connect: {first_line(error)}"
+        return RunError(
+            f"rank 0, where all processes meet, does not answer at {where}", code="MP002", fix=_SLOW
+        )
+    said = (
+        f"{missing} did not come {within}"
+        if missing
+        else f"the {mine.size} processes could not connect: {first_line(error)}"
+    )
     return RunError(said, code="MP002", fix=_SLOW)
 
 
 def _store(mine: Rank, wait: timedelta) -> Any:
-    """The store of the processes. `isotype train --processes` passes the first one a listening socket, so that its port stays free."""
+    """The store of the processes. `isotype train --processes` passes the first one a listening
+    socket, so that its port stays free.
+    """
     handle = os.environ.get(LISTENS_AT)
     if handle is None:
         return next(iter(dist.rendezvous("env://", mine.rank, mine.size, timeout=wait)))[0]
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listening: dict[str, Any] = {"master_listen_fd": int(handle)} if mine.rank == 0 else {}
-    return dist.TCPStore(address, port, mine.size, is_master=mine.rank == 0, timeout=wait, wait_for_workers=False, **listening)
+    return dist.TCPStore(
+        address,
+        port,
+        mine.size,
+        is_master=mine.rank == 0,
+        timeout=wait,
+        wait_for_workers=False,
+        **listening,
+    )
 
 
 def _take_gpu(device: str, mine: Rank) -> bool:

@@ -1,10 +1,11 @@
-"""`isotype doctor PATH_OR_LOG`: looks at what it is given and runs the parts of the doctor that apply.
+"""`isotype doctor PATH_OR_LOG`: looks at what it is given and runs the parts of the doctor that
+apply.
 
 check    configurations, and the settings of programs
 explain  logs
 
-kernels, conform and trace import or run code, which their user must choose: Triton kernels, autograd functions and training scripts are
-named with the command.
+kernels, conform and trace import or run code, which their user must choose: Triton kernels,
+autograd functions and training scripts are named with the command.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _RUNS = re.compile(r"^(?:if __name__|for |with |while |\w[\w.]*\()", re.MULTILIN
 
 @dataclass
 class Visit:
-    """One part's visit: what it looked at, in words, and what it found; or, where it did not look, why, or the command that would.
+    """One part's visit: what it looked at, in words, and what it found; or, where it did not look,
+    why, or the command that would.
 
     shown  what is printed above the findings
     """
@@ -56,7 +58,10 @@ def visit(path: Path) -> list[Visit]:
         visits.append(_check(path))
     if logs:
         visits.append(_explain(logs))
-    return [*visits, *_commands({f: text for f, text in sources.items() if f == path or not _is_test(f)})]
+    return [
+        *visits,
+        *_commands({f: text for f, text in sources.items() if f == path or not _is_test(f)}),
+    ]
 
 
 def visit_log(lines: Iterable[str]) -> Visit:
@@ -72,7 +77,9 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for here, folders, names in os.walk(path):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS)
+        folders[:] = sorted(
+            f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS
+        )
         yield from (file for name in sorted(names) if (file := Path(here, name)).is_file())
 
 
@@ -86,13 +93,19 @@ def _binary(file: Path) -> bool:
 
 def _source(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size <= _LONGEST else None
+        return (
+            file.read_text(encoding="utf-8", errors="replace")
+            if file.stat().st_size <= _LONGEST
+            else None
+        )
     except OSError:
         return None
 
 
 def _is_test(file: Path) -> bool:
-    return bool({"test", "tests", "benchmark", "benchmarks", "examples"} & set(file.parts)) or file.name.startswith("test_")
+    return bool(
+        {"test", "tests", "benchmark", "benchmarks", "examples"} & set(file.parts)
+    ) or file.name.startswith("test_")
 
 
 def _check(path: Path) -> Visit:
@@ -105,7 +118,12 @@ def _check(path: Path) -> Visit:
     if not found.files:
         return Visit("check", "no file that may be a configuration", looked_at=False)
     subject = f"{counted(found.files, 'configuration file')}, {counted(len(found.records), 'run')}"
-    return Visit("check", subject, list(found.findings), shown=table(found.records[0]) if len(found.records) == 1 else "")
+    return Visit(
+        "check",
+        subject,
+        list(found.findings),
+        shown=table(found.records[0]) if len(found.records) == 1 else "",
+    )
 
 
 def _explain(logs: list[Path]) -> Visit:
@@ -114,20 +132,32 @@ def _explain(logs: list[Path]) -> Visit:
     findings: list[Finding] = []
     for log in logs:
         with log.open(encoding="utf-8", errors="replace") as lines:
-            findings += [f for f in explain(lines, source=str(log)) if f.severity > Severity.NOTE or len(logs) == 1]
+            findings += [
+                f
+                for f in explain(lines, source=str(log))
+                if f.severity > Severity.NOTE or len(logs) == 1
+            ]
     return Visit("explain", counted(len(logs), "log"), findings)
 
 
 def _commands(sources: dict[Path, str]) -> Iterator[Visit]:
     """What only its user can run, with the command."""
     kernels = [file for file, text in sources.items() if "triton" in text and _KERNEL.search(text)]
-    functions = [(file, name) for file, text in sources.items() for name in _AUTOGRAD_FUNCTION.findall(text)]
-    scripts = [file for file, text in sources.items() if _TRAINS.search(text) and _RUNS.search(text)]
+    functions = [
+        (file, name) for file, text in sources.items() for name in _AUTOGRAD_FUNCTION.findall(text)
+    ]
+    scripts = [
+        file for file, text in sources.items() if _TRAINS.search(text) and _RUNS.search(text)
+    ]
     if kernels:
         yield _named("kernels", str(kernels[0]), len(kernels), "more file", " with Triton kernels")
     if functions:
         file, name = functions[0]
-        target = f"{file}:build" if _BUILD.search(sources[file]) else f"{file}:build, where build() returns ({name}, inputs)"
+        target = (
+            f"{file}:build"
+            if _BUILD.search(sources[file])
+            else f"{file}:build, where build() returns ({name}, inputs)"
+        )
         yield _named("conform", target, len(functions), "more autograd function")
     if scripts:
         yield _named("trace", str(scripts[0]), len(scripts), "more training script")

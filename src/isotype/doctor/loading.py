@@ -46,14 +46,20 @@ def module_of(place: str, *, as_part: bool = False) -> ModuleType:
 
 @contextmanager
 def in_one_line(place: str) -> Iterator[None]:
-    """Within it a failed import becomes a UsageError: no such module, a syntax error, what the module raised and where."""
+    """Within it a failed import becomes a UsageError: no such module, a syntax error, what the
+    module raised and where.
+    """
     try:
         yield
     except IsotypeError:
         raise
     except ModuleNotFoundError as error:
         missing = place.split(".")[0] == str(error.name).split(".")[0]
-        why = "no such file or module" if missing else f"it imports {error.name}, which is not installed"
+        why = (
+            "no such file or module"
+            if missing
+            else f"it imports {error.name}, which is not installed"
+        )
         raise UsageError(f"{place}: {why}") from error
     except SyntaxError as error:
         raise UsageError(f"{error.filename or place}:{error.lineno}: {error.msg}") from error
@@ -77,12 +83,27 @@ def member(module: ModuleType, name: str, place: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is None:
-        own = [n for n, v in vars(module).items() if callable(v) and n[0] != "_" and getattr(v, "__module__", "") == module.__name__]
-        raise UsageError(f"{place} has no {name!r}", fix=f"one of: {', '.join(own)}" if own else "define it: the file has no function")
+        own = [
+            n
+            for n, v in vars(module).items()
+            if callable(v) and n[0] != "_" and getattr(v, "__module__", "") == module.__name__
+        ]
+        raise UsageError(
+            f"{place} has no {name!r}",
+            fix=f"one of: {', '.join(own)}" if own else "define it: the file has no function",
+        )
     return found
 
 
 def required(function: Callable[..., Any]) -> list[str]:
     """The parameters without which it cannot be called."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind in kinds]
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty and p.kind in kinds
+    ]

@@ -1,4 +1,6 @@
-"""The settings of a run, from the command line or from Python; `isotype.train(...)`, and the `Run` that it returns."""
+"""The settings of a run, from the command line or from Python; `isotype.train(...)`, and the `Run`
+that it returns.
+"""
 
 from __future__ import annotations
 
@@ -68,25 +70,30 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Run:
-    """Trains, and returns the run; Ctrl-C (in a notebook: interrupt) saves and returns a run whose status is `interrupted`.
+    """Trains, and returns the run; Ctrl-C (in a notebook: interrupt) saves and returns a run whose
+    status is `interrupted`.
 
-        run = isotype.train(model="Qwen/Qwen2.5-0.5B", data="chats.jsonl", train={"learning_rate": 1e-4})
-        run.metrics, run.adapter, run.chat("What is a bf16?")
+        run = isotype.train(model="Qwen/Qwen2.5-0.5B", data="chats.jsonl", train={"learning_rate":
+        1e-4}) run.metrics, run.adapter, run.chat("What is a bf16?")
 
     config     a RunConfig, or a YAML file; sections given beside it win
-    model ...  each section as a name (model.name, data.train, images.train, adapter.kind, precision.preset, run.folder,
-               parallel.kind), a mapping, or its class
-    data       also rows: a list of them, a datasets.Dataset, a pandas or polars frame; or a mapping whose train and eval are such
+    model ...  each section as a name (model.name, data.train, images.train, adapter.kind,
+               precision.preset, run.folder, parallel.kind), a mapping, or its class
+    data       also rows: a list of them, a datasets.Dataset, a pandas or polars frame; or a mapping
+               whose train and eval are such
     preset     lora, qlora, full, full-bf16, or a precision
     resume     a run's folder to go on with; sections are what is to change
     accept_changes  with resume: accepts changes that make it another run, as `--yes` does
     skip       checks of the preflight to leave out, code to reason
     callbacks  objects of `isotype.Callback`; its docstring says what they may and may not do
-    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens or pictures,
-               instead of the loss of the task. A batch of tokens has `inputs` for the model and `labels`. Evaluation keeps the task's loss.
-    Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix; KeyboardInterrupt for Ctrl-C before step 1
+    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over
+               `batch.weight` tokens or pictures, instead of the loss of the task. A batch of tokens
+               has `inputs` for the model and `labels`. Evaluation keeps the task's loss.
+    Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix;
+               KeyboardInterrupt for Ctrl-C before step 1
 
-    Random state, the default dtype, deterministic mode, warnings and log levels are afterwards what they were before the call.
+    Random state, the default dtype, deterministic mode, warnings and log levels are afterwards what
+    they were before the call.
     """
     if callbacks:
         from ..training.callbacks import check_callbacks
@@ -99,7 +106,10 @@ def train(
     from ..data.sources import as_source
 
     if isinstance(data, Mapping):
-        data = {key: as_source(value) if key in ("train", "eval") else value for key, value in data.items()}
+        data = {
+            key: as_source(value) if key in ("train", "eval") else value
+            for key, value in data.items()
+        }
     else:
         data = as_source(data)
     given = {
@@ -117,7 +127,11 @@ def train(
     }
     flags: dict[str, Any] = {}
     if isinstance(config, RunConfig):
-        flags |= {f"{name}.{key}": value for name in NAMED for key, value in _set_keys(getattr(config, name)).items()}
+        flags |= {
+            f"{name}.{key}": value
+            for name in NAMED
+            for key, value in _set_keys(getattr(config, name)).items()
+        }
     for name, value in given.items():
         flags |= _flags(name, value)
     file = None if config is None or isinstance(config, RunConfig) else Path(config)
@@ -125,9 +139,18 @@ def train(
     if before is not None and preset is not None:
         raise UsageError("preset: a resumed run has its own", fix=HOW_TO_CHANGE)
     if accept_changes and before is None:
-        raise UsageError("accept_changes has no effect without resume", fix="isotype.train(resume=..., accept_changes=True)")
+        raise UsageError(
+            "accept_changes has no effect without resume",
+            fix="isotype.train(resume=..., accept_changes=True)",
+        )
     loaded = load_settings(
-        file, flags=flags, preset=preset, resume=before, how_to_change=HOW_TO_CHANGE, source=SOURCE, consent=accept_changes
+        file,
+        flags=flags,
+        preset=preset,
+        resume=before,
+        how_to_change=HOW_TO_CHANGE,
+        source=SOURCE,
+        consent=accept_changes,
     )
 
     with process_state_restored():
@@ -143,7 +166,8 @@ class Ended:
 
     status  the exit status: 0 done, 130 interrupted
     folder  the run's
-    begun   whether the folder holds a run; a run that was interrupted before its first step leaves none
+    begun   whether the folder holds a run; a run that was interrupted before its first step leaves
+            none
     """
 
     status: int
@@ -152,9 +176,14 @@ class Ended:
 
 
 def start(
-    loaded: LoadedConfig, *, resume: Path | None = None, console: RunConsole | None = None, skips: Mapping[str, str] | None = None,
-    callbacks: Sequence[Callback] = (), objective: Objective | None = None,
-) -> Ended:  # fmt: skip
+    loaded: LoadedConfig,
+    *,
+    resume: Path | None = None,
+    console: RunConsole | None = None,
+    skips: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+) -> Ended:
     """Runs to the end, or saves on Ctrl-C. Raises IsotypeError.
 
     resume     the folder of the run to go on with
@@ -168,7 +197,14 @@ def start(
 
     console = console or RunConsole()
     repository = _checked_push(loaded, resume)
-    status = train_task(loaded, resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
+    status = train_task(
+        loaded,
+        resume=resume,
+        console=console,
+        skips=skips,
+        callbacks=callbacks,
+        objective=objective,
+    )
     folder = Path(console.result["folder"])
     if repository is not None and status == 0:
         from ..inference.push import push
@@ -178,11 +214,15 @@ def start(
 
 
 def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
-    """The repository that this process pushes the result to, after what could prevent it was looked for. Raises UsageError."""
+    """The repository that this process pushes the result to, after what could prevent it was looked
+    for. Raises UsageError.
+    """
     from ..distributed.rank import find_rank
 
     run = loaded.config.run
-    if (run.push_to_hub is None and not run.push_merged and run.push_private) or find_rank().rank != 0:
+    if (
+        run.push_to_hub is None and not run.push_merged and run.push_private
+    ) or find_rank().rank != 0:
         return None
     from ..inference.push import check_push
 
@@ -200,7 +240,8 @@ def _flags(name: str, value: Any) -> dict[str, Any]:
     key = NAMED[name]
     if key is None:
         raise UsageError(
-            f"isotype.train({name}={value!r}): expected a mapping or a {name.capitalize()}Section", fix=f"{name}={{'steps': 100}}"
+            f"isotype.train({name}={value!r}): expected a mapping or a {name.capitalize()}Section",
+            fix=f"{name}={{'steps': 100}}",
         )
     return {key: str(value) if isinstance(value, Path) else value}
 
@@ -224,7 +265,9 @@ class Run:
 
     def __repr__(self) -> str:
         loss = self.record.best_evaluation
-        return f"<isotype.Run {self.folder}: {self.status}" + (f", best evaluation loss {loss:.4f}>" if loss is not None else ">")
+        return f"<isotype.Run {self.folder}: {self.status}" + (
+            f", best evaluation loss {loss:.4f}>" if loss is not None else ">"
+        )
 
     @property
     def record(self) -> RunRecord:
@@ -232,7 +275,8 @@ class Run:
         return self._read()
 
     def _read(self) -> RunRecord:
-        from ..report.record import read_run  # with the report's libraries, which a first `isotype train` without torch lacks
+        # with the report's libraries, which a first `isotype train` without torch lacks
+        from ..report.record import read_run
 
         return read_run(self.folder)
 
@@ -260,14 +304,20 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The model's folder that a run of every weight saved. Raises UsageError when there is none."""
+        """The model's folder that a run of every weight saved. Raises UsageError when there is
+        none.
+        """
         return self._saved("model")
 
     def _saved(self, what: str) -> Path:
         folder = self.folder / what
         if not folder.is_dir():
             other = {"adapter": "model", "model": "adapter"}[what]
-            hint = f"run.{other} is what it saved" if (self.folder / other).is_dir() else f"its status is {self.status}"
+            hint = (
+                f"run.{other} is what it saved"
+                if (self.folder / other).is_dir()
+                else f"its status is {self.status}"
+            )
             raise UsageError(f"{self.folder}: no {what} there: {hint}")
         return folder
 
@@ -280,9 +330,16 @@ class Run:
         return self._loaded
 
     def chat(
-        self, text: str, *, images: Sequence[str] = (), max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0
+        self,
+        text: str,
+        *,
+        images: Sequence[str] = (),
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
     ) -> str:
-        """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply.
+        """Returns the answer. Earlier turns are part of the conversation until `forget`. The
+        settings of the first call apply.
 
         images  files of pictures that the question is about, of a vision-language model
         Raises  UsageError for a picture that cannot be read, or a model that sees none
@@ -291,7 +348,11 @@ class Run:
             from ..inference.loaded import Conversation
 
             self._conversation = Conversation(
-                self.load(), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stream=False
+                self.load(),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                stream=False,
             )
         self._conversation.show(images)
         return self._conversation.say(text)
@@ -314,15 +375,23 @@ LIBRARIES = ("peft", "bitsandbytes")
 
 @contextmanager
 def process_state_restored() -> Iterator[None]:
-    """Sets the default dtype to fp32, records gradients, and leaves the caller's autocast. Restores everything on exit."""
+    """Sets the default dtype to fp32, records gradients, and leaves the caller's autocast. Restores
+    everything on exit.
+    """
     import numpy as np
     import torch
     import transformers
 
     levels = {name: logging.getLogger(name).level for name in LIBRARIES}
-    said, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    said, bars = (
+        transformers.utils.logging.get_verbosity(),
+        transformers.utils.logging.is_progress_bar_enabled(),
+    )
     dtype, workspace = torch.get_default_dtype(), os.environ.get(WORKSPACE)
-    strict, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    strict, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     python, numpy = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -355,14 +424,18 @@ def _set_or_remove(name: str, value: str | None) -> None:
 
 @contextmanager
 def callers_autocast_left() -> Iterator[None]:
-    """Switches the caller's autocast off. In its block PyTorch would keep each weight as it was first cast, and every step would compute
-    with the first step's weights: there nothing is kept."""
+    """Switches the caller's autocast off. In its block PyTorch would keep each weight as it was
+    first cast, and every step would compute with the first step's weights: there nothing is kept.
+    """
     import torch
 
     if not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         yield
         return
-    with torch.autocast("cpu", enabled=False, cache_enabled=False), torch.autocast("cuda", enabled=False, cache_enabled=False):
+    with (
+        torch.autocast("cpu", enabled=False, cache_enabled=False),
+        torch.autocast("cuda", enabled=False, cache_enabled=False),
+    ):
         yield
 
 
@@ -390,36 +463,71 @@ def load_settings(
         if file is not None:
             raise UsageError(f"{file}: a resumed run has its own configuration", fix=how_to_change)
         file = require_run(resume) / "resolved.yaml"
-    loaded = load(file, arguments, flags or {}, preset=preset, resolved=resume is not None, **options)
+    loaded = load(
+        file, arguments, flags or {}, preset=preset, resolved=resume is not None, **options
+    )
     refuse_incomplete(loaded)
     return loaded
 
 
 def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
-    from ..config.kind import DIFFUSION, INSTEAD_OF_GGUF, NO_GGUF, is_denoiser, kind_of, refuse_inapplicable
-    from ..config.sources import check_data, is_folder_name, near_model, picture_sources, source_specs, where_looked
+    from ..config.kind import (
+        DIFFUSION,
+        INSTEAD_OF_GGUF,
+        NO_GGUF,
+        is_denoiser,
+        kind_of,
+        refuse_inapplicable,
+    )
+    from ..config.sources import (
+        check_data,
+        is_folder_name,
+        near_model,
+        picture_sources,
+        source_specs,
+        where_looked,
+    )
     from ..data.sources import refuse_absent
 
     config = loaded.config
     where = f"{loaded.path} " if loaded.path else ""
     missing = missing_trackers(config.run.trackers)
     if config.model.name is None and is_denoiser(config.model.config):
-        missing.append(f"{where}model.name: missing: the pipeline whose VAE, text encoders and scheduler model.config is trained with")
-    elif config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
-        missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
-    for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
+        missing.append(
+            f"{where}model.name: missing: the pipeline whose VAE, text encoders and scheduler"
+            " model.config is trained with"
+        )
+    elif config.model.name is None and (
+        config.model.init == "pretrained" or config.model.config is None
+    ):
+        missing.append(
+            f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init"
+            " writes one)"
+        )
+    for key, name in (
+        ("model.name", config.model.name),
+        ("model.tokenizer", config.model.tokenizer),
+    ):
         if name is not None and is_folder_name(name) and not Path(name).exists():
             what = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
-            missing.append(f"{loaded.sources[key]} {key}: {name}: no such {what}{near_model(name) or where_looked(name, loaded.path)}")
+            missing.append(
+                f"{loaded.sources[key]} {key}: {name}: no such"
+                f" {what}{near_model(name) or where_looked(name, loaded.path)}"
+            )
     refuse_inapplicable(config, loaded.sources)
     diffusion = kind_of(config) == DIFFUSION
     if diffusion and str(config.model.name).endswith(".gguf"):
         missing.append(f"{where}model.name: {config.model.name}: {NO_GGUF}: take {INSTEAD_OF_GGUF}")
     if diffusion and config.images.train is None:
-        missing.append(f"{where}images.train: missing: a folder of pictures with captions, or a JSONL file")
+        missing.append(
+            f"{where}images.train: missing: a folder of pictures with captions, or a JSONL file"
+        )
     if not diffusion and config.data.train is None:
-        missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
+        missing.append(
+            f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions"
+            " and answers"
+        )
     if missing:
         raise UsageError("\n".join(missing))
     if diffusion:
@@ -433,6 +541,12 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
 
 
 def missing_trackers(trackers: Sequence[str]) -> list[str]:
-    """A line for each tracker whose package is not installed; the packages and the extras have the trackers' names."""
+    """A line for each tracker whose package is not installed; the packages and the extras have the
+    trackers' names.
+    """
     gone = [name for name in dict.fromkeys(trackers) if find_spec(name) is None]
-    return [f"run.trackers: {name} is not installed: pip install 'isotype[{name}]', or leave it out of run.trackers" for name in gone]
+    return [
+        f"run.trackers: {name} is not installed: pip install 'isotype[{name}]', or leave it out of"
+        " run.trackers"
+        for name in gone
+    ]

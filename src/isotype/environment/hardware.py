@@ -1,20 +1,27 @@
-"""What a device can do: which number formats, how fast, with how much memory. Imports no torch until a device is looked at.
+"""What a device can do: which number formats, how fast, with how much memory. Imports no torch
+until a device is looked at.
 
-Two tables, `GENERATIONS` and `DEVICES`, and two ways in: `by_name("t4")` for a device that is not here, `detect()` for the one that is.
+Two tables, `GENERATIONS` and `DEVICES`, and two ways in: `by_name("t4")` for a device that is not
+here, `detect()` for the one that is.
 
 bf16  native    products run in hardware
       emulated  right, but no faster than fp32, or slower
-      none      Isotype refuses it: GPU libraries emulate it at a fraction of fp32's speed or have no kernels (Triton, flash attention)
+      none      Isotype refuses it: GPU libraries emulate it at a fraction of fp32's speed or have
+                no kernels (Triton, flash attention)
 
-Peaks are TFLOP/s of dense matrix products (datasheets print twice as much with 2:4 sparsity) with fp32 accumulation; bandwidth is GB/s.
+Peaks are TFLOP/s of dense matrix products (datasheets print twice as much with 2:4 sparsity) with
+fp32 accumulation; bandwidth is GB/s.
 
-The figures are those of the documents below as known when the table was written; they were not looked up again one by one.
+The figures are those of the documents below as known when the table was written; they were not
+looked up again one by one.
 
-Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability); datasheets of P100, V100, T4, A100, A10, A40,
-        L4, L40S, H100, H200, HGX B200; Ampere GA102, Ada and Blackwell RTX whitepapers for RTX cards.
-        AMD: ROCm "Data types and precision support"; data sheets of Instinct MI50, MI100, MI210, MI250X, MI300X, MI325X, MI355X.
-        CPU: Intel 64 ISA extensions reference (AVX512_BF16 from Cooper Lake, AMX-BF16 from Sapphire Rapids, AMX-FP16 from Granite Rapids);
-        AMD Zen 4 has AVX512_BF16; Arm ARM, FEAT_BF16 (Neoverse V1 and later). bf16 products were measured at 4-7x fp32 with AMX.
+Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability);
+        datasheets of P100, V100, T4, A100, A10, A40, L4, L40S, H100, H200, HGX B200; Ampere GA102,
+        Ada and Blackwell RTX whitepapers for RTX cards. AMD: ROCm "Data types and precision
+        support"; data sheets of Instinct MI50, MI100, MI210, MI250X, MI300X, MI325X, MI355X. CPU:
+        Intel 64 ISA extensions reference (AVX512_BF16 from Cooper Lake, AMX-BF16 from Sapphire
+        Rapids, AMX-FP16 from Granite Rapids); AMD Zen 4 has AVX512_BF16; Arm ARM, FEAT_BF16
+        (Neoverse V1 and later). bf16 products were measured at 4-7x fp32 with AMX.
 """
 
 from __future__ import annotations
@@ -36,7 +43,9 @@ GiB = 1 << 30
 
 
 class Generation(NamedTuple):
-    """Number formats of one hardware generation, as torch uses them: `native`, `emulated` or `none`."""
+    """Number formats of one hardware generation, as torch uses them: `native`, `emulated` or
+    `none`.
+    """
 
     kind: str
     bf16: str
@@ -80,7 +89,8 @@ class Hardware:
 GENERATIONS = {
     "kepler": Generation("cuda", "none", "emulated"),  # below what current torch builds support
     "maxwell": Generation("cuda", "none", "emulated"),  # fp16 is storage only
-    "pascal": Generation("cuda", "none", "native"),  # 6.1 cards (GTX 10, P40) run fp16 at 1/64 of fp32
+    # 6.1 cards (GTX 10, P40) run fp16 at 1/64 of fp32
+    "pascal": Generation("cuda", "none", "native"),
     "volta": Generation("cuda", "none", "native"),  # first tensor cores: fp16 only
     "turing": Generation("cuda", "none", "native"),  # tensor cores for fp16 and integers
     "ampere": Generation("cuda", "native", "native", tf32="native"),
@@ -98,7 +108,8 @@ GENERATIONS = {
     "rdna4": Generation("rocm", "native", "native", "native"),
     "cpu-amx": Generation("cpu", "native", "emulated"),  # AMX-BF16 tiles
     "cpu-amx-fp16": Generation("cpu", "native", "native"),  # AMX-BF16 and AMX-FP16 tiles
-    "cpu-avx512-bf16": Generation("cpu", "native", "emulated"),  # VDPBF16PS; Zen 4 and later, Cooper Lake
+    # VDPBF16PS; Zen 4 and later, Cooper Lake
+    "cpu-avx512-bf16": Generation("cpu", "native", "emulated"),
     "cpu-avx512": Generation("cpu", "emulated", "emulated"),
     "cpu-avx2": Generation("cpu", "emulated", "emulated"),
     "cpu-arm-bf16": Generation("cpu", "native", "native"),  # FEAT_BF16: BFMMLA
@@ -107,12 +118,22 @@ GENERATIONS = {
 
 
 def _device(
-    name: str, generation: str, architecture: str, memory_gib: float, bandwidth_gbs: float | None = None, **peak_tflops: float
+    name: str,
+    generation: str,
+    architecture: str,
+    memory_gib: float,
+    bandwidth_gbs: float | None = None,
+    **peak_tflops: float,
 ) -> Hardware:
     return Hardware(
-        name=name, generation=generation, architecture=architecture, memory=int(memory_gib * GiB), peak_tflops=peak_tflops,
-        bandwidth_gbs=bandwidth_gbs, **GENERATIONS[generation]._asdict(),
-    )  # fmt: skip
+        name=name,
+        generation=generation,
+        architecture=architecture,
+        memory=int(memory_gib * GiB),
+        peak_tflops=peak_tflops,
+        bandwidth_gbs=bandwidth_gbs,
+        **GENERATIONS[generation]._asdict(),
+    )
 
 
 # What `--device NAME` takes. The first of a family's variants is the one that clouds offer most.
@@ -153,52 +174,81 @@ _BY_GFX = (
 
 
 def by_name(name: str) -> Hardware:
-    """The device a person calls `h100`, `T4`, `A100-80GB`, `nvidia h200`, `sm_90`, `8.0`, `gfx942`, or a generation (`turing`).
+    """The device a person calls `h100`, `T4`, `A100-80GB`, `nvidia h200`, `sm_90`, `8.0`, `gfx942`,
+    or a generation (`turing`).
 
     Raises  UsageError with the nearest names.
     """
-    word = re.sub(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)[-_ ]+)+", "", name.strip().lower())
-    for spelling in (word, re.sub(r"[ _]", "", word), re.sub(r"[ _]", "-", word), re.sub(r"[-_ ](sxm\d?|\d+gb|hbm\w*)", "", word)):
+    word = re.sub(
+        r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)[-_ ]+)+", "", name.strip().lower()
+    )
+    for spelling in (
+        word,
+        re.sub(r"[ _]", "", word),
+        re.sub(r"[ _]", "-", word),
+        re.sub(r"[-_ ](sxm\d?|\d+gb|hbm\w*)", "", word),
+    ):
         if spelling in DEVICES:
             return DEVICES[spelling]
     capability = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", word)
     if capability:
         generation = _by_capability(int(capability[1]), int(capability[2]))
-        return _device(f"compute capability {capability[1]}.{capability[2]}", generation, f"{capability[1]}.{capability[2]}", 0)
+        return _device(
+            f"compute capability {capability[1]}.{capability[2]}",
+            generation,
+            f"{capability[1]}.{capability[2]}",
+            0,
+        )
     if word.startswith("gfx"):
         return _device(word, _by_gfx(word), word, 0)
     if word in GENERATIONS:
         return _device(word, word, "", 0)
     near = get_close_matches(word, DEVICES, n=3, cutoff=0.5)
-    raise UsageError(f"--device {name}: not known; {'did you mean ' + ' or '.join(near) if near else 'known are ' + ' '.join(DEVICES)}")
+    raise UsageError(
+        f"--device {name}: not known;"
+        f" {'did you mean ' + ' or '.join(near) if near else 'known are ' + ' '.join(DEVICES)}"
+    )
 
 
 def detect(device: str = "auto") -> Hardware:
-    """The device here: `auto` takes CUDA or ROCm where there is one, else the CPU; `cuda` must exist; anything else is refused.
+    """The device here: `auto` takes CUDA or ROCm where there is one, else the CPU; `cuda` must
+    exist; anything else is refused.
 
     Raises  UsageError with the reason.
     """
     word = device.strip().lower()
     kind = word.partition(":")[0]
     if kind not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"model.device: {device}: no device that Isotype was tested on", fix="model.device: auto, cuda (also ROCm) or cpu")
+        raise UsageError(
+            f"model.device: {device}: no device that Isotype was tested on",
+            fix="model.device: auto, cuda (also ROCm) or cpu",
+        )
     if kind != "cpu":
         import torch
 
         if torch.cuda.is_available():
             index = int(word.partition(":")[2] or 0)
             if index >= torch.cuda.device_count():
-                raise UsageError(f"model.device: {device}: there are {torch.cuda.device_count()} devices here, counted from 0")
+                raise UsageError(
+                    f"model.device: {device}: there are {torch.cuda.device_count()} devices here,"
+                    " counted from 0"
+                )
             return _gpu(torch, index)
         if kind == "cuda":
-            raise UsageError(f"model.device: {device}: {_why_no_gpu(torch)}", fix="model.device: cpu, or auto; --processes N, not --gpus N")
+            raise UsageError(
+                f"model.device: {device}: {_why_no_gpu(torch)}",
+                fix="model.device: cpu, or auto; --processes N, not --gpus N",
+            )
     return _cpu()
 
 
 def _why_no_gpu(torch: Any) -> str:
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return f"this torch ({torch.__version__}) was built without CUDA and ROCm"
-    return f"torch {torch.__version__} sees no GPU (driver, or CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')})"
+    return (
+        f"torch {torch.__version__} sees no GPU (driver, or"
+        f" CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')})"
+    )
 
 
 def _gpu(torch: Any, index: int) -> Hardware:
@@ -221,10 +271,16 @@ def _gpu(torch: Any, index: int) -> Hardware:
 
 
 def _published(name: str, memory: int) -> Hardware | None:
-    """The device of the table whose name is in `name`: longest match, and of equal ones the nearest memory."""
+    """The device of the table whose name is in `name`: longest match, and of equal ones the nearest
+    memory.
+    """
     words = re.sub(r"[-_ ]", "", name.lower())
     variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"
-    cards = [d for key, d in DEVICES.items() if d.memory and re.search(key.partition("-")[0] + variant, words)]
+    cards = [
+        d
+        for key, d in DEVICES.items()
+        if d.memory and re.search(key.partition("-")[0] + variant, words)
+    ]
     if "pcie" in words and any("PCIe" in d.name for d in cards):
         cards = [d for d in cards if "PCIe" in d.name]
     return min(cards, key=lambda d: abs(d.memory - memory), default=None)
@@ -246,7 +302,10 @@ def _by_gfx(architecture: str) -> str:
     for pattern, generation in _BY_GFX:
         if re.match(pattern, architecture):
             return generation
-    raise UsageError(f"device {architecture}: this AMD architecture is not in the table of hardware", fix="model.device: cpu")
+    raise UsageError(
+        f"device {architecture}: this AMD architecture is not in the table of hardware",
+        fix="model.device: cpu",
+    )
 
 
 def _cpu() -> Hardware:
@@ -278,11 +337,15 @@ def _cpu_facts() -> tuple[str, frozenset[str]]:
         return platform.processor() or platform.machine() or "CPU", frozenset()
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    return name[1].strip() if name else platform.machine(), frozenset(flags[1].split()) if flags else frozenset()
+    return name[1].strip() if name else platform.machine(), (
+        frozenset(flags[1].split()) if flags else frozenset()
+    )
 
 
 def _memory() -> int:
-    """Bytes this process may use: the machine's, or its control group's limit where that is smaller."""
+    """Bytes this process may use: the machine's, or its control group's limit where that is
+    smaller.
+    """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -304,12 +367,18 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def wait_passively(
-    *, always: bool = False, load: float | None = None, environ: MutableMapping[str, str] | None = None, loaded: bool | None = None
+    *,
+    always: bool = False,
+    load: float | None = None,
+    environ: MutableMapping[str, str] | None = None,
+    loaded: bool | None = None,
 ) -> bool:
-    """Lets threads sleep while they wait, if other programs use the cores and the user has not set how they wait. Returns whether it did.
+    """Lets threads sleep while they wait, if other programs use the cores and the user has not set
+    how they wait. Returns whether it did.
 
-    OpenMP, which reads the variable when torch is loaded, lets a thread that has finished its part of a loop spin for about a millisecond,
-    and on shared cores it spins where the last thread has to run. The number of threads, and so every bit of a result, stays.
+    OpenMP, which reads the variable when torch is loaded, lets a thread that has finished its part
+    of a loop spin for about a millisecond, and on shared cores it spins where the last thread has
+    to run. The number of threads, and so every bit of a result, stays.
 
     always   whatever the cores do now
     load     processes that want to run, as os.getloadavg's first number
@@ -317,7 +386,9 @@ def wait_passively(
     loaded   whether torch is loaded, so that it is too late
     """
     environ = os.environ if environ is None else environ
-    if ("torch" in sys.modules if loaded is None else loaded) or any(name in environ for name in _WAITING):
+    if ("torch" in sys.modules if loaded is None else loaded) or any(
+        name in environ for name in _WAITING
+    ):
         return False
     if load is None:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -327,13 +398,18 @@ def wait_passively(
     return True
 
 
-# "... DefaultCPUAllocator: can't allocate memory: you tried to allocate 11096064 bytes. Error code 12", on Windows "not enough memory: ..."
-_ON_A_CPU = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
+# "... DefaultCPUAllocator: can't allocate memory: you tried to allocate 11096064 bytes. Error code
+# 12", on Windows "not enough memory: ..."
+_ON_A_CPU = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes"
+)
 _PLAIN = ("std::bad_alloc", "Cannot allocate memory")
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What was asked for, in a line, if memory was missing; else None. On a CPU PyTorch raises a plain RuntimeError for it."""
+    """What was asked for, in a line, if memory was missing; else None. On a CPU PyTorch raises a
+    plain RuntimeError for it.
+    """
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):

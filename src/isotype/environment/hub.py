@@ -1,6 +1,7 @@
 """Checks once per process whether the hub of models and datasets answers.
 
-The library alone waits half a minute for each file where nothing answers, also for one that was downloaded before.
+The library alone waits half a minute for each file where nothing answers, also for one that was
+downloaded before.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from huggingface_hub.utils import get_session
 
 from ..errors import UsageError
 
-FIRST_TRY, PAUSE = 5.0, 1.0  # seconds to answer in, and between the tries; the second has HF_HUB_ETAG_TIMEOUT
+# seconds to answer in, and between the tries; the second has HF_HUB_ETAG_TIMEOUT
+FIRST_TRY, PAUSE = 5.0, 1.0
 _away: dict[str, bool] = {}  # by endpoint, as first found
 
 
 def is_away() -> bool:
-    """Whether the hub cannot be used: it does not answer, which is printed once, or HF_HUB_OFFLINE is set.
+    """Whether the hub cannot be used: it does not answer, which is printed once, or HF_HUB_OFFLINE
+    is set.
 
-    If the hub does not answer, the libraries are switched to offline mode in this process, so that earlier downloads are found at once.
+    If the hub does not answer, the libraries are switched to offline mode in this process, so that
+    earlier downloads are found at once.
     """
     if constants.ENDPOINT not in _away:
         if constants.HF_HUB_OFFLINE:
@@ -28,7 +32,8 @@ def is_away() -> bool:
         _away[constants.ENDPOINT] = not _answers()
         if _away[constants.ENDPOINT]:
             constants.HF_HUB_OFFLINE = True
-            if datasets := sys.modules.get("datasets"):  # else it takes the one above when it is imported
+            # else it takes the one above when it is imported
+            if datasets := sys.modules.get("datasets"):
                 datasets.config.HF_HUB_OFFLINE = True
     return _away[constants.ENDPOINT]
 
@@ -41,8 +46,12 @@ def not_in_cache(what: str, instead: str, *, part: bool = False) -> UsageError:
     """
     absent = f"{what}: {'only a part of it is' if part else 'not'} in the local cache"
     if constants.HF_HUB_OFFLINE and not _away.get(constants.ENDPOINT):
-        return UsageError(f"{absent}, and HF_HUB_OFFLINE is set", fix=f"unset HF_HUB_OFFLINE, or give {instead}")
-    return UsageError(f"{absent}, and the hub cannot be reached", fix=f"check the network, or give {instead}")
+        return UsageError(
+            f"{absent}, and HF_HUB_OFFLINE is set", fix=f"unset HF_HUB_OFFLINE, or give {instead}"
+        )
+    return UsageError(
+        f"{absent}, and the hub cannot be reached", fix=f"check the network, or give {instead}"
+    )
 
 
 def _answers() -> bool:
@@ -55,8 +64,8 @@ def _answers() -> bool:
                 host = constants.ENDPOINT.partition("://")[2]
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
                 say(
-                    f"{host} does not answer ({reason}): asking once more, then going on with what was downloaded before. "
-                    "HF_HUB_OFFLINE=1 does so at once"
+                    f"{host} does not answer ({reason}): asking once more, then going on with what"
+                    " was downloaded before. HF_HUB_OFFLINE=1 does so at once"
                 )
                 time.sleep(PAUSE)
     return False

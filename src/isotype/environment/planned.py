@@ -1,7 +1,9 @@
-"""Running code without data for a device that is not here: tensors on the meta device stand for tensors there.
+"""Running code without data for a device that is not here: tensors on the meta device stand for
+tensors there.
 
-PyTorch's fake tensors of a CUDA device need CUDA: autograd asks for the device's guard and ends the interpreter. Meta tensors need nothing
-and have no autocast: inside `planned_for` autocast is a value of this module, which the ops read and which plain products follow.
+PyTorch's fake tensors of a CUDA device need CUDA: autograd asks for the device's guard and ends the
+interpreter. Meta tensors need nothing and have no autocast: inside `planned_for` autocast is a
+value of this module, which the ops read and which plain products follow.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def is_planned(device: torch.device) -> bool:
 
 
 def stands_for(device: torch.device) -> str:
-    """The type of the device whose code runs on this device's tensors: its own, or, of meta tensors, the planned one."""
+    """The type of the device whose code runs on this device's tensors: its own, or, of meta
+    tensors, the planned one.
+    """
     return (_State.device_type or device.type) if device.type == "meta" else device.type
 
 
@@ -52,7 +56,9 @@ def planned_for(device_type: str) -> Iterator[None]:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast in `dtype`, or off for None; inside `planned_for` the same for meta tensors, which have none outside it."""
+    """torch.autocast in `dtype`, or off for None; inside `planned_for` the same for meta tensors,
+    which have none outside it.
+    """
     if _State.device_type is None:
         if device_type == "meta":
             return nullcontext()
@@ -79,7 +85,9 @@ def autocast_off() -> AbstractContextManager[Any]:
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, under this moment's planned autocast whenever it is called; itself outside `planned_for`."""
+    """`function`, under this moment's planned autocast whenever it is called; itself outside
+    `planned_for`.
+    """
     if _State.device_type is None:
         return function
     cast = _State.cast
@@ -95,14 +103,21 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 class _FollowsAutocast(TorchFunctionMode):
     """Casts the operands of plain products as autocast does."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         dtype = _State.cast
         if dtype is None or function not in _PRODUCTS:
             return function(*args, **kwargs)
 
         def cast(x: Any) -> Any:
-            narrow = isinstance(x, Tensor) and x.device.type == "meta" and x.is_floating_point() and x.dtype != torch.float64
+            narrow = (
+                isinstance(x, Tensor)
+                and x.device.type == "meta"
+                and x.is_floating_point()
+                and x.dtype != torch.float64
+            )
             return x.to(dtype) if narrow else x
 
         return function(*tree_map(cast, args), **tree_map(cast, kwargs))

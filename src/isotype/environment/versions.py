@@ -1,4 +1,5 @@
-"""The environment of this process: versions, devices, and environment variables that change the precision.
+"""The environment of this process: versions, devices, and environment variables that change the
+precision.
 
 `environment()` becomes a run's `env.json`. torch is imported only to look at devices.
 """
@@ -51,7 +52,9 @@ def environment() -> dict[str, Any]:
 
 
 def installed() -> dict[str, str]:
-    """Every installed distribution: normalised name -> version. The first on the path wins, as for imports."""
+    """Every installed distribution: normalised name -> version. The first on the path wins, as for
+    imports.
+    """
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         # the two fields alone: importlib reads every header, which takes eight times as long
@@ -75,7 +78,13 @@ def devices() -> list[dict[str, Any]]:
             try:
                 found.append(detect(f"cuda:{index}").as_json())
             except IsotypeError as error:  # an architecture that is not in the table is named too
-                found.append({"kind": "unknown", "name": torch.cuda.get_device_name(index), "reason": str(error)})
+                found.append(
+                    {
+                        "kind": "unknown",
+                        "name": torch.cuda.get_device_name(index),
+                        "reason": str(error),
+                    }
+                )
     return found
 
 
@@ -105,7 +114,9 @@ def _import_torch() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFault:
-    """A dtype fault of released versions. `applies` sees the whole environment, since each needs a device or a setting too."""
+    """A dtype fault of released versions. `applies` sees the whole environment, since each needs a
+    device or a setting too.
+    """
 
     package: str
     versions: str
@@ -113,7 +124,9 @@ class KnownFault:
     finding: Finding
 
     def holds_for(self, version: str) -> bool:
-        """Whether this version has the fault; a local part (`2.13.0+cpu`) is not looked at, and a word that is no version has none."""
+        """Whether this version has the fault; a local part (`2.13.0+cpu`) is not looked at, and a
+        word that is no version has none.
+        """
         from packaging.specifiers import SpecifierSet
         from packaging.version import InvalidVersion
 
@@ -124,11 +137,13 @@ class KnownFault:
 
 
 def _has_device(*generations: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda environment: any(d.get("generation", "").startswith(generations) for d in environment["devices"])
+    return lambda environment: any(
+        d.get("generation", "").startswith(generations) for d in environment["devices"]
+    )
 
 
-# Each was reproduced in a version named, is there in the source of the others, is stated by the project's own fix, or is reported in the
-# project's own tracker with a program that shows it.
+# Each was reproduced in a version named, is there in the source of the others, is stated by the
+# project's own fix, or is reported in the project's own tracker with a program that shows it.
 KNOWN_FAULTS = (
     KnownFault(
         package="torch",
@@ -138,9 +153,15 @@ KNOWN_FAULTS = (
             code="EV002",
             severity=Severity.NOTE,
             message="attention with a mask tensor can give NaN in the gradient of the query",
-            cause="cuDNN's backward, at lengths 64 past a multiple of 128, where scores are far below zero (pytorch issue 196678); and it "
-            "reads an fp32 mask beside bf16 or fp16 queries as if it were theirs (pull request 191612)",
-            fix="isotype train and optimize() keep cuDNN from masks; elsewhere torch.backends.cuda.enable_cudnn_sdp(False)",
+            cause=(
+                "cuDNN's backward, at lengths 64 past a multiple of 128, where scores are far below"
+                " zero (pytorch issue 196678); and it reads an fp32 mask beside bf16 or fp16"
+                " queries as if it were theirs (pull request 191612)"
+            ),
+            fix=(
+                "isotype train and optimize() keep cuDNN from masks; elsewhere"
+                " torch.backends.cuda.enable_cudnn_sdp(False)"
+            ),
         ),
     ),
     KnownFault(
@@ -150,22 +171,38 @@ KNOWN_FAULTS = (
         finding=Finding(
             code="EV002",
             severity=Severity.NOTE,
-            message="a 4-bit layer is repacked in place by the first forward without gradients, and later gradients are wrong",
-            cause="on CPUs with AVX512-BF16 evaluate() or generate() repacks Linear4bit for inference and never unpacks it "
-            "(seen in 0.50.2)",
-            fix="isotype train switches it off; elsewhere set support_avx512bf16_for_cpu = False on every Linear4bit",
+            message=(
+                "a 4-bit layer is repacked in place by the first forward without gradients, and"
+                " later gradients are wrong"
+            ),
+            cause=(
+                "on CPUs with AVX512-BF16 evaluate() or generate() repacks Linear4bit for inference"
+                " and never unpacks it (seen in 0.50.2)"
+            ),
+            fix=(
+                "isotype train switches it off; elsewhere set support_avx512bf16_for_cpu = False on"
+                " every Linear4bit"
+            ),
         ),
     ),
     KnownFault(
         package="triton",
         versions="==3.9.*",
-        applies=lambda environment: environment["variables"].get("TRITON_INTERPRET", "0") not in ("", "0"),
+        applies=lambda environment: (
+            environment["variables"].get("TRITON_INTERPRET", "0") not in ("", "0")
+        ),
         finding=Finding(
             code="EV002",
             severity=Severity.WARNING,
             message="the CPU interpreter is wrong for bf16",
-            cause="TRITON_INTERPRET is set: it truncates fp32 to bf16 and computes bf16 on raw bits (seen in 3.9)",
-            fix="unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without having one",
+            cause=(
+                "TRITON_INTERPRET is set: it truncates fp32 to bf16 and computes bf16 on raw bits"
+                " (seen in 3.9)"
+            ),
+            fix=(
+                "unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without"
+                " having one"
+            ),
         ),
     ),
 )
@@ -188,38 +225,63 @@ def _devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
     gpus = [d for d in environment["devices"] if d["kind"] != "cpu"]
     if not torch:
         yield Finding(
-            code="EV003", severity=Severity.ERROR, place=Place(symbol="torch"), message="torch is not installed, or does not load",
-            cause="training needs it; check, lint and explain do not", fix="pip install 'isotype[train]'",
-        )  # fmt: skip
+            code="EV003",
+            severity=Severity.ERROR,
+            place=Place(symbol="torch"),
+            message="torch is not installed, or does not load",
+            cause="training needs it; check, lint and explain do not",
+            fix="pip install 'isotype[train]'",
+        )
     elif (torch["cuda"] or torch["hip"]) and not gpus:
         build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}"
         yield Finding(
-            code="EV003", severity=Severity.WARNING, place=Place(symbol=f"torch {torch['version']}"),
+            code="EV003",
+            severity=Severity.WARNING,
+            place=Place(symbol=f"torch {torch['version']}"),
             message=f"built for {build}, and sees no GPU",
-            cause="no driver, a driver older than the build, or a visibility variable that hides every device",
-            fix="nvidia-smi (or rocm-smi) shows the driver; or take the CPU build: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cpu",
-        )  # fmt: skip
+            cause=(
+                "no driver, a driver older than the build, or a visibility variable that hides"
+                " every device"
+            ),
+            fix=(
+                "nvidia-smi (or rocm-smi) shows the driver; or take the CPU build: "
+                "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+            ),
+        )
     for gpu in gpus:
         if gpu["kind"] == "unknown":
             yield Finding(
-                code="EV003", severity=Severity.WARNING, place=Place(symbol=gpu["name"]), message="not in the table of hardware",
-                cause=gpu["reason"], fix="model.device: cpu",
-            )  # fmt: skip
+                code="EV003",
+                severity=Severity.WARNING,
+                place=Place(symbol=gpu["name"]),
+                message="not in the table of hardware",
+                cause=gpu["reason"],
+                fix="model.device: cpu",
+            )
 
 
 def _variables(environment: Mapping[str, Any]) -> Iterator[Finding]:
     given = environment["variables"]
     effects = {
-        "ACCELERATE_MIXED_PRECISION": "overrides mixed_precision in scripts that use accelerate or HF Trainer, without a word",
-        "NVIDIA_TF32_OVERRIDE": "0 forbids and 1 forces TF32 in cuBLAS and cuDNN, over the program's own setting",
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "turns TF32 on for fp32 matrix products, over the program's own setting",
+        "ACCELERATE_MIXED_PRECISION": (
+            "overrides mixed_precision in scripts that use accelerate or HF Trainer, without a word"
+        ),
+        "NVIDIA_TF32_OVERRIDE": (
+            "0 forbids and 1 forces TF32 in cuBLAS and cuDNN, over the program's own setting"
+        ),
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (
+            "turns TF32 on for fp32 matrix products, over the program's own setting"
+        ),
         "XLA_USE_BF16": "makes every fp32 tensor bf16 under torch_xla",
         "XLA_DOWNCAST_BF16": "makes every fp32 tensor bf16 under torch_xla",
     }
     for name, effect in effects.items():
         if name in given:
             yield Finding(
-                code="EV004", severity=Severity.WARNING, place=Place(symbol=f"{name}={given[name]}"), message=effect,
-                cause="set in the environment of this process", fix=f"unset {name}",
-            )  # fmt: skip
+                code="EV004",
+                severity=Severity.WARNING,
+                place=Place(symbol=f"{name}={given[name]}"),
+                message=effect,
+                cause="set in the environment of this process",
+                fix=f"unset {name}",
+            )

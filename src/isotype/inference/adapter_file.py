@@ -1,4 +1,6 @@
-"""A saved PEFT adapter as pairs of matrices, for programs that read LoRA and nothing else of PEFT; and written as vLLM reads it."""
+"""A saved PEFT adapter as pairs of matrices, for programs that read LoRA and nothing else of PEFT;
+and written as vLLM reads it.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,14 @@ class Pair:
         return self.a.shape[0]
 
     def b_for(self, scale: float) -> Tensor:
-        """b for a reader that multiplies with `scale`; the same bytes where that is this pair's own."""
-        return self.b if scale == self.scale else (self.b.float() * (self.scale / scale)).to(self.b.dtype)
+        """b for a reader that multiplies with `scale`; the same bytes where that is this pair's
+        own.
+        """
+        return (
+            self.b
+            if scale == self.scale
+            else (self.b.float() * (self.scale / scale)).to(self.b.dtype)
+        )
 
 
 def read_settings(adapter: Path) -> dict[str, Any]:
@@ -56,7 +64,9 @@ def read_settings(adapter: Path) -> dict[str, Any]:
 
 
 def read_pairs(adapter: Path, reader: str) -> list[Pair]:
-    """The pairs of a PEFT folder. Raises UsageError for what `reader`, named in the error, does not apply."""
+    """The pairs of a PEFT folder. Raises UsageError for what `reader`, named in the error, does not
+    apply.
+    """
     from peft.utils.other import get_pattern_key
     from safetensors.torch import load_file
 
@@ -73,22 +83,30 @@ def read_pairs(adapter: Path, reader: str) -> list[Pair]:
         a, b = tensors[name], tensors[name.removesuffix(_A) + _B]
         r = ranks.get(get_pattern_key(list(ranks), module), rank)
         if a.shape[0] != r:
-            raise UsageError(f"{adapter / FILE}: {module} has rank {a.shape[0]}, and {SETTINGS} says {r}")
+            raise UsageError(
+                f"{adapter / FILE}: {module} has rank {a.shape[0]}, and {SETTINGS} says {r}"
+            )
         own = alphas.get(get_pattern_key(list(alphas), module), alpha)
         pairs.append(Pair(module, a, b, own / (math.sqrt(r) if settings.get("use_rslora") else r)))
     return pairs
 
 
-def refuse_more_than_pairs(adapter: Path, settings: dict[str, Any], names: list[str], reader: str) -> None:
+def refuse_more_than_pairs(
+    adapter: Path, settings: dict[str, Any], names: list[str], reader: str
+) -> None:
     """Raises  UsageError for experts, DoRA, layers that were trained in full, embeddings and biases"""
     unread = [name for name in names if not name.endswith((_A, _B))]
     kind = settings.get("peft_type")
-    # a pair on stacked experts is named after the module that holds them, and has a row for each expert and rank
+    # a pair on stacked experts is named after the module that holds them, and has a row for each
+    # expert and rank
     experts = settings.get("target_parameters") or [name for name in names if ".experts." in name]
     if kind != "LORA":
         what = f"is {kind}, and {reader} reads LoRA"
     elif experts:
-        what = f"adapts stacked experts ({experts[0]}), which releases of {reader} drop, or read with rows and columns exchanged"
+        what = (
+            f"adapts stacked experts ({experts[0]}), which releases of {reader} drop, or read with"
+            " rows and columns exchanged"
+        )
     elif settings.get("use_dora"):
         what = f"is a DoRA adapter, which {reader} does not apply"
     elif unread:
@@ -97,7 +115,10 @@ def refuse_more_than_pairs(adapter: Path, settings: dict[str, Any], names: list[
         what = "holds no tensor"
     else:
         return
-    raise UsageError(f"{adapter}: this adapter {what}", fix="isotype merge writes a whole model, with everything in it")
+    raise UsageError(
+        f"{adapter}: this adapter {what}",
+        fix="isotype merge writes a whole model, with everything in it",
+    )
 
 
 # what vLLM 0.6 to 0.23 take as --max-lora-rank
@@ -107,14 +128,17 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def export_vllm(adapter: Path, out: Path, name: str) -> str:
     """Writes the folder, and returns the command that serves it as model `name`.
 
-    vLLM computes one scale from r, lora_alpha and use_rslora and ignores rank_pattern and alpha_pattern; where layers differ, each
-    one's own scale goes into its B.
+    vLLM computes one scale from r, lora_alpha and use_rslora and ignores rank_pattern and
+    alpha_pattern; where layers differ, each one's own scale goes into its B.
     Raises  UsageError for an adapter that vLLM reads as another one, or refuses
     """
     pairs, settings = read_pairs(adapter, "vLLM"), read_settings(adapter)
     rank = max(pair.rank for pair in pairs)
     if rank > RANKS[-1]:
-        raise UsageError(f"{adapter}: rank {rank}, and vLLM takes at most {RANKS[-1]}", fix="isotype merge writes a whole model")
+        raise UsageError(
+            f"{adapter}: rank {rank}, and vLLM takes at most {RANKS[-1]}",
+            fix="isotype merge writes a whole model",
+        )
     refuse_filled(out)
 
     def fill(folder: Path) -> None:
@@ -125,16 +149,37 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
                 shutil.copy2(file, folder / file.name)
         if len({(pair.scale, pair.rank) for pair in pairs}) > 1:
             (folder / FILE).unlink()
-            one = {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
-            (folder / SETTINGS).write_text(json.dumps(settings | one, indent=2) + "\n", encoding="utf-8")
+            one = {
+                "r": rank,
+                "lora_alpha": rank,
+                "use_rslora": False,
+                "rank_pattern": {},
+                "alpha_pattern": {},
+            }
+            (folder / SETTINGS).write_text(
+                json.dumps(settings | one, indent=2) + "\n", encoding="utf-8"
+            )
             tensors = {f"base_model.model.{pair.module}.lora_A.weight": pair.a for pair in pairs}
-            tensors |= {f"base_model.model.{pair.module}.lora_B.weight": pair.b_for(1.0) for pair in pairs}
+            tensors |= {
+                f"base_model.model.{pair.module}.lora_B.weight": pair.b_for(1.0) for pair in pairs
+            }
             save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
     write_folder(out, fill, then="export again")
-    template = ["--chat-template", str(out / "chat_template.jinja")] if (out / "chat_template.jinja").is_file() else []
+    template = (
+        ["--chat-template", str(out / "chat_template.jinja")]
+        if (out / "chat_template.jinja").is_file()
+        else []
+    )
     command = [
-        "vllm", "serve", str(settings.get("base_model_name_or_path")), "--enable-lora", "--max-lora-rank",
-        str(next(most for most in RANKS if most >= rank)), "--lora-modules", f"{name}={out.absolute()}", *template,
-    ]  # fmt: skip
+        "vllm",
+        "serve",
+        str(settings.get("base_model_name_or_path")),
+        "--enable-lora",
+        "--max-lora-rank",
+        str(next(most for most in RANKS if most >= rank)),
+        "--lora-modules",
+        f"{name}={out.absolute()}",
+        *template,
+    ]
     return shlex.join(command)

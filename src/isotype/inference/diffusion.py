@@ -1,4 +1,6 @@
-"""A diffusion run after training: merged into its pipeline, drawn with, or evaluated on other pictures."""
+"""A diffusion run after training: merged into its pipeline, drawn with, or evaluated on other
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ from .loaded import load_newest, name_in, result_of
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
-WORDS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")  # captions of trained encoders
+# captions of trained encoders
+WORDS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")
 
 
 def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
-    """Writes the pipeline's folder with the merged denoiser in it, and compares its loss with the adapter's on random latents.
+    """Writes the pipeline's folder with the merged denoiser in it, and compares its loss with the
+    adapter's on random latents.
 
     Raises  UsageError without an adapter, RunError SV001 when the result differs
     """
@@ -58,7 +62,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     state, noise, count = merged_state(model, to_torch(dtype))
     batch = random_batch(task, device)
     adapter_loss = _loss(task, model, batch, precision)
-    buffers = {name: b.detach().cpu().contiguous() for name, b in model.get_base_model().named_buffers()}  # type: ignore[operator]  # a PeftModel's method
+    base_model = model.get_base_model()  # type: ignore[operator]  # a PeftModel's method
+    buffers = {name: b.detach().cpu().contiguous() for name, b in base_model.named_buffers()}
     encoders: dict[str, dict[str, Tensor]] = {}
     for name in [name for name in state if name.startswith(PREFIX)]:
         part, _, own = name.removeprefix(PREFIX).partition(".")
@@ -72,9 +77,13 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         base, part = task.folder.path, task.folder.denoiser_part
         weights = ".safetensors" if task.folder.whole else "/"
         shutil.copytree(
-            base, folder, dirs_exist_ok=True,
-            ignore=lambda at, names: [part] if Path(at) == base else [name for name in names if weights in name],
-        )  # fmt: skip
+            base,
+            folder,
+            dirs_exist_ok=True,
+            ignore=lambda at, names: (
+                [part] if Path(at) == base else [name for name in names if weights in name]
+            ),
+        )
         task.folder.save_others(folder)
         (folder / part).mkdir()
         outline.save_config(folder / part)
@@ -84,7 +93,11 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
             for file in (folder / encoder).glob("*.safetensors*"):
                 file.unlink()
             save_file(tensors, folder / encoder / "model.safetensors", metadata={"format": "pt"})
-        if part == "unet" and not encoders and (original := Path(task.base_name).expanduser()).is_file():
+        if (
+            part == "unet"
+            and not encoders
+            and (original := Path(task.base_name).expanduser()).is_file()
+        ):
             write_with_unet(original, {**state, **tables}, outline.config, folder / original.name)
         facts = {"base": str(base), "run": str(run), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -103,21 +116,36 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
 
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
-    """Latents, noise and text that need no picture and no encoder but one that the run trained; levels spread over time."""
+    """Latents, noise and text that need no picture and no encoder but one that the run trained;
+    levels spread over time.
+    """
     made, generator = task.empty_batch(ROWS, torch.device("cpu")), torch.Generator().manual_seed(0)
 
     def normal(tensor: Tensor) -> Tensor:
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
     if "ids" not in made.text:
-        text = {name: torch.ones_like(tensor) if name == "mask" else normal(tensor) for name, tensor in made.text.items()}
+        text = {
+            name: torch.ones_like(tensor) if name == "mask" else normal(tensor)
+            for name, tensor in made.text.items()
+        }
     else:
         encoder = task.new_encoder(device)
         keys = encoder.captions([Said(words) for words in WORDS])
-        text = {name: torch.stack([encoder.store.get(key)[name] for key in keys.values()]) for name in made.text}
+        text = {
+            name: torch.stack([encoder.store.get(key)[name] for key in keys.values()])
+            for name in made.text
+        }
     levels = torch.linspace(0.1, 0.9, ROWS, dtype=made.sigma.dtype)
     control = None if made.control is None else normal(made.control)
-    return Batch(normal(made.latents), normal(made.noise), levels, text, lengths=made.lengths, control=control).to(device)
+    return Batch(
+        normal(made.latents),
+        normal(made.noise),
+        levels,
+        text,
+        lengths=made.lengths,
+        control=control,
+    ).to(device)
 
 
 def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:
@@ -125,22 +153,43 @@ def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precis
         return float(task.loss_sum(model, batch, dtype=precision.loss)) / batch.weight
 
 
-def _load_merged(out: Path, task: DiffusionTask, precision: Precision, dtype: str, device: torch.device) -> Any:
-    # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
+def _load_merged(
+    out: Path, task: DiffusionTask, precision: Precision, dtype: str, device: torch.device
+) -> Any:
+    # fp32 products of half-precision weights do not exist: the merged model computes in what it is
+    # kept in
     compute = dtype if precision.compute == "fp32" else precision.compute
-    wanted = precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype, text_encoder=dtype)
+    wanted = precision.but(
+        base=dtype,
+        trainable=dtype,
+        compute=compute,
+        generate=compute,
+        save=dtype,
+        text_encoder=dtype,
+    )
     merged = PipelineFolder.open(str(out))
-    return load_result(out / merged.denoiser_part, merged, _changed(task.config, "adapter", kind="none"), wanted, device)
+    return load_result(
+        out / merged.denoiser_part,
+        merged,
+        _changed(task.config, "adapter", kind="none"),
+        wanted,
+        device,
+    )
 
 
 def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
     """Writes an adapter as ComfyUI reads it; returns the number of its modules.
 
-    on_the_way  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or a family that ComfyUI does not read
+    on_the_way  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or
+                a family that ComfyUI does not read
     """
     config = load(run / RESOLVED, resolved=True).config
     adapter = _adapter_of(run, on_the_way, config, "there is no adapter to export")
-    return write_comfyui(adapter, out, PipelineFolder.open(str(config.model.name), revision=config.model.revision).family)
+    return write_comfyui(
+        adapter,
+        out,
+        PipelineFolder.open(str(config.model.name), revision=config.model.revision).family,
+    )
 
 
 def _adapter_of(run: Path, on_the_way: Path | None, config: RunConfig, without: str) -> Path:
@@ -152,40 +201,56 @@ def _adapter_of(run: Path, on_the_way: Path | None, config: RunConfig, without: 
     return adapter
 
 
-def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None) -> tuple[str, list[Sample]]:
-    """Which weights were taken (`adapter`, `model`, `checkpoint step_N`), and a picture for each prompt; the run's own prompts by default.
-    `control`: the picture that `prompts` edit.
+def draw_with(
+    folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None
+) -> tuple[str, list[Sample]]:
+    """Which weights were taken (`adapter`, `model`, `checkpoint step_N`), and a picture for each
+    prompt; the run's own prompts by default. `control`: the picture that `prompts` edit.
 
-    Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint yet
+    Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint
+            yet
     """
     own = {} if control is None else {"control": str(control)}
 
     def with_these(config: RunConfig) -> RunConfig:
-        return _changed(config, "run", samples=[{"prompt": text, **own} for text in prompts]) if prompts else config
+        return (
+            _changed(config, "run", samples=[{"prompt": text, **own} for text in prompts])
+            if prompts
+            else config
+        )
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
         if not task.prompts:
             raise UsageError(
-                f"{folder}: the run has no prompts of its own (run.samples)", fix=f'isotype sample {folder} "a picture of ..."'
+                f"{folder}: the run has no prompts of its own (run.samples)",
+                fix=f'isotype sample {folder} "a picture of ..."',
             )
         task.encoder = task.new_encoder(device)
         task.text = task.encoder.captions(texts_of(task.prompts, task.encoder))
 
     task, model, device, taken = _load_run(folder, encode, with_these)
     how = task.drawing()
-    return taken, list(task.draw(model, device, task.prompts, how if seed is None else replace(how, seed=seed)))
+    return taken, list(
+        task.draw(model, device, task.prompts, how if seed is None else replace(how, seed=seed))
+    )
 
 
-def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None) -> tuple[str, Evaluation]:
-    """Which weights were taken, and the loss on all pictures that `pictures` names, at fixed noise levels and by part of them.
+def evaluate_with(
+    folder: Path, pictures: str, *, batch_size: int | None = None
+) -> tuple[str, Evaluation]:
+    """Which weights were taken, and the loss on all pictures that `pictures` names, at fixed noise
+    levels and by part of them.
 
-    Raises  UsageError as a run on these pictures would, and when the run has neither a result nor a checkpoint yet
+    Raises  UsageError as a run on these pictures would, and when the run has neither a result nor a
+            checkpoint yet
     """
     others = ("eval", "regularisation", "masks", "controls", "columns", "limit")
     images = {**dict.fromkeys(others), "train": pictures, "eval_split": 0.0}
 
     def on_these(config: RunConfig) -> RunConfig:
-        config = _changed(config, "train", eval_batch_size=batch_size or config.train.eval_batch_size)
+        config = _changed(
+            config, "train", eval_batch_size=batch_size or config.train.eval_batch_size
+        )
         return _without_samples(_changed(config, "images", **images))
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
@@ -196,7 +261,9 @@ def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None)
     return taken, task.evaluate(model, device, dtype=task.precision.loss)
 
 
-def _task_of(folder: Path, change: Callable[[RunConfig], RunConfig]) -> tuple[DiffusionTask, torch.device]:
+def _task_of(
+    folder: Path, change: Callable[[RunConfig], RunConfig]
+) -> tuple[DiffusionTask, torch.device]:
     """The task of a run's folder under its precision, and the device."""
     loaded = load(require_run(folder) / RESOLVED, resolved=True)
     config = change(loaded.config)
@@ -221,12 +288,18 @@ def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 
 def _load_run(
-    folder: Path, encode: Callable[[DiffusionTask, torch.device], None], change: Callable[[RunConfig], RunConfig] = lambda config: config
+    folder: Path,
+    encode: Callable[[DiffusionTask, torch.device], None],
+    change: Callable[[RunConfig], RunConfig] = lambda config: config,
 ) -> tuple[DiffusionTask, Any, torch.device, str]:
-    """The task, the model in evaluation mode, the device, and which weights were taken. `encode` comes before the denoiser is loaded."""
+    """The task, the model in evaluation mode, the device, and which weights were taken. `encode`
+    comes before the denoiser is loaded.
+    """
     folder, on_the_way = run_and_result(folder)
     result = result_of(folder, on_the_way)
-    task, device = _task_of(folder, lambda config: change(config if result is None else _without_start(config)))
+    task, device = _task_of(
+        folder, lambda config: change(config if result is None else _without_start(config))
+    )
     precision = task.precision
     encode(task, device)
     task.take_base(RunFolder(folder).base)

@@ -1,4 +1,5 @@
-"""Exports the result of a run on text: chooses between its adapter and the whole model, which is merged first where it has to be.
+"""Exports the result of a run on text: chooses between its adapter and the whole model, which is
+merged first where it has to be.
 
 What can be refused is refused before the merge, which may take minutes.
 """
@@ -31,7 +32,8 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     """Writes `out`; returns what was written, for `--json`, and as lines.
 
     to      vllm, gguf or ollama
-    kind    of the whole model; None: gguf writes an adapter alone, and a model in the type that keeps its values
+    kind    of the whole model; None: gguf writes an adapter alone, and a model in the type that
+            keeps its values
     Raises  UsageError
     """
     result: Path | None = run.absolute()
@@ -43,16 +45,32 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     adapter = (result / SETTINGS).is_file()
     if to == "vllm":
         if not adapter:
-            raise UsageError(f"{run}: every weight was trained: there is no adapter", fix=f"vllm serve {result} takes the model as it is")
+            raise UsageError(
+                f"{run}: every weight was trained: there is no adapter",
+                fix=f"vllm serve {result} takes the model as it is",
+            )
         command = export_vllm(result, out, name)
-        return {"folder": str(out), "command": command}, [f"exported  {out}", f"serve     {command}"]
+        return {"folder": str(out), "command": command}, [
+            f"exported  {out}",
+            f"serve     {command}",
+        ]
     if to == "gguf" and adapter and kind is None:
         layers = export_adapter(result, out)
         serve = f"llama-server -m BASE.gguf --lora {out}"
-        return {"file": str(out), "layers": layers}, [f"exported  {layers} layers to {out}", f"serve     {serve}"]
+        return {"file": str(out), "layers": layers}, [
+            f"exported  {layers} layers to {out}",
+            f"serve     {serve}",
+        ]
     if kind is not None and kind not in TYPES:
-        made = f"isotype merge {run} --out merged && {llama_cpp('merged', kind)}" if adapter else llama_cpp(result, kind)
-        raise UsageError(f"--type {kind}: expected {', '.join(TYPES)}: llama.cpp's own program makes the others", fix=made)
+        made = (
+            f"isotype merge {run} --out merged && {llama_cpp('merged', kind)}"
+            if adapter
+            else llama_cpp(result, kind)
+        )
+        raise UsageError(
+            f"--type {kind}: expected {', '.join(TYPES)}: llama.cpp's own program makes the others",
+            fix=made,
+        )
     base = str(read_settings(result).get("base_model_name_or_path")) if adapter else str(result)
     tokenizer = result if (result / "tokenizer_config.json").is_file() else base
     config = read_architecture(base)
@@ -60,7 +78,10 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     command = f"isotype merge {run} --out merged && {command}" if adapter else command
     converted = to == "ollama" and (config.architectures or ["?"])[0] in CONVERTED
     if converted and kind is not None:
-        raise UsageError(f"--type has no effect for {config.model_type}, which Ollama converts", fix="ollama create --quantize q8_0")
+        raise UsageError(
+            f"--type has no effect for {config.model_type}, which Ollama converts",
+            fix="ollama create --quantize q8_0",
+        )
     if not converted:
         import_module("gguf")  # where it is missing, the command says so before a merge
         refuse_model(config, command)
@@ -72,11 +93,15 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
             kind = "BF16" if dtype == "bfloat16" else "F16"
         if to == "gguf":
             tensors = export_model(folder, out, kind)
-            return {"file": str(out), "tensors": tensors, "type": kind}, [f"exported  {tensors} tensors in {kind} to {out}"]
+            return {"file": str(out), "tensors": tensors, "type": kind}, [
+                f"exported  {tensors} tensors in {kind} to {out}"
+            ]
 
         def fill(aside: Path) -> None:
             if converted:
-                shutil.copytree(folder, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns("DONE"))
+                shutil.copytree(
+                    folder, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns("DONE")
+                )
                 write_for_converter(aside)
             else:
                 export_model(folder, aside / "model.gguf", kind)

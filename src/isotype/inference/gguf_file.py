@@ -1,7 +1,9 @@
-"""Adapters and whole models as GGUF files, which llama.cpp and Ollama read; written with the package `gguf`.
+"""Adapters and whole models as GGUF files, which llama.cpp and Ollama read; written with the
+package `gguf`.
 
-llama.cpp rotates neighbouring pairs in families of the Llama kind, where transformers rotates halves: rows of q and k are put in its
-order. Its norms of Gemma have the 1 added that transformers adds in the layer.
+llama.cpp rotates neighbouring pairs in families of the Llama kind, where transformers rotates
+halves: rows of q and k are put in its order. Its norms of Gemma have the 1 added that transformers
+adds in the layer.
 """
 
 from __future__ import annotations
@@ -76,24 +78,36 @@ def llama_cpp(model: Path | str, kind: str) -> str:
     convert = f"python llama.cpp/convert_hf_to_gguf.py {model} --outfile"
     if kind in TYPES:
         return f"{convert} {kind}.gguf --outtype {kind.lower()}"
-    return f"{convert} whole.gguf --outtype auto && llama.cpp/build/bin/llama-quantize whole.gguf {kind}.gguf {kind}"
+    return (
+        f"{convert} whole.gguf --outtype auto && llama.cpp/build/bin/llama-quantize whole.gguf"
+        f" {kind}.gguf {kind}"
+    )
 
 
 def export_adapter(adapter: Path, out: Path) -> int:
     """Writes a LoRA adapter; returns the number of its layers. Matrices keep their fp32.
 
-    llama.cpp scales with `alpha / rank of the layer`, so alpha is written as scale times rank: for rsLoRA alpha * sqrt(r). A layer whose
-    own product is another has the quotient in its B.
-    Raises  UsageError for a family or a layer without a known name, and for what is more than pairs of matrices
+    llama.cpp scales with `alpha / rank of the layer`, so alpha is written as scale times rank: for
+    rsLoRA alpha * sqrt(r). A layer whose own product is another has the quotient in its B.
+    Raises  UsageError for a family or a layer without a known name, and for what is more than pairs
+            of matrices
     """
     import gguf
 
-    pairs, base = read_pairs(adapter, "llama.cpp"), str(read_settings(adapter).get("base_model_name_or_path"))
+    pairs, base = (
+        read_pairs(adapter, "llama.cpp"),
+        str(read_settings(adapter).get("base_model_name_or_path")),
+    )
     config = read_architecture(base)
     family = FAMILIES.get(config.model_type)
     if family is None:
-        command = f"python llama.cpp/convert_lora_to_gguf.py {adapter} --base {base} --outfile {out}"
-        raise UsageError(f"{config.model_type}: how llama.cpp names this family's tensors is not known here", fix=command)
+        command = (
+            f"python llama.cpp/convert_lora_to_gguf.py {adapter} --base {base} --outfile {out}"
+        )
+        raise UsageError(
+            f"{config.model_type}: how llama.cpp names this family's tensors is not known here",
+            fix=command,
+        )
     text = config.get_text_config()
     architecture = getattr(gguf.MODEL_ARCH, family.architecture)
     names = gguf.get_tensor_name_map(architecture, text.num_hidden_layers)
@@ -103,19 +117,31 @@ def export_adapter(adapter: Path, out: Path) -> int:
     for pair in pairs:
         theirs = names.get_name(pair.module.replace(".language_model.", "."))
         if theirs is None:
-            raise UsageError(f"{adapter}: llama.cpp has no name for {pair.module}", fix="isotype merge writes a whole model")
+            raise UsageError(
+                f"{adapter}: llama.cpp has no name for {pair.module}",
+                fix="isotype merge writes a whole model",
+            )
         b = _ordered(pair.b_for(alpha / pair.rank), pair.module, text, family)
-        matrices += [_Written(f"{theirs}.weight.lora_a", pair.a), _Written(f"{theirs}.weight.lora_b", b)]
+        matrices += [
+            _Written(f"{theirs}.weight.lora_a", pair.a),
+            _Written(f"{theirs}.weight.lora_b", b),
+        ]
 
-    head = [("add_type", "adapter"), ("add_string", "adapter.type", "lora"), ("add_float32", "adapter.lora.alpha", alpha)]
+    head = [
+        ("add_type", "adapter"),
+        ("add_string", "adapter.type", "lora"),
+        ("add_float32", "adapter.lora.alpha", alpha),
+    ]
     _write(out, gguf.MODEL_ARCH_NAMES[architecture], head, matrices)
     return len(pairs)
 
 
 def export_model(folder: Path, out: Path, kind: str) -> int:
-    """Writes a Hugging Face folder as one file, tokenizer and template included; returns the number of tensors.
+    """Writes a Hugging Face folder as one file, tokenizer and template included; returns the number
+    of tensors.
 
-    kind    F16, BF16 or Q8_0, of matrices; vectors stay fp32. A matrix whose rows are no multiple of 32 is F16 where Q8_0 is asked for
+    kind    F16, BF16 or Q8_0, of matrices; vectors stay fp32. A matrix whose rows are no multiple
+            of 32 is F16 where Q8_0 is asked for
     Raises  UsageError for a family or a tokenizer that is not known, and weights beyond fp16 in F16
     """
     import gguf
@@ -133,24 +159,38 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
-            raise UsageError(f"{folder}: llama.cpp has no name for {name}", fix=llama_cpp(folder, kind))
+            raise UsageError(
+                f"{folder}: llama.cpp has no name for {name}", fix=llama_cpp(folder, kind)
+            )
         shape = stored.get_shape()
         own = "F32" if len(shape) < 2 else "F16" if kind == "Q8_0" and shape[1] % 32 else kind
         norm = family.norm if name.endswith("norm.weight") else 0.0
-        order = partial(_ordered, module=name.rpartition(".")[0], config=config, family=family, norm=norm)
+        order = partial(
+            _ordered, module=name.rpartition(".")[0], config=config, family=family, norm=norm
+        )
         tensors.append(_Written(theirs, stored, own, order))
 
     own_type = ("add_file_type", {"F16": 1, "Q8_0": 7, "BF16": 32}[kind])
-    head = [*header_keys(config), own_type, *tokenizer_keys(folder, config.vocab_size, llama_cpp(folder, kind))]
+    head = [
+        *header_keys(config),
+        own_type,
+        *tokenizer_keys(folder, config.vocab_size, llama_cpp(folder, kind)),
+    ]
     _write(out, gguf.MODEL_ARCH_NAMES[architecture], head, tensors)
     return len(tensors)
 
 
 def refuse_model(config: PreTrainedConfig, command: str) -> None:
-    """Raises  UsageError for a model that cannot be written whole, with the `command` of llama.cpp that may convert it"""
+    """Raises  UsageError for a model that cannot be written whole, with the `command` of llama.cpp
+    that may convert it
+    """
     family = FAMILIES.get(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}
-    parts = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
+    parts = (
+        [rope]
+        if "rope_type" in rope
+        else [part for part in rope.values() if isinstance(part, dict)]
+    )
     scaled = [part["rope_type"] for part in parts if part.get("rope_type", "default") != "default"]
     local, every = {"gemma2": (None, 2), "gemma3_text": (1e4, 6)}.get(config.model_type, (None, 0))
     types = getattr(config, "layer_types", None) or []
@@ -166,7 +206,12 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
         why = f" with rope_type {scaled[0]}: not written here"
     elif unlike:
         why = " with another order of layers, scale or rotary base than released models"
-    elif getattr(config, "sliding_window", None) and config.model_type in ("llama", "mistral", "qwen2", "qwen3"):
+    elif getattr(config, "sliding_window", None) and config.model_type in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+    ):
         why = " with a sliding window: llama.cpp attends to everything in this family"
     if why:
         raise UsageError(f"{config.model_type}{why}", fix=command)
@@ -177,22 +222,36 @@ def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
     c: Any = config
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     keys = {
-        "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size, "block_count": c.num_hidden_layers,
-        "feed_forward_length": c.intermediate_size, "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads,
-        "key_length": head, "value_length": head, "rope_dimension_count": int(head * (c.rope_parameters.get("partial_rotary_factor") or 1)),
-        # Gemma 3 has a base for each kind of layer; llama.cpp has the local one, 10,000, as a constant
+        "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size,
+        "block_count": c.num_hidden_layers,
+        "feed_forward_length": c.intermediate_size,
+        "head_count": c.num_attention_heads,
+        "head_count_kv": c.num_key_value_heads,
+        "key_length": head,
+        "value_length": head,
+        "rope_dimension_count": int(head * (c.rope_parameters.get("partial_rotary_factor") or 1)),
+        # Gemma 3 has a base for each kind of layer; llama.cpp has the local one, 10,000, as a
+        # constant
         "rope_freq_base": c.rope_parameters.get("full_attention", c.rope_parameters)["rope_theta"],
-        "layer_norm_rms_eps": c.rms_norm_eps, "vocab_size": c.vocab_size,
-        "rope_scaling_orig_ctx_len": c.original_max_position_embeddings if c.model_type == "phi3" else None,
-        "sliding_window": c.sliding_window or 0 if c.model_type in ("gemma2", "gemma3_text", "phi3") else None,
+        "layer_norm_rms_eps": c.rms_norm_eps,
+        "vocab_size": c.vocab_size,
+        "rope_scaling_orig_ctx_len": (
+            c.original_max_position_embeddings if c.model_type == "phi3" else None
+        ),
+        "sliding_window": (
+            c.sliding_window or 0 if c.model_type in ("gemma2", "gemma3_text", "phi3") else None
+        ),
         "attn_logit_softcapping": getattr(c, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(c, "final_logit_softcapping", None),
-    }  # fmt: skip
+    }
     return [(f"add_{name}", value) for name, value in keys.items() if value is not None]
 
 
 def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
-    """By what llama.cpp divides each frequency under Llama 3's scaling: transformers' own frequencies without and with it."""
+    """By what llama.cpp divides each frequency under Llama 3's scaling: transformers' own
+    frequencies without and with it.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters
@@ -206,16 +265,23 @@ def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
 
 
 def _ordered(tensor: Tensor, module: str, config: Any, family: Family, norm: float = 0.0) -> Tensor:
-    """Rows of q and k from halves to neighbouring pairs, where the family has them so; bias and LoRA's B as the weight.
+    """Rows of q and k from halves to neighbouring pairs, where the family has them so; bias and
+    LoRA's B as the weight.
 
     norm  is added
     """
     if norm:
         return tensor + norm
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(module.rpartition(".")[2])
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        module.rpartition(".")[2]
+    )
     if not family.permuted or heads is None:
         return tensor
-    return tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    return (
+        tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        .transpose(1, 2)
+        .reshape(tensor.shape)
+    )
 
 
 @dataclass(frozen=True)
@@ -233,7 +299,9 @@ class _Written:
 
     @property
     def shape(self) -> list[int]:
-        return list(self.stored.shape if isinstance(self.stored, Tensor) else self.stored.get_shape())
+        return list(
+            self.stored.shape if isinstance(self.stored, Tensor) else self.stored.get_shape()
+        )
 
     def content(self, out: Path) -> np.ndarray[Any, Any]:
         """The bytes as ggml has them. Raises UsageError."""
@@ -241,11 +309,18 @@ class _Written:
 
         value = self.order(self.stored[:].float())
         if self.kind == "F16" and float(value.abs().max()) > _OVER:
-            raise UsageError(f"{out}: {self.name} has values beyond fp16's {_OVER:.0f}", fix="--type BF16 keeps them")
-        return gguf.quants.quantize(value.contiguous().numpy(), gguf.GGMLQuantizationType[self.kind])
+            raise UsageError(
+                f"{out}: {self.name} has values beyond fp16's {_OVER:.0f}",
+                fix="--type BF16 keeps them",
+            )
+        return gguf.quants.quantize(
+            value.contiguous().numpy(), gguf.GGMLQuantizationType[self.kind]
+        )
 
 
-def _write(out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_Written]) -> None:
+def _write(
+    out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_Written]
+) -> None:
     """The file as a whole, or not at all. head: methods of gguf's writer with their arguments"""
     import gguf
 
@@ -258,7 +333,13 @@ def _write(out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensor
             for one in tensors:
                 raw = gguf.GGMLQuantizationType[one.kind]
                 block, size = gguf.GGML_QUANT_SIZES[raw]
-                writer.add_tensor_info(one.name, one.shape, np.dtype(np.float32), math.prod(one.shape) // block * size, raw_dtype=raw)
+                writer.add_tensor_info(
+                    one.name,
+                    one.shape,
+                    np.dtype(np.float32),
+                    math.prod(one.shape) // block * size,
+                    raw_dtype=raw,
+                )
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -270,63 +351,106 @@ def _write(out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensor
         raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
 
 
-# --- the tokenizer. llama.cpp splits text before it merges by code of its own, chosen by a name (`tokenizer.ggml.pre`): the name is taken
-# where the tokenizer splits by the very pattern that llama.cpp has under it. A tokenizer with another pattern is refused
+# --- the tokenizer. llama.cpp splits text before it merges by code of its own, chosen by a name
+# (`tokenizer.ggml.pre`): the name is taken where the tokenizer splits by the very pattern that
+# llama.cpp has under it. A tokenizer with another pattern is refused
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# the patterns of a tokenizer's Split steps -> llama.cpp's name; none is GPT-2's own, inside the step ByteLevel
-_SPLITS = {(_WORDS % "{1,3}",): "llama-bpe", (_WORDS % "",): "qwen2", (_TEKKEN,): "tekken", (): "gpt-2"}
+# the patterns of a tokenizer's Split steps -> llama.cpp's name; none is GPT-2's own, inside the
+# step ByteLevel
+_SPLITS = {
+    (_WORDS % "{1,3}",): "llama-bpe",
+    (_WORDS % "",): "qwen2",
+    (_TEKKEN,): "tekken",
+    (): "gpt-2",
+}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tuple[str, Any]]:
-    """Tokens, merges or scores, special tokens and chat template of a tokenizer: methods of gguf's writer, each with its argument.
+    """Tokens, merges or scores, special tokens and chat template of a tokenizer: methods of gguf's
+    writer, each with its argument.
 
-    vocabulary  rows of the model's embedding; ids without a token get one that nothing is split into
+    vocabulary  rows of the model's embedding; ids without a token get one that nothing is split
+                into
     command     of llama.cpp, which knows more tokenizers
     Raises      UsageError for a tokenizer that llama.cpp would read as another one
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    content = json.loads(tokenizer.backend_tokenizer.to_str()) if getattr(tokenizer, "is_fast", False) else {}
+    content = (
+        json.loads(tokenizer.backend_tokenizer.to_str())
+        if getattr(tokenizer, "is_fast", False)
+        else {}
+    )
     model = content.get("model") or {}
     if model.get("type") != "BPE":
-        raise UsageError(f"{folder}: a tokenizer of kind {model.get('type') or type(tokenizer).__name__}: not written here", fix=command)
+        raise UsageError(
+            f"{folder}: a tokenizer of kind {model.get('type') or type(tokenizer).__name__}: not"
+            " written here",
+            fix=command,
+        )
     added = {token["id"]: token for token in content.get("added_tokens", [])}
-    tokens = {index: token for token, index in model["vocab"].items()} | {index: token["content"] for index, token in added.items()}
+    tokens = {index: token for token, index in model["vocab"].items()} | {
+        index: token["content"] for index, token in added.items()
+    }
     if max(tokens) >= vocabulary:
-        raise UsageError(f"{folder}: the tokenizer has {max(tokens) + 1} tokens, the model {vocabulary} rows")
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+        raise UsageError(
+            f"{folder}: the tokenizer has {max(tokens) + 1} tokens, the model {vocabulary} rows"
+        )
+    merges = [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
+        for merge in model["merges"]
+    ]
     pieces = bool(model.get("byte_fallback"))
     listed = [tokens.get(index, f"[PAD{index}]") for index in range(vocabulary)]
     keys: list[tuple[str, Any]] = [
         ("add_tokenizer_model", "llama" if pieces else "gpt2"),
         ("add_tokenizer_pre", "default" if pieces else _split_name(folder, content, command)),
         ("add_token_list", listed),
-        ("add_token_types", [_type(i, tokens.get(i), added, pieces, model.get("unk_token")) for i in range(vocabulary)]),
+        (
+            "add_token_types",
+            [
+                _type(i, tokens.get(i), added, pieces, model.get("unk_token"))
+                for i in range(vocabulary)
+            ],
+        ),
         ("add_add_bos_token", begins_text(tokenizer)),
         ("add_add_eos_token", False),
     ]
     if pieces:
-        # llama.cpp merges the pair whose product has the highest score: the products in the order in which the merges come
+        # llama.cpp merges the pair whose product has the highest score: the products in the order
+        # in which the merges come
         ranks: dict[str, int] = {}
         for rank, (left, right) in enumerate(merges):
             ranks.setdefault(left + right, rank)
-        keys.append(("add_token_scores", [-float(ranks.get(token, len(merges))) for token in listed]))
+        keys.append(
+            ("add_token_scores", [-float(ranks.get(token, len(merges))) for token in listed])
+        )
         keys.append(("add_add_space_prefix", _begins_with_space(content)))
     else:
         keys.append(("add_token_merges", [" ".join(merge) for merge in merges]))
     if isinstance(tokenizer.chat_template, str):
         keys.append(("add_chat_template", tokenizer.chat_template))
-    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    return [*keys, *((f"add_{name}_token_id", index) for name, index in special.items() if index is not None)]
+    special = {
+        name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")
+    }
+    return [
+        *keys,
+        *((f"add_{name}_token_id", index) for name, index in special.items() if index is not None),
+    ]
 
 
-def _type(index: int, token: str | None, added: dict[int, Any], pieces: bool, unknown: str | None) -> int:
+def _type(
+    index: int, token: str | None, added: dict[int, Any], pieces: bool, unknown: str | None
+) -> int:
     if token is None:
         return _UNUSED
     if pieces and len(token) == 6 and token.startswith("<0x"):
@@ -347,13 +471,32 @@ def _split_name(folder: Path | str, content: dict[str, Any], command: str) -> st
     steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
     patterns = tuple(step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split")
     last = steps[-1] if steps else {"type": None}
-    plain = {step["type"] for step in steps} <= {"Split", "ByteLevel"} and last["type"] == "ByteLevel" and not last.get("add_prefix_space")
-    name = _SPLITS.get(patterns) if plain and bool(last.get("use_regex", True)) == (not patterns) else None
+    plain = (
+        {step["type"] for step in steps} <= {"Split", "ByteLevel"}
+        and last["type"] == "ByteLevel"
+        and not last.get("add_prefix_space")
+    )
+    name = (
+        _SPLITS.get(patterns)
+        if plain and bool(last.get("use_regex", True)) == (not patterns)
+        else None
+    )
     if name is None:
-        raise UsageError(f"{folder}: llama.cpp splits no text as this tokenizer does ({patterns or last['type']})", fix=command)
+        raise UsageError(
+            f"{folder}: llama.cpp splits no text as this tokenizer does"
+            f" ({patterns or last['type']})",
+            fix=command,
+        )
     return name
 
 
 def _begins_with_space(content: dict[str, Any]) -> bool:
-    steps = [*_steps(content.get("normalizer"), "normalizers"), *_steps(content.get("pre_tokenizer"), "pretokenizers")]
-    return any(step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never") for step in steps)
+    steps = [
+        *_steps(content.get("normalizer"), "normalizers"),
+        *_steps(content.get("pre_tokenizer"), "pretokenizers"),
+    ]
+    return any(
+        step["type"] == "Prepend"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )

@@ -1,5 +1,6 @@
-"""Loads a finished or unfinished run under its own precision, the base with its adapter or newest complete checkpoint, and talks with it.
-Also loads the folder of an adapter or a model that belongs to no run.
+"""Loads a finished or unfinished run under its own precision, the base with its adapter or newest
+complete checkpoint, and talks with it. Also loads the folder of an adapter or a model that belongs
+to no run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from ..precision.quantised_base import of_config
 from ..runs.checkpoint.atomic_folder import fault
 from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
-from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, run_and_result, without_run
+from ..runs.folder import (
+    RESOLVED,
+    RunFolder,
+    kind_of_run,
+    refuse_code_of,
+    require_run,
+    run_and_result,
+    without_run,
+)
 from ..tasks.language.result import load_result
 from ..tasks.language.sample import generation_config, prompt_inputs
 from ..wording import printable
@@ -45,7 +54,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A loaded model with tokenizer and precision. `taken` is the source of its weights: `adapter`, `model` or `checkpoint step_N`."""
+    """A loaded model with tokenizer and precision. `taken` is the source of its weights: `adapter`,
+    `model` or `checkpoint step_N`.
+    """
 
     folder: Path
     config: RunConfig
@@ -60,7 +71,8 @@ class LoadedRun:
 def load_run(folder: Path) -> LoadedRun:
     """A run, or from anywhere a PEFT adapter's folder or a model's.
 
-    Raises  UsageError when the folder is none of these, or the run has neither a result nor a whole checkpoint yet
+    Raises  UsageError when the folder is none of these, or the run has neither a result nor a whole
+            checkpoint yet
     """
     kind = without_run(folder)
     if kind is not None:
@@ -68,42 +80,77 @@ def load_run(folder: Path) -> LoadedRun:
     folder, on_the_way = run_and_result(folder)
     run = RunFolder(require_run(folder))
     if kind_of_run(folder) == DIFFUSION:
-        raise UsageError(f"{folder}: a diffusion run draws pictures, and answers nothing", fix=f"isotype sample {folder} 'a prompt'")
+        raise UsageError(
+            f"{folder}: a diffusion run draws pictures, and answers nothing",
+            fix=f"isotype sample {folder} 'a prompt'",
+        )
     loaded = load(folder / RESOLVED, resolved=True)
     refuse_code_of(loaded, folder)
     config = loaded.config
     if config.train.objective == "reward":
         refuse_scores(folder)
     result = result_of(folder, on_the_way)
-    if config.model.name is not None and (result is None or (result / "adapter_config.json").is_file()):
+    if config.model.name is not None and (
+        result is None or (result / "adapter_config.json").is_file()
+    ):
         base_of(config.model.name, "model.name", folder / RESOLVED)
     device = _device(config)
     precision = resolve_precision(config, loaded.sources, detect(config.model.device)).precision
     source = _source(config, run)
     if result is not None:
-        tokenizer = load_tokenizer(ModelSection(name=str(result), trust_remote_code=source.trust_remote_code))
+        tokenizer = load_tokenizer(
+            ModelSection(name=str(result), trust_remote_code=source.trust_remote_code)
+        )
         model = load_result(result, source, precision, config=config.model, device=device)
-        return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, name_in(folder, result))
-    # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints
+        return LoadedRun(
+            folder,
+            config,
+            precision,
+            source,
+            tokenizer,
+            model.eval(),
+            device,
+            name_in(folder, result),
+        )
+    # read before the model is built: a running run goes on meanwhile, and keeps only its last
+    # checkpoints
     checkpoint = load_newest(folder)
     tokenizer = load_tokenizer(config.model)
     if config.data.chat_template is not None or config.data.template_kwargs:
-        tokenizer.chat_template = chat_template(tokenizer, config.data.chat_template, config.data.template_kwargs).text
+        tokenizer.chat_template = chat_template(
+            tokenizer, config.data.chat_template, config.data.template_kwargs
+        ).text
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, averaged(checkpoint.tensors, config.train.beta1))
-    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{checkpoint.step}")
+    return LoadedRun(
+        folder,
+        config,
+        precision,
+        source,
+        tokenizer,
+        model.eval(),
+        device,
+        f"checkpoint step_{checkpoint.step}",
+    )
 
 
 def result_of(run: Path, on_the_way: Path | None) -> Path | None:
-    """The adapter or the model that is taken of a run: the one that was asked for, or its result. Raises UsageError for a damaged one.
+    """The adapter or the model that is taken of a run: the one that was asked for, or its result.
+    Raises UsageError for a damaged one.
 
     on_the_way  an adapter in `adapters`; None: the result
     """
     if on_the_way is None:
-        return next((run.absolute() / name for name in ("adapter", "model") if fault(run / name) is None), None)
+        return next(
+            (run.absolute() / name for name in ("adapter", "model") if fault(run / name) is None),
+            None,
+        )
     reason = fault(on_the_way) if on_the_way.is_dir() else "no such adapter"
     if reason is not None:
-        raise UsageError(f"{on_the_way}: {reason}", fix=f"one of {', '.join(f'step_{s}' for s in RunFolder(run).adapter_steps())}")
+        raise UsageError(
+            f"{on_the_way}: {reason}",
+            fix=f"one of {', '.join(f'step_{s}' for s in RunFolder(run).adapter_steps())}",
+        )
     return on_the_way.absolute()
 
 
@@ -131,13 +178,18 @@ def refuse_scores(folder: Path) -> NoReturn:
     """Raises UsageError for a reward model."""
     raise UsageError(
         f"{folder}: a reward model gives scores, and answers nothing",
-        fix="transformers.AutoModelForSequenceClassification loads it with num_labels=1; README.md in its folder has the lines",
+        fix=(
+            "transformers.AutoModelForSequenceClassification loads it with num_labels=1; README.md"
+            " in its folder has the lines"
+        ),
     )
 
 
 def _load_folder(folder: Path, kind: str) -> LoadedRun:
-    """A model's folder as it is (a merged one, a base, the result of full fine-tuning), or an adapter's on the base that its file names;
-    under the precision file next to it, else in the dtype of the base's file."""
+    """A model's folder as it is (a merged one, a base, the result of full fine-tuning), or an
+    adapter's on the base that its file names; under the precision file next to it, else in the
+    dtype of the base's file.
+    """
     name, revision = str(folder), None
     if kind == "adapter":
         file = folder / "adapter_config.json"
@@ -145,8 +197,13 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
         if settings.get("task_type") == "SEQ_CLS":
             refuse_scores(folder)
         if not settings.get("base_model_name_or_path"):
-            raise UsageError(f"{file}: base_model_name_or_path is missing: which model is this an adapter of?")
-        name, revision = base_of(settings["base_model_name_or_path"], "base_model_name_or_path", file), settings.get("revision")
+            raise UsageError(
+                f"{file}: base_model_name_or_path is missing: which model is this an adapter of?"
+            )
+        name, revision = (
+            base_of(settings["base_model_name_or_path"], "base_model_name_or_path", file),
+            settings.get("revision"),
+        )
     config = RunConfig(model=ModelSection(name=name, revision=revision))
     source, device = Source(name, revision), _device(config)
     precision = _precision_beside(folder) or _precision_of(source)
@@ -156,7 +213,9 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
     if kind == "adapter":
         model = load_result(folder, source, precision, config=config.model, device=device)
     else:
-        model = load_base(source, precision, attention=config.model.attention, device=device, trainable=False)
+        model = load_base(
+            source, precision, attention=config.model.attention, device=device, trainable=False
+        )
         optimize(model, precision)
         apply_precision(model, precision, device_type=device.type)
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, kind)
@@ -167,7 +226,9 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def base_of(name: str, setting: str, file: Path) -> str:
-    """The base of a run or an adapter. Raises UsageError where its path leads nowhere. `setting`, `file`: where `name` is written."""
+    """The base of a run or an adapter. Raises UsageError where its path leads nowhere. `setting`,
+    `file`: where `name` is written.
+    """
     if is_folder_name(name) and not Path(name).expanduser().exists():
         fix = f"write the folder where the base is now as {setting} in that file"
         raise UsageError(f"{file}: {setting}: {name} is no longer there", fix=fix)
@@ -181,7 +242,10 @@ def _precision_beside(folder: Path) -> Precision | None:
     try:
         return Precision.parse(json.loads(file.read_text(encoding="utf-8"))["precision"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file}: not as isotype writes it: {error}", fix="remove it: the base's dtype in the run is taken then") from None
+        raise UsageError(
+            f"{file}: not as isotype writes it: {error}",
+            fix="remove it: the base's dtype in the run is taken then",
+        ) from None
 
 
 def _precision_of(source: Source) -> Precision:
@@ -189,7 +253,9 @@ def _precision_of(source: Source) -> Precision:
     found = of_config(architecture)
     if found is not None:
         # a packing that is not read is refused when the base is loaded
-        return Precision.preset("bf16-lora", **({} if found.unread or found.kind == "fp4" else {"base": found.kind}))
+        return Precision.preset(
+            "bf16-lora", **({} if found.unread or found.kind == "fp4" else {"base": found.kind})
+        )
     dtype = getattr(architecture, "dtype", None)
     word = name_of(dtype) if dtype is not None else "fp32"
     return Precision(base=word, compute=word, generate=word, save=word)
@@ -199,7 +265,12 @@ def _source(config: RunConfig, run: RunFolder) -> Source:
     if config.model.init == "random" or config.model.add_tokens:
         return Source(str(run.base), rope=config.model.rope_parameters)
     assert config.model.name is not None, "a run with a pretrained base has its name"
-    return Source(config.model.name, config.model.revision, config.model.trust_remote_code, rope=config.model.rope_parameters)
+    return Source(
+        config.model.name,
+        config.model.revision,
+        config.model.trust_remote_code,
+        rope=config.model.rope_parameters,
+    )
 
 
 class _Stream(TextStreamer):
@@ -208,11 +279,27 @@ class _Stream(TextStreamer):
 
 
 class Conversation:
-    """Stores the earlier turns. A run whose tokenizer has no template continues the given text instead."""
+    """Stores the earlier turns. A run whose tokenizer has no template continues the given text
+    instead.
+    """
 
-    def __init__(self, run: LoadedRun, *, max_new_tokens: int, temperature: float, top_p: float, stream: bool = True) -> None:
+    def __init__(
+        self,
+        run: LoadedRun,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        stream: bool = True,
+    ) -> None:
         self.run, self.stream = run, stream
-        self.config = generation_config(run.model, run.tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+        self.config = generation_config(
+            run.model,
+            run.tokenizer,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+        )
         self.messages: list[dict[str, Any]] = []
         self.pictures = pictures_of(run.config.model, run.config.data, run.tokenizer)
         self.shown: list[str] = []  # references of the pictures of all turns
@@ -226,7 +313,9 @@ class Conversation:
         if not files:
             return
         if self.pictures is None or not self.run.tokenizer.chat_template:
-            raise UsageError(f"--image: {self.run.source.name} has no vision tower, or no chat template")
+            raise UsageError(
+                f"--image: {self.run.source.name} has no vision tower, or no chat template"
+            )
         try:
             self.waiting = [self.pictures.reference(file, Path()) for file in files]
         except BadPicture as error:
@@ -235,20 +324,34 @@ class Conversation:
     waiting: Sequence[str] = ()
 
     def say(self, text: str) -> str:
-        """Answers, streaming to stdout. An answer that is interrupted leaves the conversation as it was."""
+        """Answers, streaming to stdout. An answer that is interrupted leaves the conversation as it
+        was.
+        """
         tokenizer, model = self.run.tokenizer, self.run.model
         shown = [*self.shown, *self.waiting]
-        content = [{"type": "image"} for _ in self.waiting] + [{"type": "text", "text": text}] if self.waiting else text
+        content = (
+            [{"type": "image"} for _ in self.waiting] + [{"type": "text", "text": text}]
+            if self.waiting
+            else text
+        )
         asked = [*self.messages, {"role": "user", "content": content}]
         if tokenizer.chat_template:
-            text = chat_template(tokenizer, None).render(asked, generation_prompt=True, place="the question")
+            text = chat_template(tokenizer, None).render(
+                asked, generation_prompt=True, place="the question"
+            )
         if shown and self.pictures is not None:
             text = self.pictures.within(text, self.pictures.written(shown))
         ids = tuple(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
-        inputs = prompt_inputs(SamplePrompt(text, ids, pictures=tuple(shown)), self.pictures, self.run.device)
-        streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
+        inputs = prompt_inputs(
+            SamplePrompt(text, ids, pictures=tuple(shown)), self.pictures, self.run.device
+        )
+        streamer = (
+            _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
+        )
         with torch.no_grad(), generating(model):
-            out = cast(Any, model).generate(**inputs, generation_config=self.config, streamer=streamer)
+            out = cast(Any, model).generate(
+                **inputs, generation_config=self.config, streamer=streamer
+            )
         answer = str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
         if tokenizer.chat_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]

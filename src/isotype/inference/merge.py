@@ -1,4 +1,6 @@
-"""Merges an adapter into its base: dequantises, adds in fp32, casts once, measures the rounding error of the cast, checks the result."""
+"""Merges an adapter into its base: dequantises, adds in fp32, casts once, measures the rounding
+error of the cast, checks the result.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..model.architecture import auto_class
-from ..model.export import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
+from ..model.export import (
+    apart,
+    digests,
+    embedding_and_head,
+    refuse_difference,
+    refuse_untrue_config,
+    write_config,
+)
 from ..model.gguf import read_architecture
 from ..model.load import Source
 from ..model.processor import copy_files, pictures_of
@@ -35,7 +44,8 @@ from ..tasks.language.result import evaluate, load_result
 from ..training.finish import ROWS
 from .loaded import LoadedRun
 
-TOLERANCE = 0.05  # relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less
+# relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -57,13 +67,17 @@ class Merged:
 
 
 def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
-    """Writes an ordinary Hugging Face folder. Raises UsageError without an adapter, RunError SV001 when the result differs."""
+    """Writes an ordinary Hugging Face folder. Raises UsageError without an adapter, RunError SV001
+    when the result differs.
+    """
     from peft import PeftModel
 
     if not isinstance(run.model, PeftModel):
         if without_run(run.folder) == "model":
             raise UsageError(f"{run.folder}: a model, without an adapter to merge")
-        raise UsageError(f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already")
+        raise UsageError(
+            f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already"
+        )
     dtype, why = (dtype, "as asked") if dtype else merged_dtype(run.precision)
     refuse_filled(out)
     base: Any = run.model.get_base_model()
@@ -83,9 +97,15 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         plain.generation_config.eos_token_id = base.generation_config.eos_token_id
         align_special_tokens(plain, run.tokenizer)
         names = embedding_and_head(plain)
-        # an adapter on embedding or head, or one of them trained in full, makes two weights of what was one in the base
-        tied = names and names[0] in state and (names[1] not in state or state[names[0]].data_ptr() == state[names[1]].data_ptr())
-        # where the head is not the embedding nothing is tied again when the folder is loaded, not the head's bias either
+        # an adapter on embedding or head, or one of them trained in full, makes two weights of what
+        # was one in the base
+        tied = (
+            names
+            and names[0] in state
+            and (names[1] not in state or state[names[0]].data_ptr() == state[names[1]].data_ptr())
+        )
+        # where the head is not the embedding nothing is tied again when the folder is loaded, not
+        # the head's bias either
         plain.save_pretrained(folder, state_dict=apart(state) if tied is False else dict(state))
         write_config(folder, to_torch(dtype), tied=tied)
         if names:
@@ -93,7 +113,12 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         run.tokenizer.save_pretrained(str(folder))
         if vision_parts(base) is not None:
             copy_files(run.source.name, run.source.revision, folder)
-        facts = {"base": run.source.name, "run": str(run.folder), "dtype": dtype, "merge_noise": noise}
+        facts = {
+            "base": run.source.name,
+            "run": str(run.folder),
+            "dtype": dtype,
+            "merge_noise": noise,
+        }
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     merged_loss = math.nan
@@ -113,29 +138,39 @@ def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> Non
     """Raises  RunError SV001 where a merged model has another loss than the adapter on its base"""
     if not abs(merged_loss - adapter_loss) <= TOLERANCE * max(1.0, abs(adapter_loss)):
         raise RunError(
-            f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is {adapter_loss:.4f}", code="SV001",
+            f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is"
+            f" {adapter_loss:.4f}",
+            code="SV001",
             fix="merge into a wider dtype: --dtype fp32",
-        )  # fmt: skip
+        )
 
 
 def merged_dtype(precision: Precision) -> tuple[str, str]:
-    """The dtype of a merged model, and the reason: the declared dtype of saved models, else the base's dtype."""
+    """The dtype of a merged model, and the reason: the declared dtype of saved models, else the
+    base's dtype.
+    """
     if precision.save_model != precision.save_adapter:
         return precision.save_model, f"precision.save: {precision.save}"
     if precision.packed:
-        return precision.unquantised, f"the dtype of what the {precision.base} base leaves unquantised"
+        return (
+            precision.unquantised,
+            f"the dtype of what the {precision.base} base leaves unquantised",
+        )
     return precision.base, "the base's dtype in the run (precision.base)"
 
 
 @torch.no_grad()
 def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
-    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 for a base of any dtype."""
+    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32
+    for a base of any dtype.
+    """
     inner = model.get_base_model()
     _refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}
     effect = error = 0.0
     count = 0
-    unchanged: dict[int, Tensor] = {}  # of a parameter with two names, as a tied head and its embedding: cast once, so stored once
+    # of a parameter with two names, as a tied head and its embedding: cast once, so stored once
+    unchanged: dict[int, Tensor] = {}
     layers = _adapted_weights(inner)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         plain = _plain_name(name)
@@ -156,16 +191,20 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
         if layer is None:
             unchanged[id(parameter)] = state[plain]
     persistent = inner.state_dict(keep_vars=True)
-    for name, buffer in inner.named_buffers(remove_duplicate=False):  # constants of Apertus' activation, router bias of DeepSeek V3
+    # constants of Apertus' activation, router bias of DeepSeek V3
+    for name, buffer in inner.named_buffers(remove_duplicate=False):
         if name in persistent and (plain := _plain_name(name)) is not None:
-            state[plain] = (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous().cpu()
+            state[plain] = (
+                (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous().cpu()
+            )
     return state, (error / effect) ** 0.5 if effect else 0.0, count
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
     """The base's weight with every active adapter in it: fp32, as `weight`."""
     merged = weight
-    if hasattr(layer, "trainable_tokens_delta"):  # rows of the embedding, or of the head that shares its weights
+    # rows of the embedding, or of the head that shares its weights
+    if hasattr(layer, "trainable_tokens_delta"):
         merged = weight.clone()
         for adapter, rows in layer.token_indices.items():
             merged[rows] = layer.trainable_tokens_delta[adapter].detach().to(merged)
@@ -187,9 +226,11 @@ def _delta(layer: Any, adapter: str) -> Tensor:
     if not isinstance(layer, ParamWrapper):
         delta: Tensor = layer.get_delta_weight(adapter)
         return delta.float()
-    parameter = layer.get_param()  # PEFT gives the change of a bare parameter in that parameter's dtype
+    # PEFT gives the change of a bare parameter in that parameter's dtype
+    parameter = layer.get_param()
     narrow = parameter.data
-    parameter.data = narrow.float()  # of a packed one its bytes: PEFT asks for no more than the dtype
+    # of a packed one its bytes: PEFT asks for no more than the dtype
+    parameter.data = narrow.float()
     try:
         wide: Tensor = layer.get_delta_weight(adapter)
         return wide
@@ -198,10 +239,14 @@ def _delta(layer: Any, adapter: str) -> Tensor:
 
 
 def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
-    """Plain name of each weight that has an adapter -> PEFT's layer. Stacked experts and routers have theirs on bare parameters."""
+    """Plain name of each weight that has an adapter -> PEFT's layer. Stacked experts and routers
+    have theirs on bare parameters.
+    """
     found = {}
     for name, layer in inner.named_modules():
-        if hasattr(layer, "base_layer") and (hasattr(layer, "get_delta_weight") or hasattr(layer, "trainable_tokens_delta")):
+        if hasattr(layer, "base_layer") and (
+            hasattr(layer, "get_delta_weight") or hasattr(layer, "trainable_tokens_delta")
+        ):
             found[f"{_without_wrappers(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
     return found
 
@@ -217,16 +262,33 @@ def _refuse_unmergeable(model: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     four_bit = getattr(lora, "Linear4bit", lora.Linear)
-    known = (lora.Linear, lora.Embedding, lora.Conv2d, four_bit, lora.ParamWrapper, lokr.Linear, TrainableTokensLayer)
+    known = (
+        lora.Linear,
+        lora.Embedding,
+        lora.Conv2d,
+        four_bit,
+        lora.ParamWrapper,
+        lokr.Linear,
+        TrainableTokensLayer,
+    )
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        several = len(layer.active_adapters) > 1 and any(a in getattr(layer, "lora_variant", ()) for a in layer.active_adapters)
+        several = len(layer.active_adapters) > 1 and any(
+            a in getattr(layer, "lora_variant", ()) for a in layer.active_adapters
+        )
         biased = any(getattr(layer, "lora_bias", {}).values())
         if type(layer) not in known or several or biased:
-            what = "several adapters, one with DoRA" if several else "a bias of its own (lora_bias)" if biased else type(layer).__name__
+            what = (
+                "several adapters, one with DoRA"
+                if several
+                else "a bias of its own (lora_bias)"
+                if biased
+                else type(layer).__name__
+            )
             raise UsageError(
-                f"{name}: {what}: isotype merges LoRA, rsLoRA, DoRA and LoKr of one weight", fix="PEFT's own model.merge_and_unload()"
+                f"{name}: {what}: isotype merges LoRA, rsLoRA, DoRA and LoKr of one weight",
+                fix="PEFT's own model.merge_and_unload()",
             )
 
 
@@ -240,7 +302,12 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 def _plain_name(name: str) -> str | None:
     """A parameter's name without PEFT's wrappers; None for what the plain model has not."""
-    if ".lora_" in name or ".lokr_" in name or ".original_module." in name or ".trainable_tokens_" in name:
+    if (
+        ".lora_" in name
+        or ".lokr_" in name
+        or ".original_module." in name
+        or ".trainable_tokens_" in name
+    ):
         return None
     return _without_wrappers(name).replace(".modules_to_save.default.", ".")
 
@@ -249,26 +316,42 @@ def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
     """Random tokens where the adapter comes without data."""
     data, model = run.config.data, cast(Any, run.model)
     if data.train is None:
-        most, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
+        most, generator = (
+            model.get_input_embeddings().weight.shape[0],
+            torch.Generator().manual_seed(0),
+        )
         drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
         return [Row(tuple(ids), tuple(ids), 0) for ids in drawn], None
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
-    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, only=FORMATS.get(run.config.train.objective),
-                       pictures=pictures_of(run.config.model, section, run.tokenizer))  # fmt: skip
+    loaded = load_data(
+        section,
+        run.tokenizer,
+        seed=run.config.train.seed,
+        only=FORMATS.get(run.config.train.objective),
+        pictures=pictures_of(run.config.model, section, run.tokenizer),
+    )
     return list((loaded.eval or loaded.train)[:ROWS]), loaded.pictures
 
 
 def _loss(model: nn.Module, run: LoadedRun, rows: tuple[list, Pictures | None]) -> float:
     found, pictures = rows
     return evaluate(
-        model, found, batch_size=4, pad_id=run.tokenizer.pad_token_id, device=run.device, loss_dtype=run.precision.loss,
+        model,
+        found,
+        batch_size=4,
+        pad_id=run.tokenizer.pad_token_id,
+        device=run.device,
+        loss_dtype=run.precision.loss,
         objective=NextToken(run.config, pictures),
-    ).loss  # fmt: skip
+    ).loss
 
 
 def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:
-    # fp32 products of half-precision weights do not exist, so the merged model computes in the dtype of its weights
+    # fp32 products of half-precision weights do not exist, so the merged model computes in the
+    # dtype of its weights
     compute = dtype if run.precision.compute == "fp32" else run.precision.compute
-    precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
+    precision = run.precision.but(
+        base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype
+    )
     source = Source(str(out), trust_remote_code=run.source.trust_remote_code)
     return load_result(out, source, precision, config=run.config.model, device=run.device)

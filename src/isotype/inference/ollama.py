@@ -1,7 +1,9 @@
-"""A folder from which `ollama create` makes a model: weights, and a Modelfile with the run's own template and stop tokens.
+"""A folder from which `ollama create` makes a model: weights, and a Modelfile with the run's own
+template and stop tokens.
 
-Ollama's templates are Go's. The chat template's text around each message is found by rendering conversations with known contents, and
-the Go template that puts it there is compared with the chat template on other conversations.
+Ollama's templates are Go's. The chat template's text around each message is found by rendering
+conversations with known contents, and the Go template that puts it there is compared with the chat
+template on other conversations.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ from transformers import AutoTokenizer, GenerationConfig
 from ..data.chat import chat_template
 from ..errors import UsageError
 
-# what Ollama's converter of safetensors knows (0.12 to 0.17) besides the families that are written as GGUF here
+# what Ollama's converter of safetensors knows (0.12 to 0.17) besides the families that are written
+# as GGUF here
 CONVERTED = (
     "MixtralForCausalLM", "GemmaForCausalLM", "Gemma4ForCausalLM", "Olmo3ForCausalLM", "CohereForCausalLM", "GptOssForCausalLM",
     "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-_TRIED = ("What is\na bf16?", "Eight bits of mantissa, 7 stored.", "And fp16?", "Eleven; ten stored.", "Thanks! {{ x }}")
+_TRIED = (
+    "What is\na bf16?",
+    "Eight bits of mantissa, 7 stored.",
+    "And fp16?",
+    "Eleven; ten stored.",
+    "Thanks! {{ x }}",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,8 @@ class Turns:
     """The text of a chat template around the messages, without the token that begins every text.
 
     begin   before the first question where there is no system message
-    system  before and after a system message, up to the first question; None where the template takes none
+    system  before and after a system message, up to the first question; None where the template
+            takes none
     answer  between a question and its answer
     next    between an answer and the next question
     prompt  after the last question
@@ -58,13 +68,22 @@ class Turns:
         begin = _literal(self.begin)
         if self.system:
             before, after = map(_literal, self.system)
-            begin = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{begin}{{{{ end }}}}"
+            begin = (
+                f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{begin}{{{{ end"
+                " }}"
+            )
         return (
-            '{{ $first := true }}{{ $last := "" }}' + begin + '{{ range .Messages }}{{ if eq .Role "user" }}'
-            "{{ if $first }}{{ $first = false }}{{ else }}" + _literal(self.next) + "{{ end }}{{ .Content }}{{ $last = .Role }}"
-            '{{ else if eq .Role "assistant" }}' + _literal(self.answer) + "{{ .Content }}{{ $last = .Role }}{{ end }}{{ end }}"
-            '{{ if eq $last "user" }}' + _literal(self.prompt) + "{{ end }}"
-        )  # fmt: skip
+            '{{ $first := true }}{{ $last := "" }}'
+            + begin
+            + '{{ range .Messages }}{{ if eq .Role "user" }}'
+            "{{ if $first }}{{ $first = false }}{{ else }}"
+            + _literal(self.next)
+            + '{{ end }}{{ .Content }}{{ $last = .Role }}{{ else if eq .Role "assistant" }}'
+            + _literal(self.answer)
+            + '{{ .Content }}{{ $last = .Role }}{{ end }}{{ end }}{{ if eq $last "user" }}'
+            + _literal(self.prompt)
+            + "{{ end }}"
+        )
 
 
 def _literal(text: str) -> str:
@@ -72,16 +91,28 @@ def _literal(text: str) -> str:
 
 
 def turns_of(tokenizer: Any) -> Turns:
-    """Raises  UsageError for a chat template that is no row of turns: one that changes contents, or the turns before it"""
+    """Raises  UsageError for a chat template that is no row of turns: one that changes contents, or
+    the turns before it
+    """
     template = chat_template(tokenizer, None)
     begins = tokenizer.bos_token or ""
 
     def messages(contents: list[str], system: str | None) -> list[dict[str, str]]:
         said = [{"role": "system", "content": system}] if system else []
-        return [*said, *({"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents))]
+        return [
+            *said,
+            *(
+                {"role": ("user", "assistant")[i % 2], "content": content}
+                for i, content in enumerate(contents)
+            ),
+        ]
 
     def render(contents: list[str], system: str | None = None) -> str:
-        text = template.render(messages(contents, system), generation_prompt=len(contents) % 2 == 1, place="the chat template")
+        text = template.render(
+            messages(contents, system),
+            generation_prompt=len(contents) % 2 == 1,
+            place="the chat template",
+        )
         return text.removeprefix(begins)
 
     def around(text: str, contents: list[str]) -> list[str]:
@@ -117,19 +148,25 @@ def _no_turns() -> UsageError:
 
 
 def begins_text(tokenizer: Any) -> bool:
-    """Whether a text begins with the token for it: as the chat template has it, else as the tokenizer does."""
+    """Whether a text begins with the token for it: as the chat template has it, else as the
+    tokenizer does.
+    """
     if tokenizer.bos_token is None:
         return False
     if tokenizer.chat_template:
         asked = [{"role": "user", "content": "a"}]
         return (
-            chat_template(tokenizer, None).render(asked, generation_prompt=True, place="the chat template").startswith(tokenizer.bos_token)
+            chat_template(tokenizer, None)
+            .render(asked, generation_prompt=True, place="the chat template")
+            .startswith(tokenizer.bos_token)
         )
     return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
 
 
 def modelfile(folder: Path | str, weights: str) -> str:
-    """The Modelfile of a model whose tokenizer and generation_config are in `folder`. Raises UsageError."""
+    """The Modelfile of a model whose tokenizer and generation_config are in `folder`. Raises
+    UsageError.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     turns = turns_of(tokenizer) if tokenizer.chat_template else None
     template = turns.as_go() if turns else "{{ .Prompt }}"
@@ -140,17 +177,24 @@ def modelfile(folder: Path | str, weights: str) -> str:
     stops = [tokenizer.convert_ids_to_tokens(index) for index in ends if index is not None]
     if turns:
         # a template may end a turn with a token that is not the tokenizer's end
-        stops += [token for token in tokenizer.get_added_vocab() if turns.next.lstrip().startswith(token)]
+        stops += [
+            token for token in tokenizer.get_added_vocab() if turns.next.lstrip().startswith(token)
+        ]
     if '"""' in template or any('"' in stop for stop in stops):
         raise _no_turns()
-    lines = [f"FROM {weights}", f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops))]
+    lines = [
+        f"FROM {weights}",
+        f'TEMPLATE """{template}"""',
+        *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops)),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def write_for_converter(folder: Path) -> None:
     """What Ollama's converter reads of a model's folder and transformers 5 no longer writes there.
 
-    Without `rope_theta` beside `rope_parameters` it takes 10,000, or 0, as the base of the rotary embedding.
+    Without `rope_theta` beside `rope_parameters` it takes 10,000, or 0, as the base of the rotary
+    embedding.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,5 +1,7 @@
-"""`run.push_to_hub`: the result of a finished run as a repository of the hub. What can fail for want of a right fails before the run; an
-upload that fails leaves a finished run, and the command that repeats it."""
+"""`run.push_to_hub`: the result of a finished run as a repository of the hub. What can fail for
+want of a right fails before the run; an upload that fails leaves a finished run, and the command
+that repeats it.
+"""
 
 from __future__ import annotations
 
@@ -25,63 +27,108 @@ def check_push(config: RunConfig, before: Path | None) -> str | None:
     """The repository's full name, None where nothing is to be pushed.
 
     before  the folder of the run that goes on
-    Raises  UsageError for settings without effect, a token that is missing, refused or may only read, and a repository that is not the
-            run's
+    Raises  UsageError for settings without effect, a token that is missing, refused or may only
+            read, and a repository that is not the run's
     """
     run = config.run
     if run.push_to_hub is None:
         if run.push_merged or not run.push_private:
             key = "push_merged: true" if run.push_merged else "push_private: false"
-            raise UsageError(f"run.{key} has no effect without run.push_to_hub", fix="run.push_to_hub: ORG/NAME")
+            raise UsageError(
+                f"run.{key} has no effect without run.push_to_hub", fix="run.push_to_hub: ORG/NAME"
+            )
         return None
     if run.push_merged and (config.adapter.kind == "none" or kind_of(config) == DIFFUSION):
-        why = "there is no adapter to merge" if config.adapter.kind == "none" else "adapters of pictures are pushed as they are"
+        why = (
+            "there is no adapter to merge"
+            if config.adapter.kind == "none"
+            else "adapters of pictures are pushed as they are"
+        )
         raise UsageError(f"run.push_merged: {why}", fix="leave it out: the result is pushed")
     where = f"run.push_to_hub: {run.push_to_hub}"
     if get_token() is None:
-        raise UsageError(f"{where}: no token of the hub is here", fix="hf auth login, or HF_TOKEN=... with a token that may write")
+        raise UsageError(
+            f"{where}: no token of the hub is here",
+            fix="hf auth login, or HF_TOKEN=... with a token that may write",
+        )
     api = HfApi()
     try:
         user = api.whoami()
         name = run.push_to_hub if "/" in run.push_to_hub else f"{user['name']}/{run.push_to_hub}"
         if (user.get("auth", {}).get("accessToken") or {}).get("role") == "read":
-            raise UsageError(f"{where}: the token may only read", fix="https://huggingface.co/settings/tokens makes one that may write")
+            raise UsageError(
+                f"{where}: the token may only read",
+                fix="https://huggingface.co/settings/tokens makes one that may write",
+            )
         pushed = RunFolder(before).read_json(RECORD).get("repository") if before else None
         if pushed != name and api.repo_exists(name):
-            raise UsageError(f"{where}: {name} exists, and is not this run's: nothing of it is overwritten", fix="give another name")
+            raise UsageError(
+                f"{where}: {name} exists, and is not this run's: nothing of it is overwritten",
+                fix="give another name",
+            )
     except UsageError:
         raise
     except (HfHubHTTPError, ValueError) as error:  # ValueError: a name that is none
         fix = "a token that may write, and a name as ORG/NAME"
         raise UsageError(f"{where}: {constants.ENDPOINT} said: {_short(error)}", fix=fix) from None
     except Exception as error:  # of the HTTP library that the client is built on
-        raise UsageError(f"{where}: {constants.ENDPOINT} cannot be reached: {_short(error)}", fix="check the network") from None
+        raise UsageError(
+            f"{where}: {constants.ENDPOINT} cannot be reached: {_short(error)}",
+            fix="check the network",
+        ) from None
     return name
 
 
 def push(folder: Path, config: RunConfig, name: str) -> str:
-    """Uploads the result of the run in `folder`, and returns a line on how that went. Raises nothing."""
+    """Uploads the result of the run in `folder`, and returns a line on how that went. Raises
+    nothing.
+    """
     run, private = config.run, ["--private"] if config.run.push_private else []
     result = next(path for path in (folder / "adapter", folder / "model") if path.is_dir())
-    again = shlex.join(["hf", "upload", name, str(folder / "merged" if run.push_merged else result), ".", *private])
+    again = shlex.join(
+        ["hf", "upload", name, str(folder / "merged" if run.push_merged else result), ".", *private]
+    )
     again = f"isotype merge {folder} && {again}" if run.push_merged else again
     try:
         with ExitStack() as stack:
             if run.push_merged:
-                result = _merged(folder, result, Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".push-"))))
+                result = _merged(
+                    folder,
+                    result,
+                    Path(
+                        stack.enter_context(
+                            tempfile.TemporaryDirectory(dir=folder, prefix=".push-")
+                        )
+                    ),
+                )
             api, left_out, said = HfApi(), ["DONE"], f"Trained by Isotype: {folder.name}"
             api.create_repo(name, private=run.push_private, exist_ok=True)
             RunFolder(folder).write_json(RECORD, {"repository": name})
             if kind_of(config) == DIFFUSION:
                 record = read_run(folder)
                 step = record.result.get("of_step")
-                card = plain_card(base=str(config.model.name), data=record.data, precision=record.precision, step=step).encode()
-                api.upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id=name, commit_message=said)
+                card = plain_card(
+                    base=str(config.model.name),
+                    data=record.data,
+                    precision=record.precision,
+                    step=step,
+                ).encode()
+                api.upload_file(
+                    path_or_fileobj=card,
+                    path_in_repo="README.md",
+                    repo_id=name,
+                    commit_message=said,
+                )
                 left_out.append("README.md")  # the libraries' own, whose fields are empty
-            api.upload_folder(folder_path=result, repo_id=name, ignore_patterns=left_out, commit_message=said)
+            api.upload_folder(
+                folder_path=result, repo_id=name, ignore_patterns=left_out, commit_message=said
+            )
     except Exception as error:  # the run is done and verified, whatever happens to its upload
         return f"warning   not pushed to {name}: {_short(error)}; {again}"
-    return f"pushed    {result.name} to {constants.ENDPOINT}/{name}, {'private' if run.push_private else 'public'}"
+    return (
+        f"pushed    {result.name} to {constants.ENDPOINT}/{name},"
+        f" {'private' if run.push_private else 'public'}"
+    )
 
 
 def _merged(folder: Path, adapter: Path, aside: Path) -> Path:
@@ -89,7 +136,9 @@ def _merged(folder: Path, adapter: Path, aside: Path) -> Path:
     from .merge import merge
 
     merged = merge(load_run(folder), aside / "merged")
-    card = merged_card((adapter / "README.md").read_text(encoding="utf-8"), merged.dtype, merged.noise)
+    card = merged_card(
+        (adapter / "README.md").read_text(encoding="utf-8"), merged.dtype, merged.noise
+    )
     (merged.folder / "README.md").write_text(card, encoding="utf-8")
     return merged.folder
 

@@ -2,8 +2,10 @@
 
 attach      the two functions, and what is undone when one of its parts fails
 attachment  what was changed in a trainer
-claims      who else claims the precision of this trainer, what becomes of each claim, and which trainers are refused
-weights     the weights' dtypes and autocast, and the way back; bf16 weights with an AdamW that rounds stochastically
+claims      who else claims the precision of this trainer, what becomes of each claim, and which
+            trainers are refused
+weights     the weights' dtypes and autocast, and the way back; bf16 weights with an AdamW that
+            rounds stochastically
 steps       deferred logits, non-finite numbers that stop the run
 preflight   Isotype's checks on the trainer's rows and arguments
 record      output_dir/isotype/: what ran in the first step, and in which dtypes in the second

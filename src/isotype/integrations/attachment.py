@@ -1,4 +1,6 @@
-"""What `attach` changed in a trainer: printed once, and used by `detach`; and the trainer's methods that it wraps (no class is touched)."""
+"""What `attach` changed in a trainer: printed once, and used by `detach`; and the trainer's methods
+that it wraps (no class is touched).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ READ_ONLY = ("ref_model", "teacher_model")
 
 @dataclass(frozen=True)
 class Claim:
-    """owner: which part of the trainer; value: its setting; now: what it becomes under the attached precision."""
+    """owner: which part of the trainer; value: its setting; now: what it becomes under the attached
+    precision.
+    """
 
     owner: str
     value: str
@@ -36,7 +40,8 @@ class Claim:
 
 @dataclass
 class Attachment:
-    """`print(attachment)` shows who claimed the precision, what was replaced, and what was left alone.
+    """`print(attachment)` shows who claimed the precision, what was replaced, and what was left
+    alone.
 
     claims     every owner of precision with its value and what became of it
     manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
@@ -70,7 +75,9 @@ class Attachment:
         return parameter.grad if self.accumulator is None else self.accumulator.gradient(parameter)
 
     def give_back_optimizers(self) -> None:
-        """After a `train` that raised: the next one makes its optimizer and scheduler from the arguments as they are then."""
+        """After a `train` that raised: the next one makes its optimizer and scheduler from the
+        arguments as they are then.
+        """
         self.trainer.optimizer, self.trainer.lr_scheduler = self.optimizers
         self.trainer.accelerator._optimizers.clear()
         self.trainer.accelerator._schedulers.clear()
@@ -82,10 +89,16 @@ class Attachment:
 
     def __str__(self) -> str:
         trainer = type(self.trainer).__name__
-        shown = [f"isotype attached to {trainer}: precision {self.resolved.text} ({self.resolved.why_preset})"]
+        shown = [
+            f"isotype attached to {trainer}: precision {self.resolved.text}"
+            f" ({self.resolved.why_preset})"
+        ]
         shown += [f"  claimed by  {claim}" for claim in self.claims]
         for name, manifest in self.manifests.items():
-            shown += [f"  {name}: {line}" if i == 0 else f"    {line}" for i, line in enumerate(str(manifest).splitlines())]
+            shown += [
+                f"  {name}: {line}" if i == 0 else f"    {line}"
+                for i, line in enumerate(str(manifest).splitlines())
+            ]
         return "\n".join([*shown, *(f"  note        {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,27 +118,39 @@ def trainers_that_run() -> list[Any]:
     found: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "train" and isinstance(trainer := frame.f_locals.get("self"), Trainer):
+        if frame.f_code.co_name == "train" and isinstance(
+            trainer := frame.f_locals.get("self"), Trainer
+        ):
             found.append(trainer)
         frame = frame.f_back
     return found
 
 
 def is_running(trainer: Any) -> bool:
-    """Whether the trainer's `train` runs now. Its `is_in_train` alone does not tell, as it stays true after a `train` that raised."""
+    """Whether the trainer's `train` runs now. Its `is_in_train` alone does not tell, as it stays
+    true after a `train` that raised.
+    """
     return bool(trainer.is_in_train) and any(one is trainer for one in trainers_that_run())
 
 
 def unprepare(trainer: Any) -> None:
-    """Takes off the wrappers that accelerate put around the model in an earlier `train` or `evaluate`; the next one wraps it anew."""
+    """Takes off the wrappers that accelerate put around the model in an earlier `train` or
+    `evaluate`; the next one wraps it anew.
+    """
     accelerator, model = trainer.accelerator, trainer.model
-    accelerator._models[:] = [prepared for prepared in accelerator._models if accelerator.unwrap_model(prepared) is not model]
+    accelerator._models[:] = [
+        prepared
+        for prepared in accelerator._models
+        if accelerator.unwrap_model(prepared) is not model
+    ]
     unwrap_forward(model)
     trainer.model_wrapped, trainer.is_in_train = model, False
 
 
 def unwrap_forward(model: nn.Module) -> dict[str, Any]:
-    """Gives a model the forward from before accelerate's autocast; returns the attributes that bring it back."""
+    """Gives a model the forward from before accelerate's autocast; returns the attributes that
+    bring it back.
+    """
     if "_original_forward" not in model.__dict__ or "forward" not in model.__dict__:
         return {}
     wrapped = {name: model.__dict__.pop(name) for name in ("_original_forward", "forward")}
@@ -141,8 +166,9 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
 
 
 def trained_in(trainer: Any, name: str) -> set[str]:
-    """Names of the parameters of one of `models_of` that are trained, or that a reference has from the trained model. A teacher is another
-    model."""
+    """Names of the parameters of one of `models_of` that are trained, or that a reference has from
+    the trained model. A teacher is another model.
+    """
     if name == "teacher_model":
         return set()
     trained = {parameter for parameter, p in trainer.model.named_parameters() if p.requires_grad}
@@ -160,7 +186,9 @@ class Methods:
         self.before: list[tuple[str, Any]] = []
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """`around(original, *args, **kwargs)` is called instead of `trainer.name`; `original` is the bound method that was there."""
+        """`around(original, *args, **kwargs)` is called instead of `trainer.name`; `original` is
+        the bound method that was there.
+        """
         trainer, original = self.trainer, getattr(self.trainer, name)
         self.before.append((name, trainer.__dict__.get(name, _ABSENT)))
 
@@ -180,7 +208,9 @@ class Methods:
 
 
 def overridden(trainer: Any, method: str) -> str | None:
-    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines this method."""
+    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines
+    this method.
+    """
     for cls in type(trainer).__mro__:
         if method in cls.__dict__:
             if cls.__module__.partition(".")[0] in ("transformers", "trl"):

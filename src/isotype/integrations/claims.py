@@ -1,7 +1,9 @@
-"""Who else claims the precision of a trainer: its arguments, the environment, accelerate, the checkpoint, PEFT and TRL.
+"""Who else claims the precision of a trainer: its arguments, the environment, accelerate, the
+checkpoint, PEFT and TRL.
 
-`check_trainer` refuses trainers that `attach` cannot handle, before anything is changed, each with a fix. `claims` lists the owners with
-their values; `resolve_for` turns what the caller asked for into one `Precision`, or refuses a contradiction.
+`check_trainer` refuses trainers that `attach` cannot handle, before anything is changed, each with
+a fix. `claims` lists the owners with their values; `resolve_for` turns what the caller asked for
+into one `Precision`, or refuses a contradiction.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def is_adapter(parameter_name: str) -> bool:
 
 def dtypes_of(parameters: Iterable[nn.Parameter]) -> str:
     """`bf16 x 12, fp32 x 3`: floating parameters that are not quantised, by dtype."""
-    counted = Counter(dtype_name(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p))
+    counted = Counter(
+        dtype_name(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
+    )
     return ", ".join(f"{word} x {n}" for word, n in counted.most_common()) or "none"
 
 
@@ -47,18 +51,29 @@ def asked_by_arguments(trainer: Any) -> str | None:
     return "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
 
 
-def _auto(trainer: Any, adapter: str, *, quantised: Quantisation | None) -> tuple[str, dict[str, str], str]:
-    """What the arguments and the model make of `auto`: preset, what differs from it, and why. Without them the device decides."""
+def _auto(
+    trainer: Any, adapter: str, *, quantised: Quantisation | None
+) -> tuple[str, dict[str, str], str]:
+    """What the arguments and the model make of `auto`: preset, what differs from it, and why.
+    Without them the device decides.
+    """
     given = asked_by_arguments(trainer)
-    # TRL's configurations mean bf16 by default: False was typed; transformers' own False may be the default
+    # TRL's configurations mean bf16 by default: False was typed; transformers' own False may be the
+    # default
     typed = given is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
     fp32 = "bf16=False in the trainer's arguments"
     if quantised is not None:
         own = quantised.held or quantised.kind == "int8"
         preset, base = ("bf16-lora", {"base": quantised.kind}) if own else ("nf4-lora", {})
-        return preset, base | ({"compute": "fp32"} if typed else {}), "auto: the model's base is quantised" + f", and {fp32}" * typed
+        return (
+            preset,
+            base | ({"compute": "fp32"} if typed else {}),
+            "auto: the model's base is quantised" + f", and {fp32}" * typed,
+        )
     if given is not None:
-        preset = "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
+        preset = (
+            "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
+        )
         return preset, {}, f"auto: {given}=True in the trainer's arguments"
     return ("fp32", {}, f"auto: {fp32}") if typed else ("auto", {}, "")
 
@@ -67,38 +82,64 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
     """One precision for this trainer. Raises UsageError with both values for a contradiction."""
     model, device = trainer.model, trainer.args.device.type
     hardware = detect("cpu" if device == "cpu" else "auto")
-    adapter = "lora" if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()) else "none"
+    adapter = (
+        "lora"
+        if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters())
+        else "none"
+    )
     quantised = of_model(inner_model(model))
     why = ""
     if not isinstance(precision, str | Precision):
-        raise UsageError(f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or auto")
+        raise UsageError(
+            f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or"
+            " auto"
+        )
     if precision == "auto":
         preset, overrides, why = _auto(trainer, adapter, quantised=quantised)
     else:
-        asked = Precision.parse(str(precision))  # the short text form: a preset and what differs from it
+        # the short text form: a preset and what differs from it
+        asked = Precision.parse(str(precision))
         preset = str(precision).split()[0]
-        overrides = {role: value for role, value in asked.items() if value != getattr(PRESETS[preset], role)}
+        overrides = {
+            role: value for role, value in asked.items() if value != getattr(PRESETS[preset], role)
+        }
     resolved = resolve(
         {"preset": preset, **overrides},
         device=hardware,
         adapter=adapter,
-        optimizer="adamw8bit" if "8bit" in getattr(trainer.args.optim, "value", trainer.args.optim) else "adamw",
+        optimizer=(
+            "adamw8bit"
+            if "8bit" in getattr(trainer.args.optim, "value", trainer.args.optim)
+            else "adamw"
+        ),
         frozen=any(not p.requires_grad for p in model.parameters()),
-        sources={"precision.preset": f"attach(precision={str(precision)!r})", "adapter.kind": "the trainer's model"},
+        sources={
+            "precision.preset": f"attach(precision={str(precision)!r})",
+            "adapter.kind": "the trainer's model",
+        },
     )
     if why:
-        resolved = replace(resolved, why_preset=resolved.why_preset.replace(f"preset {preset}", why, 1))
+        resolved = replace(
+            resolved, why_preset=resolved.why_preset.replace(f"preset {preset}", why, 1)
+        )
     _check_precision_claims(trainer, resolved.precision, preset)
     if quantised is not None and quantised.packing is not None:
         raise UsageError(
-            f"the trainer's model has {quantised.kind} layers of {quantised.library}'s own, whose products and gradients are not checked",
-            fix="isotype.load_packed(FOLDER), which reads the same files into layers with a right gradient",
+            f"the trainer's model has {quantised.kind} layers of {quantised.library}'s own, whose"
+            " products and gradients are not checked",
+            fix=(
+                "isotype.load_packed(FOLDER), which reads the same files into layers with a right"
+                " gradient"
+            ),
         )
     if resolved.precision.packed and quantised is None:
         raise UsageError(
-            f"precision {preset}: base {resolved.precision.base}, but the trainer's model is not quantised "
-            f"(its weights: {dtypes_of(model.parameters())})",
-            fix="load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or precision='bf16-lora'",
+            f"precision {preset}: base {resolved.precision.base}, but the trainer's model is not"
+            f" quantised (its weights: {dtypes_of(model.parameters())})",
+            fix=(
+                "load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or"
+                " precision='bf16-lora'"
+            ),
         )
     check_base(quantised, resolved.precision, "of the trainer")
     return resolved
@@ -106,25 +147,45 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
 
 def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:
     """The arguments and accelerate against the precision."""
-    given, there = asked_by_arguments(trainer), _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
+    given, there = (
+        asked_by_arguments(trainer),
+        _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision),
+    )
     if there == "fp8":
-        raise UsageError("accelerate's mixed_precision is fp8, and no precision declares that", fix="mixed_precision: bf16")
-    if given is not None and given != precision.compute:
-        by = " (TRL's configurations set it by default)" if given == "bf16" and is_of_trl(trainer) else ""
         raise UsageError(
-            f"{given}=True in the trainer's arguments{by}, and precision {preset} computes in {precision.compute}",
-            fix=f"{given}=False, or precision='{'fp16-mixed' if given == 'fp16' else 'bf16-mixed'}'",
+            "accelerate's mixed_precision is fp8, and no precision declares that",
+            fix="mixed_precision: bf16",
+        )
+    if given is not None and given != precision.compute:
+        by = (
+            " (TRL's configurations set it by default)"
+            if given == "bf16" and is_of_trl(trainer)
+            else ""
+        )
+        raise UsageError(
+            f"{given}=True in the trainer's arguments{by}, and precision {preset} computes in"
+            f" {precision.compute}",
+            fix=(
+                f"{given}=False, or precision='{'fp16-mixed' if given == 'fp16' else 'bf16-mixed'}'"
+            ),
         )
     variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if given is None and there != "fp32" and there != precision.compute:
-        where = f"ACCELERATE_MIXED_PRECISION={variable}" if variable else "accelerate's configuration"
+        where = (
+            f"ACCELERATE_MIXED_PRECISION={variable}" if variable else "accelerate's configuration"
+        )
         raise UsageError(
             f"{where} asks for {there}, and precision {preset} computes in {precision.compute}",
-            fix=f"unset it, or {there}=True in the arguments with a precision that computes in {there}",
+            fix=(
+                f"unset it, or {there}=True in the arguments with a precision that computes in"
+                f" {there}"
+            ),
         )
     if precision.loss_scaling == "dynamic" and getattr(trainer.accelerator, "scaler", None) is None:
         raise UsageError(
-            f"precision {preset} scales the loss, and this trainer was built without a gradient scaler", fix="fp16=True in the arguments"
+            f"precision {preset} scales the loss, and this trainer was built without a gradient"
+            " scaler",
+            fix="fp16=True in the arguments",
         )
     if precision.trainable != "fp32" or precision.grads != "fp32":
         check_pure(trainer, precision, preset)
@@ -135,9 +196,17 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     model, args = trainer.model, trainer.args
     here = f"{precision.compute}, on the inner model"
     given = asked_by_arguments(trainer)
-    yield Claim("training arguments", f"{given}=True" if given else "bf16=False, fp16=False", f"compute {here}")
+    yield Claim(
+        "training arguments",
+        f"{given}=True" if given else "bf16=False, fp16=False",
+        f"compute {here}",
+    )
     if variable := os.environ.get("ACCELERATE_MIXED_PRECISION"):
-        yield Claim("environment", f"ACCELERATE_MIXED_PRECISION={variable}", "agrees" if given else "overridden")
+        yield Claim(
+            "environment",
+            f"ACCELERATE_MIXED_PRECISION={variable}",
+            "agrees" if given else "overridden",
+        )
     now = "had no autocast"
     if trainer.accelerator.native_amp:
         scaled = precision.loss_scaling != "none"
@@ -146,34 +215,66 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     named = list(model.named_parameters())
     trained = [(n, p) for n, p in named if p.requires_grad]
     if len(trained) < len(named):
-        yield Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}")
+        yield Claim(
+            "checkpoint, frozen",
+            dtypes_of(p for _, p in named if not p.requires_grad),
+            f"base {precision.unquantised}",
+        )
     adapters = [p for n, p in trained if is_adapter(n)]
     rest = [p for n, p in trained if not is_adapter(n)]
     if rest:
         rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
-        yield Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest))
+        yield Claim(
+            "checkpoint, trained",
+            dtypes_of(rest),
+            f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest),
+        )
     if adapters:
         # TRL casts the adapters of quantised models
-        by = "TRL's cast" if is_of_trl(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters) else "PEFT"
-        yield Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters))
+        by = (
+            "TRL's cast"
+            if is_of_trl(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters)
+            else "PEFT"
+        )
+        yield Claim(
+            f"{by}, adapters",
+            dtypes_of(adapters),
+            f"{precision.trainable} masters" + _vanishing(trainer, adapters),
+        )
         if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
-            yield Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead")
+            yield Claim(
+                "PEFT's casts",
+                "activations widened to the adapter's dtype",
+                "off: A and B are cast down instead",
+            )
     if precision.trainable != "fp32":
         optim = getattr(args.optim, "value", args.optim)
-        yield Claim("training arguments", f"optim={optim}", "Isotype's AdamW, which rounds stochastically")
+        yield Claim(
+            "training arguments", f"optim={optim}", "Isotype's AdamW, which rounds stochastically"
+        )
     for name, other in models_of(trainer).items():
         if name != "model":
             now = f"base {precision.unquantised}"
             if precision.trainable != precision.unquantised and trained_in(trainer, name):
-                now = f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
+                now = (
+                    f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
+                )
             yield Claim(f"checkpoint, {name}", dtypes_of(other.parameters()), now)
     if getattr(args, "cast_lm_head_to_fp32", False):
         yield Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32")
     if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
-        yield Claim("TRL's reference", "precompute_ref_log_probs=True", "computed before attach(), in the trainer's own precision")
+        yield Claim(
+            "TRL's reference",
+            "precompute_ref_log_probs=True",
+            "computed before attach(), in the trainer's own precision",
+        )
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, flag, False):
-            yield Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay")
+            yield Claim(
+                "training arguments",
+                f"{flag}=True",
+                "evaluation computes in the precision, weights stay",
+            )
 
 
 def is_of_trl(trainer: Any) -> bool:
@@ -181,32 +282,54 @@ def is_of_trl(trainer: Any) -> bool:
 
 
 def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
-    """The updates that training bf16 weights directly would lose. They are reported because the trainer does not report them."""
+    """The updates that training bf16 weights directly would lose. They are reported because the
+    trainer does not report them.
+    """
     low = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL
     total = sum(p.numel() for p in low)
     if not total or not update:
         return ""
     share = sum(stuck_share(p, update) * p.numel() for p in low) / total
-    return f"; trained as they are, {share:.0%} of {dtype_name(low[0].dtype)} updates at {trainer.args.learning_rate:g} would vanish"
+    return (
+        f"; trained as they are, {share:.0%} of {dtype_name(low[0].dtype)} updates at"
+        f" {trainer.args.learning_rate:g} would vanish"
+    )
 
 
 ATTACHED = "_isotype_attachment"
 # package -> (first version, first version that is not tested any more)
-TESTED = {"transformers": ("5.17", "6"), "accelerate": ("1.10", "2"), "peft": ("0.21", "1"), "trl": ("1.16", "1.17")}
+TESTED = {
+    "transformers": ("5.17", "6"),
+    "accelerate": ("1.10", "2"),
+    "peft": ("0.21", "1"),
+    "trl": ("1.16", "1.17"),
+}
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached already, is training, is wrapped, or has a
-    version that was never tested."""
+    """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached
+    already, is training, is wrapped, or has a version that was never tested.
+    """
     if not isinstance(trainer, Trainer):
-        what = "is a class: give the trainer itself" if isinstance(trainer, type) else "is no transformers.Trainer"
-        fix = "isotype.optimize(model) for a loop of your own" if isinstance(trainer, nn.Module) else "attach(trainer) after Trainer(...)"
+        what = (
+            "is a class: give the trainer itself"
+            if isinstance(trainer, type)
+            else "is no transformers.Trainer"
+        )
+        fix = (
+            "isotype.optimize(model) for a loop of your own"
+            if isinstance(trainer, nn.Module)
+            else "attach(trainer) after Trainer(...)"
+        )
         raise UsageError(f"attach() takes a trainer: {type(trainer).__name__} {what}", fix=fix)
     if ATTACHED in trainer.__dict__:
         raise UsageError("this trainer is attached already", fix="detach(trainer) first")
     if is_running(trainer):
-        raise UsageError("this trainer is training: its optimizer and wrappers exist", fix="attach(trainer) before trainer.train()")
+        raise UsageError(
+            "this trainer is training: its optimizer and wrappers exist",
+            fix="attach(trainer) before trainer.train()",
+        )
     _check_versions(trainer)
     _check_model(trainer)
 
@@ -214,14 +337,22 @@ def check_trainer(trainer: Any) -> None:
 def check_preflight(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
     """Raises  UsageError for an unknown check, one without a reason, and settings without effect."""
     if preflight and not record:
-        raise UsageError("preflight=True has no effect with record=False: its record is preflight.json", fix="preflight=False too")
+        raise UsageError(
+            "preflight=True has no effect with record=False: its record is preflight.json",
+            fix="preflight=False too",
+        )
     if skip and not preflight:
-        raise UsageError(f"skip={dict(skip)} has no effect with preflight=False", fix="preflight=True")
+        raise UsageError(
+            f"skip={dict(skip)} has no effect with preflight=False", fix="preflight=True"
+        )
     return check_skips(skip)
 
 
 def _check_versions(trainer: Any) -> None:
-    packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__} | {"transformers", "accelerate"}
+    packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__} | {
+        "transformers",
+        "accelerate",
+    }
     packages |= {"peft"} if hasattr(trainer.model, "peft_config") else set()
     for package, (first, last) in TESTED.items():
         if package not in packages:
@@ -229,14 +360,18 @@ def _check_versions(trainer: Any) -> None:
         found = metadata.version(package)
         if not Version(first) <= Version(found) < Version(last):
             raise UsageError(
-                f"{package} {found}: attach() was tested with {first} to below {last}", fix=f"pip install '{package}>={first},<{last}'"
+                f"{package} {found}: attach() was tested with {first} to below {last}",
+                fix=f"pip install '{package}>={first},<{last}'",
             )
 
 
 def _check_model(trainer: Any) -> None:
     model, args, why = trainer.model, trainer.args, ""
     if not isinstance(model, nn.Module):
-        why, fix = "this trainer has no model yet (model_init builds it in train())", "Trainer(model=...)"
+        why, fix = (
+            "this trainer has no model yet (model_init builds it in train())",
+            "Trainer(model=...)",
+        )
     elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         why = f"the trainer's model is wrapped in {type(model).__name__} already"
         fix = "give the trainer the plain model: it wraps it"
@@ -245,12 +380,21 @@ def _check_model(trainer: Any) -> None:
         fix = "attach(trainer) before train()"
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "accelerate's FSDP"
-        why = f"attach() does not support {engine}, which owns the dtypes and the casts of the weights that the ops read"
+        why = (
+            f"attach() does not support {engine}, which owns the dtypes and the casts of the"
+            " weights that the ops read"
+        )
         fix = "DDP or a single process; or isotype train, which shards with FSDP2"
     elif args.use_liger_kernel and args.device.type in ("cpu", "mps"):
-        why = f"use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do not run on {args.device.type}"
+        why = (
+            "use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do"
+            f" not run on {args.device.type}"
+        )
         fix = "use_liger_kernel=False: attach() brings kernels of its own"
     elif not any(p.requires_grad for p in model.parameters()):
-        why, fix = "no parameter of this model is trained", "give the trainer a peft_config, or requires_grad_(True)"
+        why, fix = (
+            "no parameter of this model is trained",
+            "give the trainer a peft_config, or requires_grad_(True)",
+        )
     if why:
         raise UsageError(why, fix=fix)

@@ -1,8 +1,9 @@
-"""The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and rows, before step 1.
+"""The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and
+rows, before step 1.
 
-A trainer is presented to them as a run: its arguments, its step, its rows. Checks that need a run file are left out, and those that the
-trainer cannot be rehearsed for, each with its reason. It draws, updates and logs nothing: a run with the preflight is bit-identical to one
-without.
+A trainer is presented to them as a run: its arguments, its step, its rows. Checks that need a run
+file are left out, and those that the trainer cannot be rehearsed for, each with its reason. It
+draws, updates and logs nothing: a run with the preflight is bit-identical to one without.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from ..observe.origin import hook_of_gradients
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.vision import vision_parts
-from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
+from ..tasks.language.checks import (
+    beyond_the_embeddings,
+    beyond_the_positions,
+    end_never_learnt,
+    nothing_to_learn,
+    untrained_new_tokens,
+)
 from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
@@ -69,7 +76,8 @@ def in_trainers_words(text: str) -> str:
     return text
 
 
-MOST, MOST_WITH_PICTURES = 4096, 32  # rows looked at: the first ones. Each of a dataset's pictures is decoded when its row is read
+# rows looked at: the first ones. Each of a dataset's pictures is decoded when its row is read
+MOST, MOST_WITH_PICTURES = 4096, 32
 _LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
@@ -89,11 +97,17 @@ def _has_pictures(row: Any) -> bool:
 
 def _ids(value: Any) -> tuple[int, ...] | None:
     value = value.tolist() if hasattr(value, "tolist") else value
-    return tuple(value) if isinstance(value, list | tuple) and all(isinstance(i, int) for i in value) else None
+    return (
+        tuple(value)
+        if isinstance(value, list | tuple) and all(isinstance(i, int) for i in value)
+        else None
+    )
 
 
 def _token_rows(rows: list[Any]) -> list[Row]:
-    """Rows with input_ids; labels from their column, or every token where only ids are given. Padding of masked positions is left out."""
+    """Rows with input_ids; labels from their column, or every token where only ids are given.
+    Padding of masked positions is left out.
+    """
     made = []
     for row in rows:
         ids = _ids(row.get("input_ids")) if isinstance(row, dict) else None
@@ -116,11 +130,19 @@ def _token_rows(rows: list[Any]) -> list[Row]:
 
 def _largest(rows: list[Any], count: int) -> list[Any]:
     def length(row: Any) -> int:
-        return sum(len(row[name]) for name in _LENGTHS if name in row and hasattr(row[name], "__len__")) if isinstance(row, dict) else 0
+        return (
+            sum(
+                len(row[name]) for name in _LENGTHS if name in row and hasattr(row[name], "__len__")
+            )
+            if isinstance(row, dict)
+            else 0
+        )
 
     if rows and _has_pictures(rows[0]):  # tokens are made by the collator
         return rows[:count]
-    return sorted(rows, key=length, reverse=True)[:count] if any(length(row) for row in rows) else []
+    return (
+        sorted(rows, key=length, reverse=True)[:count] if any(length(row) for row in rows) else []
+    )
 
 
 NEW_TOKENS = 8  # of the rehearsed generation: the cache is used from the second on
@@ -157,8 +179,12 @@ class TrainerStepper:
         self.world = ALONE
         dtype = attached.precision.trainable
         # of weights in their gradients' dtype: those stay in .grad
-        self.accumulator = attached.accumulator or GradientAccumulator(self.model.parameters(), dtype=dtype)
-        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), "weights are in their declared dtype"
+        self.accumulator = attached.accumulator or GradientAccumulator(
+            self.model.parameters(), dtype=dtype
+        )
+        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), (
+            "weights are in their declared dtype"
+        )
 
     def accumulate(self, batches: Sequence[TrainerBatch]) -> Tensor:
         total = torch.zeros(())
@@ -175,28 +201,41 @@ class TrainerStepper:
     def _loss(self, batch: TrainerBatch) -> Tensor:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(self.model, trainer._prepare_inputs(dict(batch.inputs)))
+            loss: Tensor = trainer.compute_loss(
+                self.model, trainer._prepare_inputs(dict(batch.inputs))
+            )
             return loss
 
     def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
         passes: list[Callable[[], object]] = [partial(self._loss, batch) for batch in batches]
         args = self.trainer.args
         return non_finite_error(
-            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=args.learning_rate,
-            clip=args.max_grad_norm or None, compute=self.compute,
-        )  # fmt: skip
+            self.model,
+            passes,
+            step=step,
+            what=what,
+            gradient=self.accumulator.gradient,
+            learning_rate=args.learning_rate,
+            clip=args.max_grad_norm or None,
+            compute=self.compute,
+        )
 
 
 class TrainerTask:
     """The task of an attached trainer: answers what the checks ask of a task.
 
     data           the rows as tokens, empty where they are none
-    largest_rows   of the largest batch, as the dataset has them; largest_eval_rows: of an evaluation's
+    largest_rows   of the largest batch, as the dataset has them; largest_eval_rows: of an
+                   evaluation's
     why_no_tokens  "" where rows are tokens
     """
 
     def __init__(self, attached: Attachment) -> None:
-        self.trainer, self.model, args = attached.trainer, attached.trainer.model, attached.trainer.args
+        self.trainer, self.model, args = (
+            attached.trainer,
+            attached.trainer.model,
+            attached.trainer.args,
+        )
         self.tokenizer = tokenizer_of(self.trainer)
         rows, why = _first(self.trainer.train_dataset)
         sets = self.trainer.eval_dataset
@@ -206,15 +245,23 @@ class TrainerTask:
         self.why_no_tokens = "" if train else why or "the rows are no plain tokens with labels"
         self.largest_rows = _largest(rows, args.per_device_train_batch_size)
         self.largest_eval_rows = _largest(eval_rows, args.per_device_eval_batch_size)
-        answered = any(IGNORED in row.labels for row in train)  # else every token is learnt: no answers that should end
-        longest, longest_eval = (max((len(row.input_ids) for row in side), default=0) for side in (train, evaluated))
+        # else every token is learnt: no answers that should end
+        answered = any(IGNORED in row.labels for row in train)
+        longest, longest_eval = (
+            max((len(row.input_ids) for row in side), default=0) for side in (train, evaluated)
+        )
         facts = {
             "train": {
-                "dropped": [], "truncated": 0, "lengths": {"longest": longest}, "files": [{"format": "messages" if answered else "text"}],
+                "dropped": [],
+                "truncated": 0,
+                "lengths": {"longest": longest},
+                "files": [{"format": "messages" if answered else "text"}],
             },
             "eval": {"dropped": [], "lengths": {"longest": longest_eval}},
-            "tokens": {"end_of_turn": {}}, "template": None, "max_length": longest,
-        }  # fmt: skip
+            "tokens": {"end_of_turn": {}},
+            "template": None,
+            "max_length": longest,
+        }
         self.data = LoadedData(train, evaluated, [], None, facts)
         self.prompts: list[SamplePrompt] = []
 
@@ -227,7 +274,9 @@ class TrainerTask:
     def collate(self, rows: Sequence[Any]) -> TrainerBatch:
         return TrainerBatch(self.trainer.data_collator(list(rows)))
 
-    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+    def rehearse_evaluation(
+        self, model: nn.Module, device: torch.device, *, dtype: str
+    ) -> Evaluation | None:
         if not self.largest_eval_rows:
             return None
         batch = self.collate(self.largest_eval_rows)
@@ -237,11 +286,19 @@ class TrainerTask:
 
     @property
     def samples(self) -> int:
-        return int(bool(self.data.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
+        return int(
+            bool(self.data.train)
+            and hasattr(self.model, "generate")
+            and getattr(self.model, "can_generate", lambda: False)()
+        )
 
-    def sample(self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Any]:
+    def sample(
+        self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE
+    ) -> Sequence[Any]:
         row = self.data.train[0]
-        ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
+        ids = torch.tensor(
+            [row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device
+        )
         with eval_mode(model), random_state_restored():
             model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         return []
@@ -255,34 +312,58 @@ def tokenizer_of(trainer: Any) -> Any | None:
 
 
 def subject_of(attached: Attachment, folder: Path, *, resuming: bool) -> Subject:
-    """The trainer's own arguments under the names of a run file. Only those that the checks read are translated."""
+    """The trainer's own arguments under the names of a run file. Only those that the checks read
+    are translated.
+    """
     trainer, args, task = attached.trainer, attached.trainer.args, TrainerTask(attached)
     config = RunConfig(
         model=ModelSection(name="the trainer's model"),
-        data=DataSection(train="the trainer's train_dataset", max_length=max(1, task.data.facts["max_length"])),
+        data=DataSection(
+            train="the trainer's train_dataset", max_length=max(1, task.data.facts["max_length"])
+        ),
         train=TrainSection(
-            learning_rate=args.learning_rate, optimizer="adamw", batch_size=args.per_device_train_batch_size,
+            learning_rate=args.learning_rate,
+            optimizer="adamw",
+            batch_size=args.per_device_train_batch_size,
             eval_batch_size=args.per_device_eval_batch_size,
         ),
-    )  # fmt: skip
+    )
     # the parts of a prepared run that the checks use
     prepared = SimpleNamespace(
-        model=trainer.model, resolved=attached.resolved, device=args.device, stepper=TrainerStepper(attached), manifest=attached.manifest
+        model=trainer.model,
+        resolved=attached.resolved,
+        device=args.device,
+        stepper=TrainerStepper(attached),
+        manifest=attached.manifest,
     )
     return Subject(
-        config=config, task=task, folder=folder, resuming=resuming, prepared=cast(Prepared, prepared),
+        config=config,
+        task=task,
+        folder=folder,
+        resuming=resuming,
+        prepared=cast(Prepared, prepared),
         plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
-    )  # fmt: skip
+    )
 
 
 def run_preflight(
-    attached: Attachment, folder: Path, skip: Mapping[str, str], observer: Observer, *, resuming: bool
+    attached: Attachment,
+    folder: Path,
+    skip: Mapping[str, str],
+    observer: Observer,
+    *,
+    resuming: bool,
 ) -> dict[str, Observation]:
-    """Returns what the observer saw of each rehearsal. Raises PreflightError with every error found; `attach(..., skip={"PF003": "why"})`
-    leaves a check out."""
+    """Returns what the observer saw of each rehearsal. Raises PreflightError with every error
+    found; `attach(..., skip={"PF003": "why"})` leaves a check out.
+    """
     trainer = attached.trainer
     with _trainer_restored(trainer):
-        subject = replace(subject_of(attached, folder, resuming=resuming), observer=observer, violation=Severity.WARNING)
+        subject = replace(
+            subject_of(attached, folder, resuming=resuming),
+            observer=observer,
+            violation=Severity.WARNING,
+        )
         _run(attached, subject, skip)
     return subject.seen
 
@@ -292,12 +373,24 @@ def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Out
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
     why_not = _why_not_rehearsed(task)
     unmeasured = f", which does not run: {why_not}" if why_not else ""
-    skipped = {"PF011": f"a trainer's memory is not planned; the rehearsed step of its longest batch is the check{unmeasured}", **skip}
+    skipped = {
+        "PF011": (
+            "a trainer's memory is not planned; the rehearsed step of its longest batch is the"
+            f" check{unmeasured}"
+        ),
+        **skip,
+    }
     no_rows = task.why_no_tokens
     without = no_rows or ("" if task.tokenizer else "the trainer has no processing_class")
-    unknown = "" if hasattr(inner_model(trainer.model), "config") else "the model is none of transformers: its tables are not known"
+    unknown = (
+        ""
+        if hasattr(inner_model(trainer.model), "config")
+        else "the model is none of transformers: its tables are not known"
+    )
     unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
-    blind = "" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures"
+    blind = (
+        "" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures"
+    )
     for phase, codes, run, why in (
         ("data", ("PF005",), nothing_to_learn, no_rows),
         ("data", ("PF020",), beyond_the_positions, unknown or no_rows),
@@ -334,24 +427,36 @@ def _why_not_rehearsed(task: TrainerTask) -> str:
     if hasattr(trainer, "_generate_and_score_completions") or hasattr(trainer, "reward_funcs"):
         return "the trainer makes its rows by generation in its first step"
     if (hook := hook_of_gradients(trainer.model.parameters())) is not None:
-        return f"{hook} runs in backward: what it does there, as an update of the weights, could not be put back"
+        return (
+            f"{hook} runs in backward: what it does there, as an update of the weights, could not"
+            " be put back"
+        )
     return "" if task.largest_rows else task.why_no_tokens
 
 
 @contextmanager
 def _trainer_restored(trainer: Any) -> Iterator[None]:
-    """Restores on exit random state, and what a trainer, its state and its collator count and draw: TRL's metrics, the generator of a
-    collator with a seed. Nothing is logged."""
+    """Restores on exit random state, and what a trainer, its state and its collator count and draw:
+    TRL's metrics, the generator of a collator with a seed. Nothing is logged.
+    """
     undo: list[Callable[[], object]] = []
     for owner in (trainer, trainer.state, trainer.control, trainer.data_collator):
         for name, value in getattr(owner, "__dict__", {}).items():
             if isinstance(value, torch.Generator):
                 undo.append(partial(value.set_state, value.get_state()))
             elif isinstance(value, np.random.Generator):
-                undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+                undo.append(
+                    partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+                )
             elif not _is_plain(value):
                 continue
-            undo.append(partial(vars(owner).__setitem__, name, copy.deepcopy(value) if _is_plain(value) else value))
+            undo.append(
+                partial(
+                    vars(owner).__setitem__,
+                    name,
+                    copy.deepcopy(value) if _is_plain(value) else value,
+                )
+            )
     methods = Methods(trainer)
     with random_state_restored():
         methods.wrap("log", lambda *_, **__: None)
@@ -379,20 +484,36 @@ def places_learnt(subject: Subject) -> Iterator[Finding]:
     """PF023: labels on the places of pictures, as trainers that learn every token have them."""
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config
-    place = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(config, key, None)) is not None), None)
+    place = next(
+        (
+            at
+            for key in ("image_token_id", "image_token_index")
+            if (at := getattr(config, key, None)) is not None
+        ),
+        None,
+    )
     rows = list(islice(iter(trainer.train_dataset), 4))
     made = trainer.data_collator(rows) if rows and place is not None else None
-    labels = made.get("labels") if isinstance(made, Mapping) else None  # a trainer of policies makes its rows itself
+    # a trainer of policies makes its rows itself
+    labels = made.get("labels") if isinstance(made, Mapping) else None
     if labels is None:
         return
     learnt, places = int((labels != IGNORED).sum()), int((labels == place).sum())
     if places:
         yield Finding(
-            code="PF023", severity=Severity.WARNING, place=Place(symbol="labels"),
+            code="PF023",
+            severity=Severity.WARNING,
+            place=Place(symbol="labels"),
             message=f"{places} of {learnt} learnt tokens of the first rows are places of pictures",
-            cause="the model learns to write the token for a picture; the user's words are learnt too where every token is",
-            fix="labels of the assistant's turns alone (TRL: assistant_only_loss=True), or -100 at the places of pictures",
-        )  # fmt: skip
+            cause=(
+                "the model learns to write the token for a picture; the user's words are learnt too"
+                " where every token is"
+            ),
+            fix=(
+                "labels of the assistant's turns alone (TRL: assistant_only_loss=True), or -100 at"
+                " the places of pictures"
+            ),
+        )
 
 
 def names_that_do_not_load(subject: Subject) -> Iterator[Finding]:
@@ -401,7 +522,11 @@ def names_that_do_not_load(subject: Subject) -> Iterator[Finding]:
 
     model: Any = inner_model(subject.task.trainer.model)
     name = getattr(model, "name_or_path", "")
-    if vision_parts(model) is not None or not hasattr(subject.task.trainer.model, "peft_config") or not name:
+    if (
+        vision_parts(model) is not None
+        or not hasattr(subject.task.trainer.model, "peft_config")
+        or not name
+    ):
         return
     try:
         released = AutoConfig.from_pretrained(name)
@@ -409,9 +534,20 @@ def names_that_do_not_load(subject: Subject) -> Iterator[Finding]:
         return
     if is_vision_language(released):
         yield Finding(
-            code="PF024", severity=Severity.WARNING, place=Place(symbol=type(model).__name__),
-            message=f"the adapter's names will not load onto the released model ({(released.architectures or ['?'])[0]}): "
-            "servers and AutoModelForImageTextToText find none of them",
-            cause=f"{type(model).__name__} is the family's class for text alone: its layers have other paths",
-            fix=f"load the model with AutoModelForImageTextToText.from_pretrained({name!r}), for text too",
-        )  # fmt: skip
+            code="PF024",
+            severity=Severity.WARNING,
+            place=Place(symbol=type(model).__name__),
+            message=(
+                "the adapter's names will not load onto the released model"
+                f" ({(released.architectures or ['?'])[0]}): servers and"
+                " AutoModelForImageTextToText find none of them"
+            ),
+            cause=(
+                f"{type(model).__name__} is the family's class for text alone: its layers have"
+                " other paths"
+            ),
+            fix=(
+                f"load the model with AutoModelForImageTextToText.from_pretrained({name!r}), for"
+                " text too"
+            ),
+        )

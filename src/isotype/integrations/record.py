@@ -1,13 +1,18 @@
-"""`output_dir/isotype/`: the files that an attached run writes, in the form of an Isotype run's files, so that the same report shows them.
+"""`output_dir/isotype/`: the files that an attached run writes, in the form of an Isotype run's
+files, so that the same report shows them.
 
-manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared and observed dtypes
-preflight.json  the checks before step 1                                env.json         versions and devices
-metrics.jsonl   the trainer's own log                                   result.json      how it ended
+manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared
+                and observed dtypes
+preflight.json  the checks before step 1                                env.json         versions
+                and devices
+metrics.jsonl   the trainer's own log                                   result.json      how it
+                ended
 report.html     all of it on one page
 
-In the first step of a training fused calls are counted, and others with their reason. Dtypes are observed in that step, in those of the
-schedule of `isotype train`, and in the one after a change of the model. Neither changes what is computed: their hooks are marked as
-observing, so that fused code runs as in every other step.
+In the first step of a training fused calls are counted, and others with their reason. Dtypes are
+observed in that step, in those of the schedule of `isotype train`, and in the one after a change of
+the model. Neither changes what is computed: their hooks are marked as observing, so that fused code
+runs as in every other step.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ FOLDER = "isotype"
 class Record(TrainerCallback):
     """One trainer's record; also where the preflight and the watched steps are called from."""
 
-    def __init__(self, attached: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]) -> None:
+    def __init__(
+        self, attached: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]
+    ) -> None:
         self.attached, self.guards, self.preflight, self.skip = attached, guards, preflight, skip
         self.folder = RunFolder(Path(attached.trainer.args.output_dir) / FOLDER)
         self.metrics: Metrics | None = None  # in the first process
@@ -65,7 +72,9 @@ class Record(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
-        self.watched = watched = WatchedSteps(self.attached, partial(self.folder.write_json, "precision.json"))
+        self.watched = watched = WatchedSteps(
+            self.attached, partial(self.folder.write_json, "precision.json")
+        )
         resuming = state.global_step > 0
         self._said = len(state.log_history)
         if state.is_world_process_zero:
@@ -79,7 +88,11 @@ class Record(TrainerCallback):
             self.folder.write_json("plan.json", {"total": state.max_steps})
             self._write_manifest()
         if self.preflight:
-            watched.rehearsed(run_preflight(self.attached, self.folder.path, self.skip, watched.observer, resuming=resuming))
+            watched.rehearsed(
+                run_preflight(
+                    self.attached, self.folder.path, self.skip, watched.observer, resuming=resuming
+                )
+            )
             trim_freed_blocks()
         watched.start()
 
@@ -110,15 +123,23 @@ class Record(TrainerCallback):
         if self.metrics is None:
             return
         for row in state.log_history[self._said :]:
-            plain = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
+            plain = {
+                key: value for key, value in row.items() if isinstance(value, int | float | str)
+            }
             self.metrics.write(**plain, **({"event": "evaluation"} if "eval_loss" in plain else {}))
         self._said = len(state.log_history)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        status, seconds = "done" if state.global_step >= state.max_steps else "stopped", round(time.monotonic() - self._started, 2)
-        self.folder.write_json("result.json", {"status": status, "steps": state.global_step, "trained_seconds": seconds})
+        status, seconds = (
+            "done" if state.global_step >= state.max_steps else "stopped",
+            round(time.monotonic() - self._started, 2),
+        )
+        self.folder.write_json(
+            "result.json",
+            {"status": status, "steps": state.global_step, "trained_seconds": seconds},
+        )
         try:
             write_report(self.folder.path)
         except Exception as problem:  # a report is worth a line, not a trained model
@@ -127,5 +148,8 @@ class Record(TrainerCallback):
     def _write_manifest(self) -> None:
         said = self.attached.to_dict()
         if self.watched is not None and self.watched.calls:
-            said["first_step"] = [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.watched.calls.items())]
+            said["first_step"] = [
+                {"part": part, "op": op, "calls": n}
+                for (part, op), n in sorted(self.watched.calls.items())
+            ]
         self.folder.write_json("manifest.json", said)

@@ -1,10 +1,12 @@
 """The steps, losses and evaluations of an attached trainer.
 
-A non-finite loss or gradient stops the run, before any weight moves; Trainer's own filter, which logs 0.0 instead, is switched off. Logits
-of a trainer's own loss are deferred, whether or not its forward has labels: `compute_loss` of ORPO, of CPO, of a user. TRL's distillation
-is answered by `linear_divergence`.
+A non-finite loss or gradient stops the run, before any weight moves; Trainer's own filter, which
+logs 0.0 instead, is switched off. Logits of a trainer's own loss are deferred, whether or not its
+forward has labels: `compute_loss` of ORPO, of CPO, of a user. TRL's distillation is answered by
+`linear_divergence`.
 
-A full evaluation in bf16 or fp16 would cast the weights: here they stay, and the evaluation computes in the precision.
+A full evaluation in bf16 or fp16 would cast the weights: here they stay, and the evaluation
+computes in the precision.
 """
 
 from __future__ import annotations
@@ -32,18 +34,24 @@ from .preflight import in_trainers_words
 
 
 class Guards(TrainerCallback):
-    """Wraps the methods of one trainer that make a step. `install` wraps them, `remove` gives them back.
+    """Wraps the methods of one trainer that make a step. `install` wraps them, `remove` gives them
+    back.
 
     extra  metrics for the trainer's next training log
     """
 
     def __init__(self, attached: Attachment) -> None:
-        self.attached, self.trainer, self.methods = attached, attached.trainer, Methods(attached.trainer)
+        self.attached, self.trainer, self.methods = (
+            attached,
+            attached.trainer,
+            Methods(attached.trainer),
+        )
         self.extra: dict[str, float] = {}
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []
         self._filter = self.trainer.args.logging_nan_inf_filter
-        self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of a training step's last forward
+        # of a training step's last forward
+        self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._hook: Any = None
 
     def install(self) -> None:
@@ -55,7 +63,9 @@ class Guards(TrainerCallback):
         self.methods.wrap("_get_grad_norm", self._get_grad_norm)
         self.methods.wrap("log", self._log)
         self.methods.wrap("evaluation_loop", self._evaluation_loop)
-        self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hook = inner_model(self.trainer.model).register_forward_pre_hook(
+            self._before_forward, with_kwargs=True
+        )
         defer_teachers(self.trainer, self.methods)
 
     def remove(self) -> None:
@@ -75,9 +85,13 @@ class Guards(TrainerCallback):
         self._called = None
         return loss
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keeps the inputs, to find the module in which a value became non-finite. Raises UsageError where another trainer trains the
-        model: it would have this one's precision, and neither its guards nor its record."""
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Keeps the inputs, to find the module in which a value became non-finite. Raises
+        UsageError where another trainer trains the model: it would have this one's precision, and
+        neither its guards nor its record.
+        """
         if not module.training:
             return
         if not self.trainer.is_in_train and (running := trainers_that_run()):
@@ -89,17 +103,21 @@ class Guards(TrainerCallback):
         self._called = args, kwargs
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Logits are deferred: a gather, a logsumexp and a cross-entropy do without all of them. For any other operation they are computed,
-        and counted with the line that needed them."""
+        """Logits are deferred: a gather, a logsumexp and a cross-entropy do without all of them.
+        For any other operation they are computed, and counted with the line that needed them.
+        """
         with deferring(with_gradients=True):
             return original(*args, **kwargs)
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Any:
-        """torch's two functions for clipping, with a check of the norm between them: clipping by nan would make every gradient nan."""
+        """torch's two functions for clipping, with a check of the norm between them: clipping by
+        nan would make every gradient nan.
+        """
         trainer = self.trainer
         if self._scaled or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
             return original(model)
-        if self.attached.accumulator is not None:  # gradients are not in `.grad`: the object that holds them clips them
+        # gradients are not in `.grad`: the object that holds them clips them
+        if self.attached.accumulator is not None:
             norm = original(model)
             self._check(norm)
             return norm
@@ -122,7 +140,9 @@ class Guards(TrainerCallback):
         if not self._scaled and norm is not None and not math.isfinite(float(norm)):
             raise self._not_finite("the gradient")
 
-    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def _log(
+        self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any
+    ) -> None:
         if "loss" in logs:
             logs.update(self.extra)
         original(logs, *args, **kwargs)
@@ -139,7 +159,9 @@ class Guards(TrainerCallback):
                 setattr(arguments, name, value)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._sampled = sampled_elements([p for p in self.trainer.model.parameters() if p.requires_grad])
+        self._sampled = sampled_elements(
+            [p for p in self.trainer.model.parameters() if p.requires_grad]
+        )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._before = self._look()
@@ -153,19 +175,28 @@ class Guards(TrainerCallback):
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
     def _not_finite(self, what: str) -> RunError:
-        """NF001 with the step and where the first such number is; the fix names the trainer's own arguments."""
+        """NF001 with the step and where the first such number is; the fix names the trainer's own
+        arguments.
+        """
         called, model = self._called, inner_model(self.trainer.model)
         passes = [lambda: model(*called[0], **called[1])] if called is not None else []
         args = self.trainer.args
         error = non_finite_error(
-            self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=self.attached.gradient,
-            learning_rate=args.learning_rate, clip=args.max_grad_norm or None, compute=self.attached.precision.compute,
-        )  # fmt: skip
+            self.trainer.model,
+            passes,
+            step=self.trainer.state.global_step + 1,
+            what=what,
+            gradient=self.attached.gradient,
+            learning_rate=args.learning_rate,
+            clip=args.max_grad_norm or None,
+            compute=self.attached.precision.compute,
+        )
         return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
 
 
-# --- TRL's distillation: DistillationTrainer, which compares two heads in tiles, and GKD, which compares logits. Where either has another
-# form (a subclass's own loss, another release), TRL's code runs
+# --- TRL's distillation: DistillationTrainer, which compares two heads in tiles, and GKD, which
+# compares logits. Where either has another form (a subclass's own loss, another release), TRL's
+# code runs
 
 OP = "linear_divergence"
 # the function of TRL's module that DistillationTrainer's loss calls
@@ -176,10 +207,17 @@ _GKD = "trl.experimental.gkd.gkd_trainer"
 def defer_teachers(trainer: Any, methods: Methods) -> None:
     """Wraps the methods of a trainer in which two heads are compared."""
     loss = getattr(type(trainer), "_compute_loss", None)
-    if isinstance(loss, FunctionType) and _TILES in loss.__code__.co_names and loss.__module__.startswith("trl."):
+    if (
+        isinstance(loss, FunctionType)
+        and _TILES in loss.__code__.co_names
+        and loss.__module__.startswith("trl.")
+    ):
         # TRL's own method with one name that means another function; its module stays as it is
         names = {**loss.__globals__, _TILES: of_hidden_states}
-        bound = MethodType(FunctionType(loss.__code__, names, loss.__name__, loss.__defaults__, loss.__closure__), trainer)
+        bound = MethodType(
+            FunctionType(loss.__code__, names, loss.__name__, loss.__defaults__, loss.__closure__),
+            trainer,
+        )
         methods.wrap("_compute_loss", lambda original, *args, **kwargs: bound(*args, **kwargs))
     compared = getattr(type(trainer), "generalized_jsd_loss", None)
     if getattr(compared, "__module__", None) == _GKD == type(trainer).compute_loss.__module__:
@@ -188,20 +226,43 @@ def defer_teachers(trainer: Any, methods: Methods) -> None:
 
 
 def of_hidden_states(
-    student_hidden_states: Tensor, teacher_hidden_states: Tensor, student_lm_head_weight: Tensor, teacher_lm_head_weight: Tensor,
-    completion_mask: Tensor, beta: float, num_items_in_batch: Tensor | int | None = None, student_lm_head_bias: Tensor | None = None,
-    teacher_lm_head_bias: Tensor | None = None, student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
-    student_final_logit_softcapping: float | None = None, teacher_final_logit_softcapping: float | None = None, temperature: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, summed entropies of the student, tokens), in place of TRL's function, whose arguments and results these are."""
+    student_hidden_states: Tensor,
+    teacher_hidden_states: Tensor,
+    student_lm_head_weight: Tensor,
+    teacher_lm_head_weight: Tensor,
+    completion_mask: Tensor,
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, summed entropies of the student, tokens), in place of TRL's function, whose arguments
+    and results these are.
+    """
     answered[OP] += 1
     valid = completion_mask.reshape(-1) != 0
-    heads = [x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)]
+    heads = [
+        x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)
+    ]
     found, entropy = divergence_and_entropy(
-        heads[0], student_lm_head_weight, heads[1], teacher_lm_head_weight, bias=student_lm_head_bias, teacher_bias=teacher_lm_head_bias,
-        beta=beta, temperature=temperature, logit_scale=student_logit_scale, softcap=student_final_logit_softcapping,
-        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_final_logit_softcapping,
-    )  # fmt: skip
+        heads[0],
+        student_lm_head_weight,
+        heads[1],
+        teacher_lm_head_weight,
+        bias=student_lm_head_bias,
+        teacher_bias=teacher_lm_head_bias,
+        beta=beta,
+        temperature=temperature,
+        logit_scale=student_logit_scale,
+        softcap=student_final_logit_softcapping,
+        teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=teacher_final_logit_softcapping,
+    )
     tokens = valid.sum()
     return _reduced(found, tokens, num_items_in_batch), entropy.sum(), tokens
 
@@ -213,14 +274,26 @@ def _both_deferred(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def of_logits(
-    original: Callable[..., Tensor], student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None = None, beta: float = 0.5,
-    temperature: float = 1.0, reduction: str = "batchmean", num_items_in_batch: Tensor | int | None = None,
-) -> Tensor:  # fmt: skip
+    original: Callable[..., Tensor],
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
     """In place of GKD's function, whose arguments and result these are."""
     both = student_logits, teacher_logits
     plain = labels is not None and (reduction == "batchmean" or num_items_in_batch is not None)
-    if not plain or not all(isinstance(z, DeferredLogits) and z.computed is None for z in both) or both[0].shape != both[1].shape:
-        return original(student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch)
+    if (
+        not plain
+        or not all(isinstance(z, DeferredLogits) and z.computed is None for z in both)
+        or both[0].shape != both[1].shape
+    ):
+        return original(
+            student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch
+        )
     assert labels is not None
     answered[OP] += 1
     mask = labels != -100
@@ -229,12 +302,28 @@ def of_logits(
     theirs.check()
     with mine.as_then():
         found = linear_divergence(
-            mine.hidden, mine.weight, theirs.hidden, theirs.weight, bias=mine.bias, teacher_bias=theirs.bias, beta=beta,
-            temperature=temperature, logit_scale=scale, softcap=cap, teacher_logit_scale=teacher_scale, teacher_softcap=teacher_cap,
-        )  # fmt: skip
+            mine.hidden,
+            mine.weight,
+            theirs.hidden,
+            theirs.weight,
+            bias=mine.bias,
+            teacher_bias=theirs.bias,
+            beta=beta,
+            temperature=temperature,
+            logit_scale=scale,
+            softcap=cap,
+            teacher_logit_scale=teacher_scale,
+            teacher_softcap=teacher_cap,
+        )
     return _reduced(found, mask.sum(), num_items_in_batch)
 
 
 def _reduced(found: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
     """TRL's: the sum over the step's items, or the mean over these tokens."""
-    return found.sum() / (tokens.clamp(min=1) if items is None else items.to(found.device) if isinstance(items, Tensor) else items)
+    return found.sum() / (
+        tokens.clamp(min=1)
+        if items is None
+        else items.to(found.device)
+        if isinstance(items, Tensor)
+        else items
+    )

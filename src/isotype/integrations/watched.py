@@ -1,7 +1,8 @@
-"""What is watched of an attached trainer: the steps of `isotype train`'s schedule, the calls of the first one, and between all of them that
-weights, states and buffers are what the last update left.
+"""What is watched of an attached trainer: the steps of `isotype train`'s schedule, the calls of the
+first one, and between all of them that weights, states and buffers are what the last update left.
 
-Hooks of the trainer's own optimizer tell when an update begins and ends, and whether it is this optimizer that runs.
+Hooks of the trainer's own optimizer tell when an update begins and ends, and whether it is this
+optimizer that runs.
 """
 
 from __future__ import annotations
@@ -20,13 +21,24 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..config.schema import RunSection
 from ..errors import RunError, UsageError
 from ..lora.attach import lora_layers, runs_dora, why_not_fused
 from ..observe import Observation, Observer, is_observed, observing
-from ..observe.continuity import BUFFER, STATE, WEIGHT, Continuity, Difference, differing, of_few_bits
+from ..observe.continuity import (
+    BUFFER,
+    STATE,
+    WEIGHT,
+    Continuity,
+    Difference,
+    differing,
+    of_few_bits,
+)
 from ..observe.record import as_written, noted
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
@@ -37,7 +49,10 @@ from .preflight import in_trainers_words
 _NO_STEP = "no step of this training ended"
 # roles that a run of Isotype's own observes and an attached trainer does not, or not always
 _OF_THE_TRAINER = {
-    "loss": "the trainer computes it: its operators are judged with the step's, the dtype of the result is not counted",
+    "loss": (
+        "the trainer computes it: its operators are judged with the step's, the dtype of the result"
+        " is not counted"
+    ),
     "generate": "nothing was generated in the observed steps",
     "save": "no checkpoint with safetensors was written",
 }
@@ -48,14 +63,17 @@ _NOT_WATCHED = (
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
 
-# hooks of PyTorch's own that a DDP may send its buckets with -> the dtype in which these are summed; None: that of the gradients
+# hooks of PyTorch's own that a DDP may send its buckets with -> the dtype in which these are
+# summed; None: that of the gradients
 _HOOKS = {
     default_hooks.allreduce_hook: None, default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16,
 }  # fmt: skip
 
 
 def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
-    """The dtypes in which a wrapped model sums its gradients across processes; none and why, where that cannot be read."""
+    """The dtypes in which a wrapped model sums its gradients across processes; none and why, where
+    that cannot be read.
+    """
     if isinstance(model, DistributedDataParallel):
         policy: Any = model.mixed_precision
         hooks = [hook for hook, _ in model._comm_hooks]
@@ -64,7 +82,13 @@ def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
         for hook in hooks:
             if hook not in _HOOKS:
                 name = getattr(hook, "__qualname__", str(hook))
-                return [], f"the communication hook {name} sums the gradients, and its dtype cannot be read"
+                return (
+                    [],
+                    (
+                        f"the communication hook {name} sums the gradients, and its dtype cannot be"
+                        " read"
+                    ),
+                )
             if (narrow := _HOOKS[hook]) is not None:
                 return [narrow], ""
     elif isinstance(model, FullyShardedDataParallel):
@@ -72,20 +96,30 @@ def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
     elif isinstance(model, FSDPModule):
         policy = model._get_fsdp_state()._mp_policy
     else:
-        return [], f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the gradients is not known"
+        return (
+            [],
+            (
+                f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the"
+                " gradients is not known"
+            ),
+        )
     declared = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
     own = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
     return ([declared] if declared else list(own)), ""
 
 
 class WatchedSteps:
-    """Counts calls in the first step of a training. Observes dtypes in the first, in those of the schedule of `isotype train` and in the
-    one after a change of the model; every other step costs a comparison of hooks and dtypes, and of samples (`observe.continuity`)."""
+    """Counts calls in the first step of a training. Observes dtypes in the first, in those of the
+    schedule of `isotype train` and in the one after a change of the model; every other step costs a
+    comparison of hooks and dtypes, and of samples (`observe.continuity`).
+    """
 
     def __init__(self, attached: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
         """write  gets the record whenever it changes, in the first process"""
         self.attached, self.model, self.write = attached, attached.trainer.model, write
-        read_only = [getattr(attached.trainer, name) for name in attached.manifests if name != "model"]
+        read_only = [
+            getattr(attached.trainer, name) for name in attached.manifests if name != "model"
+        ]
         self.observer = Observer(self.model, attached.precision, read_only=read_only)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.record: dict[str, Any] = {}
@@ -96,7 +130,9 @@ class WatchedSteps:
         self._hooks: list[Any] = []
         self._of_updates: list[Any] = []
         # accelerate's optimizer wraps the one whose step is observed
-        self.optimizer: Any = getattr(attached.trainer.optimizer, "optimizer", attached.trainer.optimizer)
+        self.optimizer: Any = getattr(
+            attached.trainer.optimizer, "optimizer", attached.trainer.optimizer
+        )
         self.carried = Continuity(self.model, self.optimizer, kinds=(WEIGHT, STATE))
         self.buffers = Continuity(self.model, kinds=(BUFFER,))
         self._buffers_compared = False
@@ -111,13 +147,22 @@ class WatchedSteps:
     def start(self) -> None:
         """After the preflight, whose rehearsed update is none of the training's."""
         hooked = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
-        before = self.optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
-        after = self.optimizer.register_step_post_hook if hooked else register_optimizer_step_post_hook
-        self._of_updates = [before(lambda *_: self._compare(self.carried, "the update of")), after(self._after_update)]
+        before = (
+            self.optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
+        )
+        after = (
+            self.optimizer.register_step_post_hook if hooked else register_optimizer_step_post_hook
+        )
+        self._of_updates = [
+            before(lambda *_: self._compare(self.carried, "the update of")),
+            after(self._after_update),
+        ]
         self._take("the start of the training")
         if self.step > 2:
             seen = Observation(self.step - 1)
-            of_few_bits(seen, self.carried.loaded_with_few_bits(), f"after the load of step {self.step - 1}")
+            of_few_bits(
+                seen, self.carried.loaded_with_few_bits(), f"after the load of step {self.step - 1}"
+            )
             self._keep(seen)
 
     def _take(self, moment: str) -> None:
@@ -134,11 +179,19 @@ class WatchedSteps:
         kept.begin()
         if any(map(float, kept.flags)):
             seen = Observation(self.step)
-            differing(seen, self._first_time(kept.differences()), kept.moment, f"{moment} step {self.step}".strip(), strict=False)
+            differing(
+                seen,
+                self._first_time(kept.differences()),
+                kept.moment,
+                f"{moment} step {self.step}".strip(),
+                strict=False,
+            )
             self._keep(seen)
 
     def _first_time(self, found: list[Difference], of: str = "") -> list[Difference]:
-        """Those of a sort that was not said before: what a callback does after each step is said once."""
+        """Those of a sort that was not said before: what a callback does after each step is said
+        once.
+        """
         new = [one for one in found if (one.kind, one.narrower, of) not in self._said]
         self._said |= {(one.kind, one.narrower, of) for one in new}
         return new
@@ -155,25 +208,38 @@ class WatchedSteps:
         """Before the first update: whether there is one that could move a weight."""
         if not self._moved:
             rates = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
-            gradients = (g for p in self.model.parameters() if p.requires_grad and (g := self.attached.gradient(p)) is not None)
+            gradients = (
+                g
+                for p in self.model.parameters()
+                if p.requires_grad and (g := self.attached.gradient(p)) is not None
+            )
             self._had_gradient = rates and any(bool(g.any()) for g in gradients)
 
     def check_update(self, share_changed: float) -> None:
-        """After each update until one moved weights. Raises UsageError where Isotype's optimizer is not the one that runs, and RunError
-        where gradients moved no weight."""
+        """After each update until one moved weights. Raises UsageError where Isotype's optimizer is
+        not the one that runs, and RunError where gradients moved no weight.
+        """
         if self._moved:
             return
         name = f"step {self.step}"
         if not self._updates and self.attached.accumulator is not None:
             raise UsageError(
-                f"{name}: Isotype's AdamW was placed, and the trainer made this update without it: no weight gets its gradient",
-                fix="leave out the method that updates the weights itself, or precision='bf16-mixed' (fp32 weights)",
+                f"{name}: Isotype's AdamW was placed, and the trainer made this update without it:"
+                " no weight gets its gradient",
+                fix=(
+                    "leave out the method that updates the weights itself, or"
+                    " precision='bf16-mixed' (fp32 weights)"
+                ),
             )
         if self._had_gradient and not share_changed:
             raise RunError(
-                f"{name} changed no weight, and its gradients and learning rate are not zero: {type(self.optimizer).__name__} did not run, "
-                "or updates other tensors than the model's",
-                fix="give the optimizer model.parameters() as they are now, or leave it to the trainer",
+                f"{name} changed no weight, and its gradients and learning rate are not zero:"
+                f" {type(self.optimizer).__name__} did not run, or updates other tensors than the"
+                " model's",
+                fix=(
+                    "give the optimizer model.parameters() as they are now, or leave it to the"
+                    " trainer"
+                ),
             )
         self._moved = share_changed > 0
 
@@ -195,7 +261,10 @@ class WatchedSteps:
 
     def _keep(self, seen: Observation) -> None:
         """Adds to the record, and warns of what is new in it."""
-        seen.violations = [replace(finding, fix=in_trainers_words(finding.fix or "")) for finding in seen.violations]
+        seen.violations = [
+            replace(finding, fix=in_trainers_words(finding.fix or ""))
+            for finding in seen.violations
+        ]
         earlier = self.record.get("violations", [])
         self.record = noted(self.record, seen)
         new = [finding for finding in self.record["violations"] if finding not in earlier]
@@ -217,17 +286,30 @@ class WatchedSteps:
         trainer = self.attached.trainer
         self.steps += 1
         first = self.steps == 1
-        drawn = first or is_observed(step, every=RunSection().observe_every, seed=trainer.args.seed, total=trainer.state.max_steps)
+        drawn = first or is_observed(
+            step,
+            every=RunSection().observe_every,
+            seed=trainer.args.seed,
+            total=trainer.state.max_steps,
+        )
         if not drawn and not self.observer.changed():
             return
         if first:
             for entry in self.attached.manifest.entries:
                 if entry.part in _COUNTED:
-                    self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
+                    self._count(
+                        self.model.get_submodule(entry.module),
+                        entry.part,
+                        entry.op or f"left alone: {entry.reason}",
+                    )
             for _, layer in lora_layers(self.model):
-                self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
+                self._hooks.append(
+                    layer.register_forward_pre_hook(observing(partial(self._count_lora)))
+                )
             self._materialised, self._before = Counter(materialised), self._heads()
-        self._seen = self._stack.enter_context(self.observer.watch(step, optimizer=self.optimizer, gradient=self.attached.gradient))
+        self._seen = self._stack.enter_context(
+            self.observer.watch(step, optimizer=self.optimizer, gradient=self.attached.gradient)
+        )
 
     def end(self) -> Observation | None:
         """After the update of a step: what was observed in it."""
@@ -263,14 +345,28 @@ class WatchedSteps:
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
         reason = why_not_fused(layer, dora=True)
-        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_dora" if runs_dora(layer) else "lora_linear"] += 1
+        self.calls[
+            "lora",
+            (
+                f"PEFT's own code: {reason}"
+                if reason
+                else "lora_dora"
+                if runs_dora(layer)
+                else "lora_linear"
+            ),
+        ] += 1
 
     def _heads(self) -> Counter[str]:
         found = Counter(answered)
         for module in self.model.modules():
             head = fused_head_of(module)
             found += Counter(
-                {op if op == "linear_log_probs" else f"TRL's own code: {op}": n for op, n in head.calls.items()} if head else {}
+                {
+                    op if op == "linear_log_probs" else f"TRL's own code: {op}": n
+                    for op, n in head.calls.items()
+                }
+                if head
+                else {}
             )
         return found
 
@@ -282,11 +378,15 @@ class WatchedSteps:
             "precision": resolved.text,
             "preset": resolved.preset,
             "declared": resolved.as_json(),
-            **as_written(record, compute=resolved.precision.compute, more=self._unseen(), beside=_NOT_WATCHED),
+            **as_written(
+                record, compute=resolved.precision.compute, more=self._unseen(), beside=_NOT_WATCHED
+            ),
         }
 
     def _unseen(self) -> dict[str, str]:
-        """The reason for each role, and each model beside the trained one, of which nothing is counted."""
+        """The reason for each role, and each model beside the trained one, of which nothing is
+        counted.
+        """
         reasons = dict(_OF_THE_TRAINER)
         if not self.record:
             reasons["generate"] = _NO_STEP
@@ -298,5 +398,7 @@ class WatchedSteps:
             reasons["base"] = "every weight is trained"
         for name in self.attached.manifests:
             if name != "model":
-                reasons[f"the weights of {name}"] = "they are not counted; what is computed with them is judged with the step's"
+                reasons[f"the weights of {name}"] = (
+                    "they are not counted; what is computed with them is judged with the step's"
+                )
         return reasons

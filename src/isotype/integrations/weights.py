@@ -1,10 +1,13 @@
-"""A trainer's weights in the dtypes of a precision, and autocast on its inner model; both can be undone.
+"""A trainer's weights in the dtypes of a precision, and autocast on its inner model; both can be
+undone.
 
-`bf16-pure` trains bf16 weights: a trainer sums gradients in `.grad`, in the weights' dtype. Here a hook adds each gradient to an fp32
-buffer; clipping and an AdamW that rounds stochastically use the buffers. The trainer gets it through its own `optimizer_cls_and_kwargs`.
+`bf16-pure` trains bf16 weights: a trainer sums gradients in `.grad`, in the weights' dtype. Here a
+hook adds each gradient to an fp32 buffer; clipping and an AdamW that rounds stochastically use the
+buffers. The trainer gets it through its own `optimizer_cls_and_kwargs`.
 
-accelerate puts autocast on the forward of one object, and `generate` bypasses that wrapper. Which wrapper accelerate would build is decided
-by `Accelerator.native_amp`, an attribute of this trainer's accelerator. fp16 keeps it: the gradient scaler asks for the same attribute.
+accelerate puts autocast on the forward of one object, and `generate` bypasses that wrapper. Which
+wrapper accelerate would build is decided by `Accelerator.native_amp`, an attribute of this
+trainer's accelerator. fp16 keeps it: the gradient scaler asks for the same attribute.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class Weights:
     """What `cast` changed.
 
     dtypes     parameter -> its dtype before
-    originals  id of a narrowed parameter -> what the rounding lost, or the wide tensor, in host memory
+    originals  id of a narrowed parameter -> what the rounding lost, or the wide tensor, in host
+               memory
     rounded    how many were narrowed without keeping it
     """
 
@@ -41,11 +45,21 @@ class Weights:
     originals: dict[int, Lost | Tensor] = field(default_factory=dict)
     rounded: int = 0
 
-    def cast(self, model: nn.Module, precision: Precision, *, trained: Collection[str], read_only: bool, keep: bool) -> None:
-        """Floating parameters become `trainable` where they are trained, else `base`; quantised ones and buffers stay as they are.
+    def cast(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        *,
+        trained: Collection[str],
+        read_only: bool,
+        keep: bool,
+    ) -> None:
+        """Floating parameters become `trainable` where they are trained, else `base`; quantised
+        ones and buffers stay as they are.
 
-        trained    names of the trained parameters. A reference's of the same name is rounded no further than the trained one: both models
-                   compute the same before step 1. It becomes `base` where that loses nothing
+        trained    names of the trained parameters. A reference's of the same name is rounded no
+                   further than the trained one: both models compute the same before step 1. It
+                   becomes `base` where that loses nothing
         read_only  the model is a reference or a teacher
         keep       keeps what narrowing would lose
         """
@@ -53,14 +67,20 @@ class Weights:
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point() or is_quantised(parameter):
                 continue
-            dtype = base if name not in trained or (read_only and _is_exact(parameter, base)) else trainable
+            dtype = (
+                base
+                if name not in trained or (read_only and _is_exact(parameter, base))
+                else trainable
+            )
             if parameter.dtype == dtype:
                 continue
             self.dtypes.append((parameter, parameter.dtype))
             made = parameter.data.to(dtype)
             if not _is_exact(parameter, dtype):
                 if keep:
-                    self.originals[id(parameter)] = Lost.of(parameter.data, made) or parameter.data.cpu()
+                    self.originals[id(parameter)] = (
+                        Lost.of(parameter.data, made) or parameter.data.cpu()
+                    )
                 else:
                     self.rounded += 1
             parameter.data = made
@@ -70,19 +90,25 @@ class Weights:
         return sum(kept.nbytes for kept in self.originals.values())
 
     def restore(self) -> list[str]:
-        """Gives every parameter its dtype back, and its value where nothing changed it since; returns a line for each thing that was not
-        restored."""
+        """Gives every parameter its dtype back, and its value where nothing changed it since;
+        returns a line for each thing that was not restored.
+        """
         for parameter, dtype in reversed(self.dtypes):
             original = self.originals.get(id(parameter))
             if isinstance(original, Lost):
                 original = original.given_back_to(parameter.data.cpu())
-            elif original is not None and not torch.equal(original.to(parameter.dtype), parameter.data.cpu()):
+            elif original is not None and not torch.equal(
+                original.to(parameter.dtype), parameter.data.cpu()
+            ):
                 original = None
             if original is not None:
                 parameter.data = original.to(parameter.device)
             else:
                 parameter.data = parameter.data.to(dtype)
-        said = f"{self.rounded} tensors keep the rounding of the precision that was attached (reversible=False)"
+        said = (
+            f"{self.rounded} tensors keep the rounding of the precision that was attached"
+            " (reversible=False)"
+        )
         self.dtypes.clear()
         self.originals.clear()
         return [said] if self.rounded else []
@@ -90,8 +116,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Lost:
-    """What rounding to bf16 took from an fp32 tensor: the difference of their bits, from -2^15 to 2^15. With the bf16 tensor it needs the
-    memory of the fp32 one, where the whole original beside it would take half as much again.
+    """What rounding to bf16 took from an fp32 tensor: the difference of their bits, from -2^15 to
+    2^15. With the bf16 tensor it needs the memory of the fp32 one, where the whole original beside
+    it would take half as much again.
 
     low     int16[...]: the difference, in which 2^15 is written as -2^15
     most    int64[N]: where it is 2^15, in the flattened tensor
@@ -105,12 +132,20 @@ class Lost:
     @classmethod
     def of(cls, wide: Tensor, narrow: Tensor) -> Lost | None:
         """None for other dtypes, and where a NaN has other bits in bf16."""
-        if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not wide.is_contiguous():
+        if (
+            wide.dtype != torch.float32
+            or narrow.dtype != torch.bfloat16
+            or not wide.is_contiguous()
+        ):
             return None
         difference = _widened(narrow).neg_().add_(wide.view(torch.int32))
         if bool(((difference < -_HALF) | (difference > _HALF)).any()):
             return None
-        return cls(difference.to(torch.int16).cpu(), (difference.view(-1) == _HALF).nonzero().view(-1).cpu(), _sum_of(narrow))
+        return cls(
+            difference.to(torch.int16).cpu(),
+            (difference.view(-1) == _HALF).nonzero().view(-1).cpu(),
+            _sum_of(narrow),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +170,10 @@ def _widened(narrow: Tensor) -> Tensor:
 
 
 def _sum_of(narrow: Tensor) -> int:
-    return sum(int(part.sum(dtype=torch.int64)) for part in narrow.view(-1).view(torch.int16).split(_AT_ONCE))
+    return sum(
+        int(part.sum(dtype=torch.int64))
+        for part in narrow.view(-1).view(torch.int16).split(_AT_ONCE)
+    )
 
 
 def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
@@ -144,7 +182,9 @@ def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 class ResumableAdamW(MixedAdamW):
-    """Keeps the moments' dtype when a checkpoint is loaded; torch would cast them to the weights' dtype."""
+    """Keeps the moments' dtype when a checkpoint is loaded; torch would cast them to the weights'
+    dtype.
+    """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -152,7 +192,13 @@ class ResumableAdamW(MixedAdamW):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, parameters):
             saved = state_dict["state"].get(number, {})
-            self.state[p].update({k: v.to(p.device, self.state_dtype) for k, v in saved.items() if isinstance(v, Tensor) and v.dim()})
+            self.state[p].update(
+                {
+                    k: v.to(p.device, self.state_dtype)
+                    for k, v in saved.items()
+                    if isinstance(v, Tensor) and v.dim()
+                }
+            )
             if "step" in saved:
                 self.state[p]["step"] = int(saved["step"])
 
@@ -162,15 +208,24 @@ def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
     args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
     why, fix = "", "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
     if precision.grads != "fp32" or precision.rounding != "stochastic":
-        why = f": trainable {precision.trainable}, grads {precision.grads}, rounding {precision.rounding}: " + (
-            "in a trainer, low-precision weights are trained with fp32 gradients and stochastic rounding"
+        why = (
+            f": trainable {precision.trainable}, grads {precision.grads}, rounding"
+            f" {precision.rounding}: "
+            + "in a trainer, low-precision weights are trained with fp32 gradients and stochastic"
+            " rounding"
         )
     elif args.world_size > 1:
         why = f" on {args.world_size} processes: DDP sums gradients in the weights' own dtype"
     elif trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        why, fix = " brings an optimizer of its own, and this trainer was given one", "leave out optimizers=(...)"
+        why, fix = (
+            " brings an optimizer of its own, and this trainer was given one",
+            "leave out optimizers=(...)",
+        )
     elif optim not in ("adamw_torch", "adamw_torch_fused"):
-        why, fix = f" trains with AdamW, and the arguments ask for optim={optim}", "optim='adamw_torch'"
+        why, fix = (
+            f" trains with AdamW, and the arguments ask for optim={optim}",
+            "optim='adamw_torch'",
+        )
     if why:
         raise UsageError(f"precision {preset}{why}", fix=fix)
 
@@ -192,19 +247,31 @@ class PureWeights(TrainerCallback):
         """By the arguments as they are when a training begins."""
         trainer = self.trainer
         _, given = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-        trainer.optimizer_cls_and_kwargs = ResumableAdamW, {
-            "lr": given["lr"], "betas": given["betas"], "eps": given["eps"], "gradient": self.accumulator.gradient,
-            "state": self.precision.optimizer, "rounding": self.precision.rounding, "seed": trainer.args.seed,
-        }  # fmt: skip
+        trainer.optimizer_cls_and_kwargs = (
+            ResumableAdamW,
+            {
+                "lr": given["lr"],
+                "betas": given["betas"],
+                "eps": given["eps"],
+                "gradient": self.accumulator.gradient,
+                "state": self.precision.optimizer,
+                "rounding": self.precision.rounding,
+                "seed": trainer.args.seed,
+            },
+        )
         return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises UsageError where the trainer runs another optimizer: it would find no gradient, and train nothing."""
-        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # accelerate wraps it
+        """Raises UsageError where the trainer runs another optimizer: it would find no gradient,
+        and train nothing.
+        """
+        # accelerate wraps it
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         if not isinstance(optimizer, ResumableAdamW):
             by = overridden(self.trainer, "create_optimizer") or type(self.trainer).__name__
             raise UsageError(
-                f"bf16-pure trains with Isotype's AdamW, and {by} makes {type(optimizer).__name__}: it would find no gradient",
+                f"bf16-pure trains with Isotype's AdamW, and {by} makes {type(optimizer).__name__}:"
+                " it would find no gradient",
                 fix="leave out create_optimizer, or precision='bf16-mixed' (fp32 weights)",
             )
 
@@ -219,10 +286,14 @@ class PureWeights(TrainerCallback):
         gradients = self.accumulator.gradients()
         norm = get_total_norm(gradients)
         if bool(norm.isfinite()):  # the guards stop the run otherwise, and name what was not finite
-            torch._foreach_mul_(gradients, (self.trainer.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(
+                gradients, (self.trainer.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            )
         return norm
 
-    def _get_grad_norm(self, original: Callable[..., Any], model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(
+        self, original: Callable[..., Any], model: nn.Module, grad_norm: Any = None
+    ) -> Any:
         return grad_norm if grad_norm is not None else get_total_norm(self.accumulator.gradients())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -230,14 +301,18 @@ class PureWeights(TrainerCallback):
 
 
 def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of the inner model: returns logits in fp32, as accelerate's wrapper does. Deferred logits only record the dtype."""
+    """Forward hook of the inner model: returns logits in fp32, as accelerate's wrapper does.
+    Deferred logits only record the dtype.
+    """
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16):
         output.logits = logits.float()
     return output
 
 
-def take_autocast(accelerator: Any, models: list[nn.Module], precision: Precision, undo: list[Any]) -> None:
+def take_autocast(
+    accelerator: Any, models: list[nn.Module], precision: Precision, undo: list[Any]
+) -> None:
     """Takes autocast from the accelerator; `undo` gets what gives it back.
 
     Reference models were prepared when the trainer was built: their forward is unwrapped.

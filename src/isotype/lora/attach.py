@@ -1,13 +1,16 @@
 """Puts the fused op on PEFT's own layers, by instance, and takes it off again. No class is patched.
 
-It goes where a layer is computed exactly as PEFT computes it; the others run PEFT's code, and the manifest has the reason.
+It goes where a layer is computed exactly as PEFT computes it; the others run PEFT's code, and the
+manifest has the reason.
 
-What a layer is was decided when it was placed (`Plan`), and is asked again once a step (`look_again`). A call asks PEFT's own state alone:
-whether the adapter is disabled or merged, and which one is active. Tensors, scale and dropout are read at the call. The forward is a bound
-method; deepcopy binds it to the copy.
+What a layer is was decided when it was placed (`Plan`), and is asked again once a step
+(`look_again`). A call asks PEFT's own state alone: whether the adapter is disabled or merged, and
+which one is active. Tensors, scale and dropout are read at the call. The forward is a bound method;
+deepcopy binds it to the copy.
 
-Layers with the same input are a group: the first computes all of them, and each of the others hands its own result out if its input is the
-same tensor, else it computes its own. No attention or MLP class is changed.
+Layers with the same input are a group: the first computes all of them, and each of the others hands
+its own result out if its input is the same tensor, else it computes its own. No attention or MLP
+class is changed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from ..ops.recompute import hooks_read_here, layers_running
 from .dora import apply_dora
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide
-from .quantised import NotCopied, PackedLinear, fix_compute_dtype, forward_4bit, is_4bit, is_packed, state_reason
+from .quantised import (
+    NotCopied,
+    PackedLinear,
+    fix_compute_dtype,
+    forward_4bit,
+    is_4bit,
+    is_packed,
+    state_reason,
+)
 
 # the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
 _OF_ALL_MODULES = HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, _, _ = (
@@ -57,7 +68,9 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def is_stacked(layer: Any) -> bool:
-    """Whether this is PEFT's wrapper of one stack of experts, a parameter of three dimensions: `optimize.experts` computes those."""
+    """Whether this is PEFT's wrapper of one stack of experts, a parameter of three dimensions:
+    `optimize.experts` computes those.
+    """
     if not hasattr(layer, "parameter_name") or not is_lora(layer):
         return False
     dims: int = getattr(layer, "_param_ndim", None) or layer.get_param().dim()
@@ -72,13 +85,23 @@ def kind_reason(layer: Any) -> str | None:
     # exact types: a subclass may compute something else
     if type(layer) is lora.Linear and type(base) in (nn.Linear, PackedLinear):
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
-    if type(layer) is getattr(lora, "ParamWrapper", None) and type(base) in (nn.Linear, PackedLinear) and layer.parameter_name == "weight":
-        # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and B are those of any other
+    if (
+        type(layer) is getattr(lora, "ParamWrapper", None)
+        and type(base) in (nn.Linear, PackedLinear)
+        and layer.parameter_name == "weight"
+    ):
+        # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and
+        # B are those of any other
         return None
-    if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
+    if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in (
+        "Linear4bit",
+        "LinearNF4",
+        "LinearFP4",
+    ):
         return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
     if type(base).__name__ == "Linear8bitLt":
-        # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight would be another result
+        # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight
+        # would be another result
         return "an 8-bit layer's product also quantises activations"
     return f"no fused op for {type(layer).__name__} over {type(base).__name__}"
 
@@ -93,14 +116,26 @@ def parts_of(layer: Any) -> tuple[str, Any, Any, Any, Any]:
     """(adapter, A, B, dropout, base layer) of a layer with one active adapter."""
     adapter = active_adapter(layer)
     assert adapter is not None
-    return adapter, layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter], layer.base_layer
+    return (
+        adapter,
+        layer.lora_A[adapter],
+        layer.lora_B[adapter],
+        layer.lora_dropout[adapter],
+        layer.base_layer,
+    )
 
 
 def why_not_fused(layer: Any, *, dora: bool = False) -> str | None:
-    """Why PEFT's own code runs in a layer of a fused kind as it is now, or None. dora: as of `parts_reason`."""
+    """Why PEFT's own code runs in a layer of a fused kind as it is now, or None. dora: as of
+    `parts_reason`.
+    """
     if layer._disable_adapters:
         return "the adapter is disabled"
-    return "the adapter is merged into the weight" if layer.merged_adapters else parts_reason(layer, dora=dora)
+    return (
+        "the adapter is merged into the weight"
+        if layer.merged_adapters
+        else parts_reason(layer, dora=dora)
+    )
 
 
 def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
@@ -130,22 +165,41 @@ def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
         if has_hooks(part):
             return f"a hook on {'the base layer' if part is base else 'a part of the adapter'}"
         if replaced(part):
-            return f"another forward on {'the base layer' if part is base else 'a part of the adapter'}"
+            return (
+                "another forward on"
+                f" {'the base layer' if part is base else 'a part of the adapter'}"
+            )
     return weight_reason(base)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook waits for the call of this module: its own, or one that is registered for every module of the process."""
-    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_OF_ALL_MODULES)
-    # hooks of the observer change no result: an observed step runs the same code as every other step
-    return any(every) and any(not getattr(hook, "observes", False) for hooks in every for hook in hooks.values())
+    """Whether a hook waits for the call of this module: its own, or one that is registered for
+    every module of the process.
+    """
+    every = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        *_OF_ALL_MODULES,
+    )
+    # hooks of the observer change no result: an observed step runs the same code as every other
+    # step
+    return any(every) and any(
+        not getattr(hook, "observes", False) for hooks in every for hook in hooks.values()
+    )
 
 
 def replaced(part: nn.Module) -> bool:
-    """Whether another forward runs there than the layer's; ours over a 4-bit layer computes what the layer would."""
+    """Whether another forward runs there than the layer's; ours over a 4-bit layer computes what
+    the layer would.
+    """
     if type(part) is nn.Linear and nn.Linear.forward is not _LINEAR:
         return True
-    return "forward" in vars(part) and getattr(vars(part)["forward"], "__func__", None) is not forward_4bit
+    return (
+        "forward" in vars(part)
+        and getattr(vars(part)["forward"], "__func__", None) is not forward_4bit
+    )
 
 
 def bare_reason(layer: nn.Module) -> str | None:
@@ -161,34 +215,47 @@ def bare_reason(layer: nn.Module) -> str | None:
 
 
 def weight_reason(base: nn.Module) -> str | None:
-    """Why this base layer's weight, as it is now, has no fused product; or None. The weight may be sharded until its layer is called."""
-    # the attribute would make it: each reading of one under `spectral_norm` is a step of its power iteration
+    """Why this base layer's weight, as it is now, has no fused product; or None. The weight may be
+    sharded until its layer is called.
+    """
+    # the attribute would make it: each reading of one under `spectral_norm` is a step of its power
+    # iteration
     weight = base._parameters.get("weight")
     if weight is None:
         return "the weight is no parameter of the layer"
     if type(base) is nn.Linear:
-        return None if type(weight) in DENSE or hasattr(weight, "full_tensor") else f"the weight is a {type(weight).__name__}"
+        return (
+            None
+            if type(weight) in DENSE or hasattr(weight, "full_tensor")
+            else f"the weight is a {type(weight).__name__}"
+        )
     return state_reason(base)
 
 
-FUSED, _PLAN, _GROUP, _READY, _BRANCH = (f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32"))
+FUSED, _PLAN, _GROUP, _READY, _BRANCH = (
+    f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32")
+)
 
-# Children of one module that transformers' and diffusers' families call with one tensor, the first of them first.
+# Children of one module that transformers' and diffusers' families call with one tensor, the first
+# of them first.
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
     ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
 )  # fmt: skip
-# the same of cross-attention, whose Q reads another tensor, and how families name it: it is often of the self-attention's own class
+# the same of cross-attention, whose Q reads another tensor, and how families name it: it is often
+# of the self-attention's own class
 CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
 _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
 
 
 def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
-    """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer but those of experts, in the model's order.
+    """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer but
+    those of experts, in the model's order.
 
     branch_fp32  computes the adapters' own products in fp32 beside narrow base products
 
-    A layer that must run PEFT's code for now (adapter disabled, merged, several active) is attached too, and fuses when that ends.
+    A layer that must run PEFT's code for now (adapter disabled, merged, several active) is attached
+    too, and fuses when that ends.
     """
     placements = []
     for path, layer in lora_layers(model):
@@ -206,7 +273,9 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
             look_again(layer)
             reason = why_not_fused(layer, dora=True)
         op = None if reason else "lora_dora" if runs_dora(layer) else "lora_linear"
-        placements.append(Placement("lora", path, type(layer.base_layer).__name__, op, reason or ""))
+        placements.append(
+            Placement("lora", path, type(layer.base_layer).__name__, op, reason or "")
+        )
     if placements:
         for path, module in model.named_modules():
             _link(module, path)
@@ -214,7 +283,9 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
 
 
 def unfuse_lora(model: nn.Module) -> int:
-    """Undoes `fuse_lora` and returns the number of layers. Other layers, and wrappers that other libraries added since, are unchanged."""
+    """Undoes `fuse_lora` and returns the number of layers. Other layers, and wrappers that other
+    libraries added since, are unchanged.
+    """
     fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
         vars(layer).pop(FUSED).take_back()
@@ -230,17 +301,23 @@ def runs_dora(layer: Any) -> bool:
 
 
 def is_fused(layer: nn.Module) -> bool:
-    """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper around it."""
+    """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper
+    around it.
+    """
     return FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[FUSED]
 
 
 def _link(parent: nn.Module, path: str) -> None:
-    """Records in the first layer of a group which siblings follow it, where every one is fused. With LoRA dropout a product that is shared
-    in vain draws masks that PEFT's layers do not draw."""
+    """Records in the first layer of a group which siblings follow it, where every one is fused.
+    With LoRA dropout a product that is shared in vain draws masks that PEFT's layers do not draw.
+    """
     crosses = getattr(parent, "is_cross_attention", False) or _CROSS.search(path.rpartition(".")[2])
     for names in CROSS_GROUPS if crosses else GROUPS:
         layers: list[Any] = [getattr(parent, name, None) for name in names]
-        if all(layer is not None and is_fused(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
+        if (
+            all(layer is not None and is_fused(layer) for layer in layers)
+            and len({layer.in_features for layer in layers}) == 1
+        ):
             # in a tuple they are no children of the first
             vars(layers[0])[_GROUP] = tuple(layers[1:])
 
@@ -252,7 +329,8 @@ class Plan(NotCopied):
     """What a LoRA layer was found to be.
 
     active  PEFT's names of its active adapters, as they were
-    reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a reason only
+    reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a
+            reason only
     dora    whether the reason is DoRA, which has a function of its own, and no other
     """
 
@@ -260,7 +338,11 @@ class Plan(NotCopied):
 
     def __init__(self, layer: Any) -> None:
         # an adapter may be appended to a list in place
-        self.active = list(layer._active_adapter) if isinstance(layer._active_adapter, list) else layer._active_adapter
+        self.active = (
+            list(layer._active_adapter)
+            if isinstance(layer._active_adapter, list)
+            else layer._active_adapter
+        )
         self.reason = parts_reason(layer)
         self.dora = self.reason is not None and parts_reason(layer, dora=True) is None
         if self.reason is None or self.dora:
@@ -269,12 +351,16 @@ class Plan(NotCopied):
 
 
 def look_again(layer: Any) -> Plan:
-    """Decides anew what a fused layer is: when it is placed, once a step, and where PEFT's own state has changed."""
+    """Decides anew what a fused layer is: when it is placed, once a step, and where PEFT's own
+    state has changed.
+    """
     plan = layer.__dict__[_PLAN] = Plan(layer)
     return plan
 
 
-def projection(layer: Any, x: Tensor, *, graph: bool = False, dora: bool = False) -> Projection | None:
+def projection(
+    layer: Any, x: Tensor, *, graph: bool = False, dora: bool = False
+) -> Projection | None:
     """The tensors of a fused layer whose input is x, read now; None where PEFT's own code runs now.
 
     graph  a graph is made, which has guards of its own
@@ -291,14 +377,23 @@ def projection(layer: Any, x: Tensor, *, graph: bool = False, dora: bool = False
         if plan is None or layer._active_adapter != plan.active:
             plan = look_again(layer)
         if plan.reason is None or plan.dora:
-            # an adapter may be deleted and added again under the same name; accelerate's forward loads a weight for each call
-            same = layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a and plan.base.__dict__.get("forward") is plan.forward
+            # an adapter may be deleted and added again under the same name; accelerate's forward
+            # loads a weight for each call
+            same = (
+                layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a
+                and plan.base.__dict__.get("forward") is plan.forward
+            )
             plan = plan if same else look_again(layer)
         if plan.reason is not None and not (dora and plan.dora):
             return None
         adapter, a, b, dropout, base = plan.adapter, plan.a, plan.b, plan.dropout, plan.base
     parameters = base._parameters
-    weight, bias, a_RK, b_OR = parameters["weight"], parameters["bias"], a._parameters["weight"], b._parameters["weight"]
+    weight, bias, a_RK, b_OR = (
+        parameters["weight"],
+        parameters["bias"],
+        a._parameters["weight"],
+        b._parameters["weight"],
+    )
     state, dtype = None, weight.dtype
     if type(base) is not nn.Linear:
         if state_reason(base) is not None:
@@ -322,8 +417,21 @@ _projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 def bare_projection(layer: Any) -> Projection:
     """Of a linear layer without an adapter."""
-    state, dtype = (None, layer.weight.dtype) if type(layer) is nn.Linear else (layer.weight.quant_state, layer.compute_dtype)
-    return Projection(layer.weight, layer.bias, None, None, state, 1.0, 0.0, (dtype, state is None, None, None, False))
+    state, dtype = (
+        (None, layer.weight.dtype)
+        if type(layer) is nn.Linear
+        else (layer.weight.quant_state, layer.compute_dtype)
+    )
+    return Projection(
+        layer.weight,
+        layer.bias,
+        None,
+        None,
+        state,
+        1.0,
+        0.0,
+        (dtype, state is None, None, None, False),
+    )
 
 
 # --- a call
@@ -336,7 +444,11 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         # a graph's compiler finds what projections share
         call = projection(self, x, graph=True)
-        return _peft_forward(self, x) if call is None else apply_linear(x, call, decided(call, x, x.dtype))
+        return (
+            _peft_forward(self, x)
+            if call is None
+            else apply_linear(x, call, decided(call, x, x.dtype))
+        )
     ready = self.__dict__.pop(_READY, None)
     if ready is not None and ready[0] is x and not self._disable_adapters:
         _, output, version, grad = ready
@@ -363,7 +475,9 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor | None:
-    """Computes a layer and its siblings in one product, and stores their outputs for their calls. None where they cannot share one."""
+    """Computes a layer and its siblings in one product, and stores their outputs for their calls.
+    None where they cannot share one.
+    """
     calls = [first]
     for other in followers:
         own = other.__dict__
@@ -409,11 +523,22 @@ def decided(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
     """`dtypes_of`, not kept: where a graph is made."""
     weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = call.kind
     adapter = None if call.a is None else torch.promote_types(a_dtype, b_dtype)
-    return decide(x, weight_dtype or x_dtype, adapter, quantised=not dense, branch_fp32=branch_fp32, x_dtype=x_dtype)
+    return decide(
+        x,
+        weight_dtype or x_dtype,
+        adapter,
+        quantised=not dense,
+        branch_fp32=branch_fp32,
+        x_dtype=x_dtype,
+    )
 
 
-def shared_dtypes(x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..., LoraDtypes] = dtypes_of) -> LoraDtypes | None:
-    """The dtypes with which these can share the products of x; None where they differ, or one computes its adapter branch in fp32."""
+def shared_dtypes(
+    x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..., LoraDtypes] = dtypes_of
+) -> LoraDtypes | None:
+    """The dtypes with which these can share the products of x; None where they differ, or one
+    computes its adapter branch in fp32.
+    """
     first, features = calls[0], x.shape[-1]
     dtypes = dtypes_of(first, x, x.dtype)
     for call in calls:
@@ -425,14 +550,25 @@ def shared_dtypes(x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..
 
 
 def refuse_unfused(why: str) -> None:
-    """Raises UsageError for an adapter on a packed parameter: PEFT would add its change to the packed bytes."""
-    raise UsageError(f"an adapter on packed experts: {why}: not offered", fix="one adapter, active and not merged; or isotype merge")
+    """Raises UsageError for an adapter on a packed parameter: PEFT would add its change to the
+    packed bytes.
+    """
+    raise UsageError(
+        f"an adapter on packed experts: {why}: not offered",
+        fix="one adapter, active and not merged; or isotype merge",
+    )
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and later gradients would be wrong."""
+    """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and
+    later gradients would be wrong.
+    """
     base = layer.base_layer
-    if type(base) is PackedLinear and hasattr(layer, "parameter_name") and not layer._disable_adapters:
+    if (
+        type(base) is PackedLinear
+        and hasattr(layer, "parameter_name")
+        and not layer._disable_adapters
+    ):
         refuse_unfused(why_not_fused(layer) or "this call")
     own: Any = type(layer).forward
     repacks = getattr(base, "support_avx512bf16_for_cpu", False)

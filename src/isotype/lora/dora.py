@@ -1,8 +1,10 @@
-"""DoRA: each row of W + s B A scaled to a length m that is trained (Liu et al. 2024, "DoRA: weight-decomposed low-rank adaptation").
+"""DoRA: each row of W + s B A scaled to a length m that is trained (Liu et al. 2024, "DoRA:
+weight-decomposed low-rank adaptation").
 
-y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias, where n, the rows' lengths, takes no gradient, as in the paper and in PEFT. So the product is that of
-LoRA, scaled by a number a column; and n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B> by rows, without W + s B A itself. |W|² is computed
-once for a weight. n is fp32: m / n is near 1 at the start, where bf16's steps are as large as what is learnt.
+y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias, where n, the rows' lengths, takes no gradient, as in the
+paper and in PEFT. So the product is that of LoRA, scaled by a number a column; and n² = |W|² + 2 s
+<W Aᵀ, B> + s² <B (A Aᵀ), B> by rows, without W + s B A itself. |W|² is computed once for a weight.
+n is fp32: m / n is near 1 at the start, where bf16's steps are as large as what is learnt.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -38,7 +40,11 @@ class Magnitude(torch.autograd.Function):
             rows_TO = u_TO.view(-1, u_TO.shape[-1])
             for rows in row_blocks(len(rows_TO), len(factor_O), u_TO.device):
                 block = rows_TO[rows]
-                block.copy_(block * factor_O if bias is None else torch.addcmul(bias.to(factor_O.dtype), block, factor_O))
+                block.copy_(
+                    block * factor_O
+                    if bias is None
+                    else torch.addcmul(bias.to(factor_O.dtype), block, factor_O)
+                )
         ctx.mark_dirty(u_TO)
         ctx.save_for_backward(u_TO, m_O, factor_O, bias)
         return u_TO
@@ -47,7 +53,11 @@ class Magnitude(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         y, m_O, factor_O, bias = ctx.saved_tensors
         with autocast_off(dy):
-            dy_TO, y_TO, du = dy.reshape(-1, dy.shape[-1]), y.view(-1, y.shape[-1]), torch.empty_like(y)
+            dy_TO, y_TO, du = (
+                dy.reshape(-1, dy.shape[-1]),
+                y.view(-1, y.shape[-1]),
+                torch.empty_like(y),
+            )
             du_TO = du.view(-1, du.shape[-1])
             dm_O, dbias_O = torch.zeros_like(factor_O), torch.zeros_like(factor_O)
             for rows in row_blocks(len(dy_TO), len(factor_O), dy.device):
@@ -75,7 +85,9 @@ def row_lengths(call: Projection, x: Tensor, dtype: torch.dtype) -> Tensor:
         a_RK, b_OR = call.a.to(dtype), call.b.to(dtype).to(wide)
         wa_OR = scaled_product(w_OK, a_RK.t(), now=now).to(wide)
         aa_RR = a_RK.to(wide) @ a_RK.to(wide).t()
-        squares = _row_squares(call.weight, w_OK, wide) + ((2 * call.scale * wa_OR + call.scale**2 * (b_OR @ aa_RR)) * b_OR).sum(1)
+        squares = _row_squares(call.weight, w_OK, wide) + (
+            (2 * call.scale * wa_OR + call.scale**2 * (b_OR @ aa_RR)) * b_OR
+        ).sum(1)
         lengths: Tensor = squares.clamp_(min=0).sqrt_()
         return lengths
 
@@ -84,7 +96,12 @@ def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
     """|W|² by rows; kept for as long as nothing has written to the weight."""
     kept: tuple[int, int, Tensor] | None = _squares.get(weight)
     if kept is None or kept[:2] != (weight.data_ptr(), weight._version) or kept[2].dtype != dtype:
-        squares = torch.cat([w_OK[rows].to(dtype).square().sum(1) for rows in row_blocks(w_OK.shape[0], w_OK.shape[1], w_OK.device)])
+        squares = torch.cat(
+            [
+                w_OK[rows].to(dtype).square().sum(1)
+                for rows in row_blocks(w_OK.shape[0], w_OK.shape[1], w_OK.device)
+            ]
+        )
         kept = _squares[weight] = weight.data_ptr(), weight._version, squares
     return kept[2]
 

@@ -1,8 +1,9 @@
-"""Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets every A in one product.
+"""Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets
+every A in one product.
 
-Saved for backward: x once (or what x is made from: `ops.remade`), x Aᵀ of all projections together, the weights, A and B, and a byte an
-element for each dropout. The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`)
-puts them together otherwise.
+Saved for backward: x once (or what x is made from: `ops.remade`), x Aᵀ of all projections together,
+the weights, A and B, and a byte an element for each dropout. The input's gradient is one sum. The
+pieces are functions of their own because the gated MLP (`mlp`) puts them together otherwise.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
@@ -28,10 +29,20 @@ from .linear import (
     dropout_mask,
     dropped_scale,
 )
-from .products import SKINNY, add_product_, adds_in_place, at_once, cast_down, casts_again, gradient_product, scaled_product
+from .products import (
+    SKINNY,
+    add_product_,
+    adds_in_place,
+    at_once,
+    cast_down,
+    casts_again,
+    gradient_product,
+    scaled_product,
+)
 from .quantised import bias_gradient
 
-# tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what the dropout before A keeps
+# tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what
+# the dropout before A keeps
 TENSORS = 5
 
 
@@ -58,7 +69,9 @@ def all_none(tensors: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None, *, now: bool = False) -> Branches:
+def branches(
+    x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None, *, now: bool = False
+) -> Branches:
     """The adapters' part of `multiply` that backward needs too."""
     if down is None:
         down = cast_down(flat[2::TENSORS], flat[3::TENSORS], x_TK, x_TK.shape[1], x_TK.dtype)
@@ -68,7 +81,13 @@ def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = 
     keeps = flat[4::TENSORS]
     if all_none(keeps):
         return scaled_product(x_TK, a_RK.t(), now=now), a_RK, bs
-    return torch.cat([after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, parts(bs))], 1), a_RK, bs
+    return (
+        torch.cat(
+            [after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, parts(bs))], 1
+        ),
+        a_RK,
+        bs,
+    )
 
 
 def multiply(
@@ -80,7 +99,8 @@ def multiply(
     *,
     now: bool = False,
 ) -> tuple[list[Tensor], Branches]:
-    """Every projection of x, in x's dtype and dimensions, and what backward needs of their adapters.
+    """Every projection of x, in x's dtype and dimensions, and what backward needs of their
+    adapters.
 
     down  what `cast_down` gave, for all tiles
     now   what `at_once` says of the adapters' products
@@ -95,13 +115,30 @@ def multiply(
             ys.append(base_product(x_TK, weight, bias, states[i]))
             continue
         end = start + b.shape[1]
-        ys.append(adapted_product(x, weight, bias, states[i], xa_TR[:, start:end], b, scales[i], before=before, now=now))
+        ys.append(
+            adapted_product(
+                x,
+                weight,
+                bias,
+                states[i],
+                xa_TR[:, start:end],
+                b,
+                scales[i],
+                before=before,
+                now=now,
+            )
+        )
         start = end
     return ys, (xa_TR, a_RK, bs)
 
 
 def branch_gradient(
-    dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor, *, now: bool = False
+    dys: Sequence[Tensor | None],
+    bs: Sequence[Tensor | None],
+    scales: Sequence[float],
+    like_TR: Tensor,
+    *,
+    now: bool = False,
 ) -> Tensor:
     """Of x Aᵀ, scaled: scale dy B, zero where an output was not used."""
     if like_TR.shape[1] == 0:
@@ -109,7 +146,11 @@ def branch_gradient(
     columns = []
     for dy, b, scale in zip(dys, bs, scales):
         if b is not None:
-            columns.append(scaled_product(dy, b, scale, now=now) if dy is not None else b.new_zeros(like_TR.shape[0], b.shape[1]))
+            columns.append(
+                scaled_product(dy, b, scale, now=now)
+                if dy is not None
+                else b.new_zeros(like_TR.shape[0], b.shape[1])
+            )
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
@@ -125,17 +166,20 @@ def input_gradient(
     *,
     now: bool = False,
 ) -> Tensor:
-    """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a time.
+    """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a
+    time.
 
-    The small share is rounded to the products' dtype, and each large product is summed onto it inside itself; or, where the kernels
-    run, the share is added to the sum unrounded.
+    The small share is rounded to the products' dtype, and each large product is summed onto it
+    inside itself; or, where the kernels run, the share is added to the sum unrounded.
 
     keeps  None where there is no dropout
     """
     share_TK = None
     last = False
     if keeps is None:
-        last = (now and dtype == dxa_TR.dtype and 0 < a_RK.shape[0] <= SKINNY) or adds_in_place(dtype, dxa_TR, a_RK)
+        last = (now and dtype == dxa_TR.dtype and 0 < a_RK.shape[0] <= SKINNY) or adds_in_place(
+            dtype, dxa_TR, a_RK
+        )
         share_TK = dxa_TR @ a_RK if a_RK.shape[0] and not last else None
     else:
         for keep, part in zip(keeps, slices):
@@ -145,7 +189,11 @@ def input_gradient(
     dx_TK = None if share_TK is None else share_TK.to(dtype)
     for dy, weight, state in zip(dys, weights, states):
         if dy is not None:
-            w_OK = weight if state is None and weight.dtype == dxa_TR.dtype else base_weight(weight, state, dxa_TR.dtype)
+            w_OK = (
+                weight
+                if state is None and weight.dtype == dxa_TR.dtype
+                else base_weight(weight, state, dxa_TR.dtype)
+            )
             if dx_TK is None:
                 dx_TK = (dy @ w_OK).to(dtype)
             elif dtype == dy.dtype:
@@ -170,7 +218,8 @@ def tensor_gradients(
     *,
     now: bool = False,
 ) -> list[Tensor | None]:
-    """Of every tensor that `multiply` was given, in its dtype; x is needed where a weight or an A has one.
+    """Of every tensor that `multiply` was given, in its dtype; x is needed where a weight or an A
+    has one.
 
     dys       in the products' dtype
     wide_dys  as they came, for the biases
@@ -195,10 +244,16 @@ def tensor_gradients(
             assert x_TK is not None
             widest = torch.promote_types(torch.float32, x_TK.dtype)
             if keeps is None:
-                together = gradient_product(dxa_TR, x_TK, 1.0, widest, now=now) if together is None else together
+                together = (
+                    gradient_product(dxa_TR, x_TK, 1.0, widest, now=now)
+                    if together is None
+                    else together
+                )
                 da = together[slices[i]]
             else:
-                da = gradient_product(dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest, now=now)
+                da = gradient_product(
+                    dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest, now=now
+                )
             grads[a] = da.to(dtypes[a])
     return grads
 
@@ -213,7 +268,12 @@ class LoraGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scales: tuple[float, ...], states: tuple[Any, ...], dtypes: LoraDtypes, *flat: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        scales: tuple[float, ...],
+        states: tuple[Any, ...],
+        dtypes: LoraDtypes,
+        *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         compute, out, _ = dtypes
         now = at_once(compute, x)
@@ -222,7 +282,9 @@ class LoraGroup(torch.autograd.Function):
             ys, (xa_TR, a_RK, bs) = multiply(low, flat, scales, states, now=now)
         if out != compute:
             ys = [y.to(out) for y in ys]
-        ctx.make_x, kept_x = kept_for(x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None)
+        ctx.make_x, kept_x = kept_for(
+            x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None
+        )
         ctx.again = casts_again(x)
         adapters = (*flat[2::TENSORS], *flat[3::TENSORS]) if ctx.again else (a_RK, *bs)
         ctx.save_for_backward(xa_TR, *flat[0::TENSORS], *flat[4::TENSORS], *adapters, *kept_x)
@@ -243,7 +305,10 @@ class LoraGroup(torch.autograd.Function):
             return (None,) * (4 + len(needs))
         scales, states, compute, x_shape, x_dtype, now = ctx.given
         if ctx.again:
-            (a_RK, bs), kept_x = cast_down(rest[:n], rest[n : 2 * n], xa_TR, x_shape[-1], compute), rest[2 * n :]
+            (a_RK, bs), kept_x = (
+                cast_down(rest[:n], rest[n : 2 * n], xa_TR, x_shape[-1], compute),
+                rest[2 * n :],
+            )
         else:
             a_RK, bs, kept_x = rest[0], rest[1 : n + 1], rest[n + 1 :]
         keeps = None if all_none(keeps) else keeps
@@ -252,21 +317,43 @@ class LoraGroup(torch.autograd.Function):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
             down = [None if dy is None else dy.to(compute) for dy in came]
             dxa_TR = branch_gradient(down, bs, scales, xa_TR, now=now)
-            x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
-            grads = tensor_gradients(x_TK, xa_TR, dxa_TR, down, came, scales, keeps, slices, needs, ctx.leaf_dtypes, now=now)
+            x_TK = (
+                kept_x[0]
+                if ctx.make_x is None
+                else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
+            )
+            grads = tensor_gradients(
+                x_TK,
+                xa_TR,
+                dxa_TR,
+                down,
+                came,
+                scales,
+                keeps,
+                slices,
+                needs,
+                ctx.leaf_dtypes,
+                now=now,
+            )
             dx = None
             if ctx.needs_input_grad[0]:
-                dx = input_gradient(dxa_TR, a_RK, down, weights, states, keeps, slices, x_dtype, now=now).view(x_shape)
+                dx = input_gradient(
+                    dxa_TR, a_RK, down, weights, states, keeps, slices, x_dtype, now=now
+                ).view(x_shape)
         return dx, None, None, None, *grads
 
 
 _apply = apply_of(LoraGroup)
 
 
-def flattened(x: Tensor, calls: Sequence[Projection]) -> tuple[list[Tensor | None], tuple[float, ...], tuple[Any, ...]]:
-    """(the tensors of projections of x, TENSORS each, their branches' scales, states of 4-bit weights): what an autograd function takes.
+def flattened(
+    x: Tensor, calls: Sequence[Projection]
+) -> tuple[list[Tensor | None], tuple[float, ...], tuple[Any, ...]]:
+    """(the tensors of projections of x, TENSORS each, their branches' scales, states of 4-bit
+    weights): what an autograd function takes.
 
-    Dropouts are drawn in the order in which PEFT's layers would draw them, and their factor goes into the scale.
+    Dropouts are drawn in the order in which PEFT's layers would draw them, and their factor goes
+    into the scale.
     """
     flat: list[Tensor | None] = []
     scales, states = [], []
@@ -279,7 +366,9 @@ def flattened(x: Tensor, calls: Sequence[Projection]) -> tuple[list[Tensor | Non
 
 
 def lora_group(x: Tensor, calls: Sequence[Projection], dtypes: LoraDtypes) -> tuple[Tensor, ...]:
-    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch). Not under torch.func or in a graph."""
+    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch).
+    Not under torch.func or in a graph.
+    """
     assert not dtypes.wide
     flat, scales, states = flattened(x, calls)
     outs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat)

@@ -1,7 +1,8 @@
-"""`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function, and the pieces that groups of projections share with it.
+"""`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function, and the pieces that groups
+of projections share with it.
 
-Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight itself, A and B, and a byte per element
-where there is dropout.
+Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight
+itself, A and B, and a byte per element where there is dropout.
 Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
 
 T tokens, K in features, O out features, R rank.
@@ -18,11 +19,28 @@ from torch import Tensor
 from ..dtypes import name
 from ..environment.planned import stands_for
 from ..errors import DtypeError, ShapeError
-from ..ops.backend import applied, apply_of, autocast_dtype, autocast_off, no_view, now_without_autocast, refuse_second_derivative
+from ..ops.backend import (
+    applied,
+    apply_of,
+    autocast_dtype,
+    autocast_off,
+    no_view,
+    now_without_autocast,
+    refuse_second_derivative,
+)
 from ..ops.contract import OpContract
 from ..ops.recompute import layers_running, output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
-from .products import SKINNY, add_product_, adds_in_place, at_once, casts_again, gradient_product, row_blocks, scaled_product
+from .products import (
+    SKINNY,
+    add_product_,
+    adds_in_place,
+    at_once,
+    casts_again,
+    gradient_product,
+    row_blocks,
+    scaled_product,
+)
 from .quantised import bias_gradient, dequantised, packed_product
 
 LORA_LINEAR = OpContract(
@@ -37,7 +55,8 @@ LORA_LINEAR = OpContract(
 class LoraDtypes(NamedTuple):
     """compute  both operands of the base product
     out      what the caller gets: always PEFT's
-    wide     whether the adapter branch is computed in fp32, row block by row block, instead of in `compute`
+    wide     whether the adapter branch is computed in fp32, row block by row block, instead of in
+             `compute`
     """
 
     compute: torch.dtype
@@ -61,11 +80,12 @@ def decide(
     x_dtype        decides as if x had this dtype, for an input that is not computed yet
     branch_fp32    asks for the adapter branch in fp32 wherever `compute` is narrower
 
-    A dense product follows autocast; a quantised one computes in its layer's dtype and answers in its input's, as bitsandbytes does.
-    PEFT's adapter branch runs in autocast's dtype, or else in the adapter's. Where that is not `compute`, the branch is computed in fp32,
-    which loses nothing.
+    A dense product follows autocast; a quantised one computes in its layer's dtype and answers in
+    its input's, as bitsandbytes does. PEFT's adapter branch runs in autocast's dtype, or else in
+    the adapter's. Where that is not `compute`, the branch is computed in fp32, which loses nothing.
 
-    Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain `nn.Linear` refuses those too
+    Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain
+            `nn.Linear` refuses those too
     """
     cast, x_dtype = autocast_dtype(x), x_dtype or x.dtype
     if quantised:
@@ -76,22 +96,29 @@ def decide(
         compute = out = x_dtype
     else:
         raise DtypeError(
-            f"LoRA linear got an input in {name(x_dtype)} and a weight in {name(weight_dtype)} with autocast off, declared one dtype",
+            f"LoRA linear got an input in {name(x_dtype)} and a weight in {name(weight_dtype)} with"
+            " autocast off, declared one dtype",
             code="DT001",
             fix=f"x.to({weight_dtype}), or run under torch.autocast({x.device.type!r}, dtype=...)",
         )
     peft_branch = adapter_dtype if cast is None else cast
     narrow = compute in (torch.bfloat16, torch.float16)
-    return LoraDtypes(compute, out, adapter_dtype is not None and narrow and (branch_fp32 or peft_branch != compute))
+    return LoraDtypes(
+        compute,
+        out,
+        adapter_dtype is not None and narrow and (branch_fp32 or peft_branch != compute),
+    )
 
 
 # --- dropout: a mask of a byte an element, and a factor that goes into the branch's scale
 
 
 def dropout_mask(like: Tensor, p: float) -> Tensor:
-    """bool, in the shape of `like`: what a dropout keeps of it, drawn as PEFT's draws it, so that on a CPU a seed gives the same mask.
+    """bool, in the shape of `like`: what a dropout keeps of it, drawn as PEFT's draws it, so that
+    on a CPU a seed gives the same mask.
 
-    PyTorch draws in the order in which a tensor lies in memory: the mask of a transposed one is transposed too.
+    PyTorch draws in the order in which a tensor lies in memory: the mask of a transposed one is
+    transposed too.
     """
     return torch.empty_like(like, dtype=torch.bool).bernoulli_(1.0 - p)
 
@@ -128,8 +155,9 @@ def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def adapter_first(x_TK: Tensor) -> bool:
-    """Whether the adapter's product of x is made before the large one: on a GPU, for more than a generated token's row, which has a
-    product of its own over the packed weight."""
+    """Whether the adapter's product of x is made before the large one: on a GPU, for more than a
+    generated token's row, which has a product of its own over the packed weight.
+    """
     gpu = not x_TK.is_cpu and stands_for(x_TK.device) != "cpu" and x_TK.shape[0] > 1
     return gpu and not torch.compiler.is_compiling()
 
@@ -148,8 +176,9 @@ def adapted_product(
 ) -> Tensor:
     """x Wᵀ + bias + scale xa Bᵀ in x's dtype, fresh memory in x's dimensions.
 
-    On a GPU the adapter's product is made first and the large one is summed onto it inside itself, which reads it while it multiplies: 2
-    bytes an element of the output, where a sum after the product takes 4.
+    On a GPU the adapter's product is made first and the large one is summed onto it inside itself,
+    which reads it while it multiplies: 2 bytes an element of the output, where a sum after the
+    product takes 4.
 
     before  what `adapter_first` says of x
     now     what `at_once` says of the adapter's product
@@ -157,23 +186,34 @@ def adapted_product(
     dtype = x.dtype
     if not before and quant_state is None and bias is None and weight.dtype == dtype:
         y: Tensor = F.linear(x, weight)
-        add_product_(y if y.dim() == 2 else y.view(-1, y.shape[-1]), xa_TR, b_OR.t(), scale, now=now)
+        add_product_(
+            y if y.dim() == 2 else y.view(-1, y.shape[-1]), xa_TR, b_OR.t(), scale, now=now
+        )
         return y
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not before:
-        y_TO = add_product_(base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale, now=now)
+        y_TO = add_product_(
+            base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale, now=now
+        )
     else:
         w_OK = base_weight(weight, quant_state, dtype)
-        y_TO = scaled_product(xa_TR, b_OR.t(), scale) if bias is None else torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
+        y_TO = (
+            scaled_product(xa_TR, b_OR.t(), scale)
+            if bias is None
+            else torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
+        )
         y_TO.addmm_(x_TK, w_OK.t())
     return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
-# --- the branch in fp32 beside a narrow base product: for adapters whose dtype differs from the product's without autocast, where PEFT
-# widens the whole input. One block of rows at a time, so that no activation is widened whole
+# --- the branch in fp32 beside a narrow base product: for adapters whose dtype differs from the
+# product's without autocast, where PEFT widens the whole input. One block of rows at a time, so
+# that no activation is widened whole
 
 
-def add_branch_fp32(y_TO: Tensor, x_TK: Tensor, keep_TK: Tensor | None, a_RK: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+def add_branch_fp32(
+    y_TO: Tensor, x_TK: Tensor, keep_TK: Tensor | None, a_RK: Tensor, b_OR: Tensor, scale: float
+) -> Tensor:
     """Adds scale (x Aᵀ) Bᵀ to `y` in place and returns x Aᵀ.
 
     y       any float [T O]   written: the caller's own, fresh
@@ -184,7 +224,9 @@ def add_branch_fp32(y_TO: Tensor, x_TK: Tensor, keep_TK: Tensor | None, a_RK: Te
     xa_TR = torch.empty(x_TK.shape[0], a_RK.shape[0], dtype=torch.float32, device=x_TK.device)
     for rows in row_blocks(x_TK.shape[0], x_TK.shape[1] + y_TO.shape[1], x_TK.device):
         xa_TR[rows] = _block_fp32(x_TK, keep_TK, rows) @ a_RK.t()
-        y_TO[rows] = torch.addmm(y_TO[rows].float(), xa_TR[rows], b_OR.t(), alpha=scale).to(y_TO.dtype)
+        y_TO[rows] = torch.addmm(y_TO[rows].float(), xa_TR[rows], b_OR.t(), alpha=scale).to(
+            y_TO.dtype
+        )
     return xa_TR
 
 
@@ -234,12 +276,13 @@ def branch_gradients_fp32(
 
 
 class Projection(NamedTuple):
-    """A linear layer with its adapter: weight [O K] or packed with its state, bias [O] or None, a [r K] and b [O r], or
-    None without an adapter.
+    """A linear layer with its adapter: weight [O K] or packed with its state, bias [O] or None, a
+    [r K] and b [O r], or None without an adapter.
 
     dropout  of the branch's input: the part that is dropped
-    kind     what its dtypes depend on, apart from its input and autocast: the weight's dtype or a packed layer's for its products, whether
-             the weight is dense, A's dtype, B's, and whether the branch is asked for in fp32
+    kind     what its dtypes depend on, apart from its input and autocast: the weight's dtype or a
+             packed layer's for its products, whether the weight is dense, A's dtype, B's, and
+             whether the branch is asked for in fp32
     """
 
     weight: Tensor
@@ -279,7 +322,10 @@ class LoraLinear(torch.autograd.Function):
         compute, out, wide = dtypes
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
-        unused, now = bool(layers_running) and output_is_unused(ctx), not wide and at_once(compute, x)
+        unused, now = (
+            bool(layers_running) and output_is_unused(ctx),
+            not wide and at_once(compute, x),
+        )
         with now_without_autocast() if now else autocast_off(x):
             narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             low = narrow_TK.view(x.shape)
@@ -290,13 +336,25 @@ class LoraLinear(torch.autograd.Function):
                 y = no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
                 branch_TK, a, b = narrow_TK, a_RK.to(compute), b_OR.to(compute)
-                xa_TR = scaled_product(branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), now=now)
+                xa_TR = scaled_product(
+                    branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), now=now
+                )
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else
                     y = unwritten((*x.shape[:-1], out_features(weight, quant_state)), low, out)
                 else:
                     before = not now and adapter_first(narrow_TK)
-                    y = adapted_product(low, weight, bias, quant_state, xa_TR, b, branch_scale, before=before, now=now)
+                    y = adapted_product(
+                        low,
+                        weight,
+                        bias,
+                        quant_state,
+                        xa_TR,
+                        b,
+                        branch_scale,
+                        before=before,
+                        now=now,
+                    )
         ctx.make_x, kept_x = kept_for(x, branch_TK if needs_a or needs_weight else None)
         ctx.save_for_backward(
             weight if needs_x else None,
@@ -324,7 +382,11 @@ class LoraLinear(torch.autograd.Function):
             narrow_TO = dy_TO.to(compute)
             branch = torch.float32 if wide else compute
             a, b = a.to(branch), b.to(branch)
-            x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
+            x_TK = (
+                kept_x[0]
+                if ctx.make_x is None
+                else made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
+            )
             if ctx.make_x is not None and not wide:
                 x_TK = x_TK.to(compute)
             if needs_weight:
@@ -334,22 +396,43 @@ class LoraLinear(torch.autograd.Function):
             if wide:
                 if needs_x:
                     dx_TK = (narrow_TO @ base_weight(weight, quant_state, compute)).to(x_dtype)
-                da, db = branch_gradients_fp32(dy_TO, x_TK, xa_TR, keep_TK, a, b, scale, dx_TK, needs_a=needs_a, needs_b=needs_b)
+                da, db = branch_gradients_fp32(
+                    dy_TO,
+                    x_TK,
+                    xa_TR,
+                    keep_TK,
+                    a,
+                    b,
+                    scale,
+                    dx_TK,
+                    needs_a=needs_a,
+                    needs_b=needs_b,
+                )
             else:
                 if needs_x or needs_a:
                     dxa_TR = scaled_product(narrow_TO, b, now=now)
                 if needs_b:
                     db = gradient_product(narrow_TO, xa_TR, scale, b_dtype, now=now)
                 if needs_a:
-                    da = gradient_product(dxa_TR, x_TK if keep_TK is None else x_TK * keep_TK, scale, a_dtype, now=now)
+                    da = gradient_product(
+                        dxa_TR, x_TK if keep_TK is None else x_TK * keep_TK, scale, a_dtype, now=now
+                    )
                 # before its gradient is made
                 del x_TK
                 if needs_x:
-                    w_OK = weight if quant_state is None and weight.dtype == compute else base_weight(weight, quant_state, compute)
-                    if keep_TK is None and ((now and x_dtype == compute and a.shape[0] <= SKINNY) or adds_in_place(x_dtype, dxa_TR, a)):
+                    w_OK = (
+                        weight
+                        if quant_state is None and weight.dtype == compute
+                        else base_weight(weight, quant_state, compute)
+                    )
+                    if keep_TK is None and (
+                        (now and x_dtype == compute and a.shape[0] <= SKINNY)
+                        or adds_in_place(x_dtype, dxa_TR, a)
+                    ):
                         dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale, now=now)
                     else:
-                        # the small addend is rounded to the products' dtype, the large one is summed onto it inside the product
+                        # the small addend is rounded to the products' dtype, the large one is
+                        # summed onto it inside the product
                         dx_TK = after_dropout(dxa_TR @ a, keep_TK)
                         if x_dtype == compute:
                             dx_TK.addmm_(narrow_TO, w_OK, beta=scale)
@@ -373,7 +456,11 @@ def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool =
     assert a is not None
     assert b is not None
     if x.shape[-1] != a.shape[1] or b.shape[-1] != a.shape[0]:
-        raise ShapeError(f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}, declared [*n k], [r k], [o r]", code="SH001")
+        raise ShapeError(
+            f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}, declared [*n k], [r k],"
+            " [o r]",
+            code="SH001",
+        )
     keep = None
     if dropout:
         keep, scale = dropout_mask(x, dropout), dropped_scale(scale, dropout)
@@ -398,16 +485,20 @@ def lora_linear(
     """x Wᵀ + bias + scale (dropout(x) Aᵀ) Bᵀ, fused, in the dtypes of PEFT's layer.
 
     x        X[*n k]
-    weight   W[o k]     dense, or packed with its `quant_state` (`ops.packed`, or bitsandbytes' 4 bits)
+    weight   W[o k]     dense, or packed with its `quant_state` (`ops.packed`, or bitsandbytes' 4
+             bits)
     a, b     A[r k], A[o r]
     bias     any float dtype [o], or None
     ->       Y[*n o]    autocast's dtype, else X; of a packed weight always X
-    inside   Y; a packed weight: `compute_dtype`, else X; adapter gradients are summed in fp32; the branch is fp32 where
-             `branch_fp32` asks for it, and where PEFT computes it in a dtype that is not the product's
+    inside   Y; a packed weight: `compute_dtype`, else X; adapter gradients are summed in fp32; the
+             branch is fp32 where `branch_fp32` asks for it, and where PEFT computes it in a dtype
+             that is not the product's
     grads    each in its tensor's dtype; none for a packed weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """
     weight_dtype = weight.dtype if quant_state is None else compute_dtype or x.dtype
     adapter_dtype = torch.promote_types(a.dtype, b.dtype)
-    dtypes = decide(x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32)
+    dtypes = decide(
+        x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32
+    )
     return apply_linear(x, Projection(weight, bias, a, b, quant_state, scale, dropout), dtypes)

@@ -1,8 +1,10 @@
-"""The adapters' own products, one of whose dimensions is a rank: by C++ kernels for bf16 on a CPU that multiplies it, else PyTorch's.
+"""The adapters' own products, one of whose dimensions is a rank: by C++ kernels for bf16 on a CPU
+that multiplies it, else PyTorch's.
 
-A kernel reads each large operand once, sums in fp32 and rounds a result once. An adapter's gradient is summed and returned in fp32 though
-its operands are narrow. On a CPU PyTorch has no such product; without the kernels it is made of two (bf16) or in blocks of rows (fp16), so
-that no activation is widened whole.
+A kernel reads each large operand once, sums in fp32 and rounds a result once. An adapter's gradient
+is summed and returned in fp32 though its operands are narrow. On a CPU PyTorch has no such product;
+without the kernels it is made of two (bf16) or in blocks of rows (fp16), so that no activation is
+widened whole.
 
 T tokens, M and N features, R ranks.
 """
@@ -20,23 +22,30 @@ from ..ops.backend import PLAIN, forced_path, keeps_fp32_sums, wide
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
 
-# Elements of one block of rows once widened: 1 MiB in fp32, which a core's own cache holds; elsewhere 256 MiB, one block for most layers,
-# since each is a launch.
+# Elements of one block of rows once widened: 1 MiB in fp32, which a core's own cache holds;
+# elsewhere 256 MiB, one block for most layers, since each is a launch.
 BLOCK_ELEMENTS = 2**18
 BLOCK_ELSEWHERE = 2**26
 
-# Below this many elements the call overhead of a bf16 product dominates: 128 x (256 + 16) widened take 25 us, in two terms 46;
-# 256 x (512 + 16) take 94 and 78.
+# Below this many elements the call overhead of a bf16 product dominates: 128 x (256 + 16) widened
+# take 25 us, in two terms 46; 256 x (512 + 16) take 94 and 78.
 SMALL_ELEMENTS = 2**16
 
-# Up to this rank a kernel is no slower than PyTorch's product: 2048 x 768 at rank 64 0.52 and 0.53 ms, at 256 2.4 and 2.0.
+# Up to this rank a kernel is no slower than PyTorch's product: 2048 x 768 at rank 64 0.52 and 0.53
+# ms, at 256 2.4 and 2.0.
 SKINNY = 64
 
 
 # --- the kernels
 
 KERNELS = CppKernels(
-    __file__, source="kernels.cpp", in_graphs=True, native="a", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif"
+    __file__,
+    source="kernels.cpp",
+    in_graphs=True,
+    native="a",
+    shrink="pppiiiiiiif",
+    expand="pppiiiiiiif",
+    gradient="pppiiiiiiif",
 )
 
 # the answer of `native`, for graphs: Dynamo cannot trace the question
@@ -45,7 +54,9 @@ _known: dict[str, bool] = {}
 
 @cache
 def native() -> bool:
-    """Whether the kernels can run: they are built, this processor multiplies bf16, and the compiler supports its instructions."""
+    """Whether the kernels can run: they are built, this processor multiplies bf16, and the compiler
+    supports its instructions.
+    """
     if KERNELS.loaded():
         _known["native"] = KERNELS.native()
     return _known.get("native", False)
@@ -59,7 +70,9 @@ def why_not_native() -> str:
 
 
 def kernels_run(x: Tensor) -> bool:
-    """Whether the kernels take bf16 operands on x's device: a CPU with AVX512-BF16, for which a compiler has built them."""
+    """Whether the kernels take bf16 operands on x's device: a CPU with AVX512-BF16, for which a
+    compiler has built them.
+    """
     if x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
     if torch.compiler.is_dynamo_compiling():
@@ -69,8 +82,10 @@ def kernels_run(x: Tensor) -> bool:
 
 
 def at_once(dtype: torch.dtype, x: Tensor) -> bool:
-    """Whether the products of x in `dtype` call the kernels past PyTorch's dispatcher: where nothing looks at operators, as an observer, a
-    plan or a compiler does. Asked once for all products of a function."""
+    """Whether the products of x in `dtype` call the kernels past PyTorch's dispatcher: where
+    nothing looks at operators, as an observer, a plan or a compiler does. Asked once for all
+    products of a function.
+    """
     if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or type(x) not in PLAIN:
@@ -78,29 +93,39 @@ def at_once(dtype: torch.dtype, x: Tensor) -> bool:
     return native() and forced_path() in (None, "cpp")
 
 
-@library_op("lora_shrink_cpp(Tensor x, Tensor a, float scale) -> Tensor", fake=lambda x, a, scale: x.new_empty(x.shape[0], a.shape[0]))
+@library_op(
+    "lora_shrink_cpp(Tensor x, Tensor a, float scale) -> Tensor",
+    fake=lambda x, a, scale: x.new_empty(x.shape[0], a.shape[0]),
+)
 def _shrink(x_TN: Tensor, a_RN: Tensor, scale: float) -> Tensor:
     return scaled_product(x_TN, a_RN.t(), scale, now=True)
 
 
-@library_op("lora_expand_cpp(Tensor(a!) y, Tensor left, Tensor right, float scale) -> ()", fake=lambda *_: None)
+@library_op(
+    "lora_expand_cpp(Tensor(a!) y, Tensor left, Tensor right, float scale) -> ()",
+    fake=lambda *_: None,
+)
 def _expand_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float) -> None:
     add_product_(y_TN, left_TR, right_RN, scale, now=True)
 
 
 @library_op(
     "lora_gradient_cpp(Tensor left, Tensor right, float scale) -> Tensor",
-    fake=lambda left, right, scale: left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32),
+    fake=lambda left, right, scale: left.new_empty(
+        left.shape[1], right.shape[1], dtype=torch.float32
+    ),
 )
 def _gradient(left_TM: Tensor, right_TN: Tensor, scale: float) -> Tensor:
     return gradient_product(left_TM, right_TN, scale, torch.float32, now=True)
 
 
-# --- products. now: what `at_once` says of them; the kernels' operands have adjacent rows or, of a rank's matrix, columns
+# --- products. now: what `at_once` says of them; the kernels' operands have adjacent rows or, of a
+# rank's matrix, columns
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0, *, now: bool = False) -> Tensor:
-    """scale * left @ right in their dtype, where right has a rank's columns; the sum is scaled before it is rounded.
+    """scale * left @ right in their dtype, where right has a rank's columns; the sum is scaled
+    before it is rounded.
 
     left    F[T N]
     right   F[N R]
@@ -111,9 +136,19 @@ def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0, *, now: bool
         right = right if 1 in right.stride() else right.contiguous()
         out, threads = left.new_empty((left.shape[0], ranks)), torch.get_num_threads()
         KERNELS.calls["shrink"](
-            left.data_ptr(), right.data_ptr(), out.data_ptr(), left.shape[0], features, ranks, left.stride(0), right.stride(1),
-            right.stride(0), ranks, scale, threads,
-        )  # fmt: skip
+            left.data_ptr(),
+            right.data_ptr(),
+            out.data_ptr(),
+            left.shape[0],
+            features,
+            ranks,
+            left.stride(0),
+            right.stride(1),
+            right.stride(0),
+            ranks,
+            scale,
+            threads,
+        )
         return out
     if ranks <= SKINNY and left.dtype is torch.bfloat16 and kernels_run(right):
         return _shrink(left, right.t(), scale)
@@ -127,7 +162,9 @@ def adds_in_place(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool
     return dtype == left_TR.dtype and 0 < right_RN.shape[0] <= SKINNY and kernels_run(left_TR)
 
 
-def add_product_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float = 1.0, *, now: bool = False) -> Tensor:
+def add_product_(
+    y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float = 1.0, *, now: bool = False
+) -> Tensor:
     """y + scale * left @ right in place, in their one dtype: the sum is rounded once."""
     ranks = right_RN.shape[0]
     if now and 0 < ranks <= SKINNY:
@@ -136,20 +173,37 @@ def add_product_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float =
         rows, columns = y_TN.shape
         assert y_TN.stride(1) == 1
         KERNELS.calls["expand"](
-            y_TN.data_ptr(), left_TR.data_ptr(), right_RN.data_ptr(), rows, columns, ranks, y_TN.stride(0), left_TR.stride(0),
-            right_RN.stride(0), right_RN.stride(1), scale, torch.get_num_threads(),
-        )  # fmt: skip
+            y_TN.data_ptr(),
+            left_TR.data_ptr(),
+            right_RN.data_ptr(),
+            rows,
+            columns,
+            ranks,
+            y_TN.stride(0),
+            left_TR.stride(0),
+            right_RN.stride(0),
+            right_RN.stride(1),
+            scale,
+            torch.get_num_threads(),
+        )
         return y_TN
-    # A graph's y is a product's result. Dynamo cannot answer for strides in a backward: it traces that again, and the autocast that was
-    # switched off around it stays off for what follows (torch 2.13)
-    if adds_in_place(y_TN.dtype, left_TR, right_RN) and (torch.compiler.is_dynamo_compiling() or y_TN.stride(-1) == 1):
+    # A graph's y is a product's result. Dynamo cannot answer for strides in a backward: it traces
+    # that again, and the autocast that was switched off around it stays off for what follows (torch
+    # 2.13)
+    if adds_in_place(y_TN.dtype, left_TR, right_RN) and (
+        torch.compiler.is_dynamo_compiling() or y_TN.stride(-1) == 1
+    ):
         _expand_(y_TN, left_TR, right_RN, scale)
         return y_TN
     return y_TN.addmm_(left_TR, right_RN, alpha=scale)
 
 
-def gradient_product(left_TM: Tensor, right_TN: Tensor, scale: float, dtype: torch.dtype, *, now: bool = False) -> Tensor:
-    """scale * leftᵀ @ right in `dtype`, rounded once: through fp32 only where `dtype` can hold more than the operands' own."""
+def gradient_product(
+    left_TM: Tensor, right_TN: Tensor, scale: float, dtype: torch.dtype, *, now: bool = False
+) -> Tensor:
+    """scale * leftᵀ @ right in `dtype`, rounded once: through fp32 only where `dtype` can hold more
+    than the operands' own.
+    """
     if dtype == left_TM.dtype and scale == 1.0:
         return left_TM.t() @ right_TN
     if not now:
@@ -162,17 +216,27 @@ def gradient_product(left_TM: Tensor, right_TN: Tensor, scale: float, dtype: tor
     # the kernel's ranks are the narrower side
     large, small, steps = (right_TN, left_TM, (n, 1)) if m <= n else (left_TM, right_TN, (1, n))
     KERNELS.calls["gradient"](
-        large.data_ptr(), small.data_ptr(), out_MN.data_ptr(), tokens, max(m, n), min(m, n), large.stride(0), small.stride(0), *steps,
-        scale, torch.get_num_threads(),
-    )  # fmt: skip
+        large.data_ptr(),
+        small.data_ptr(),
+        out_MN.data_ptr(),
+        tokens,
+        max(m, n),
+        min(m, n),
+        large.stride(0),
+        small.stride(0),
+        *steps,
+        scale,
+        torch.get_num_threads(),
+    )
     return out_MN if dtype is torch.float32 else out_MN.to(dtype)
 
 
 def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * leftᵀ @ right, summed and returned in fp32 (fp64 for fp64): an adapter's gradient without a rounding to 8 bits.
+    """scale * leftᵀ @ right, summed and returned in fp32 (fp64 for fp64): an adapter's gradient
+    without a rounding to 8 bits.
 
-    Relative error of bf16 operands (2048 tokens, rank 16): 1e-7 on a GPU, 4e-7 by the kernels, 2.5e-6 in two terms, 1.7e-3 for a
-    bf16 result.
+    Relative error of bf16 operands (2048 tokens, rank 16): 1e-7 on a GPU, 4e-7 by the kernels,
+    2.5e-6 in two terms, 1.7e-3 for a bf16 result.
 
     left    F[T M]
     right   F[T N]   of left's dtype
@@ -204,9 +268,11 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
 
 
 def _two_terms(left_TM: Tensor, right_TN: Tensor) -> Tensor:
-    """The product rounded to bf16, plus the rounding error: a second product subtracts the first result inside its fp32 sum.
+    """The product rounded to bf16, plus the rounding error: a second product subtracts the first
+    result inside its fp32 sum.
 
-    bf16 has fp32's range, so the first term overflows no earlier. On a CPU whose addmm rounds before it adds, the second term is zero.
+    bf16 has fp32's range, so the first term overflows no earlier. On a CPU whose addmm rounds
+    before it adds, the second term is zero.
     """
     high_MN = left_TM.t() @ right_TN
     rest_MN = torch.addmm(high_MN, left_TM.t(), right_TN, beta=-1.0)
@@ -214,26 +280,36 @@ def _two_terms(left_TM: Tensor, right_TN: Tensor) -> Tensor:
 
 
 def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one slice inside a compiled graph."""
+    """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one
+    slice inside a compiled graph.
+    """
     elements = BLOCK_ELEMENTS if stands_for(device) == "cpu" else BLOCK_ELSEWHERE
     step = rows if torch.compiler.is_compiling() else max(elements // max(width, 1), 16)
     # at least one step, so that an empty batch takes the same path
     return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
 
 
-# --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions are given the matrices themselves, and
-# return gradients in their dtype
+# --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions are
+# given the matrices themselves, and return gradients in their dtype
 
 
 def casts_again(x: Tensor) -> bool:
-    """Whether backward gets A and B themselves, and casts them again: on a GPU each cast is a launch, and they are kept as cast."""
+    """Whether backward gets A and B themselves, and casts them again: on a GPU each cast is a
+    launch, and they are kept as cast.
+    """
     return stands_for(x.device) == "cpu"
 
 
 def cast_down(
-    a_s: Sequence[Tensor | None], bs: Sequence[Tensor | None], like: Tensor, features: int, dtype: torch.dtype
+    a_s: Sequence[Tensor | None],
+    bs: Sequence[Tensor | None],
+    like: Tensor,
+    features: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Every A in one tensor, and each B, in the products' dtype; no rows where there is no A: then on the device of `like`."""
+    """Every A in one tensor, and each B, in the products' dtype; no rows where there is no A: then
+    on the device of `like`.
+    """
     every: list[Tensor] = []
     low_bs: list[Tensor | None] = []
     for a, b in zip(a_s, bs):

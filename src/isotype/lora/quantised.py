@@ -1,11 +1,13 @@
 """A packed weight: its product, the copy that backward needs, and linear layers over both.
 
-A packed weight is a tensor with a state that has its shape and can widen it (`ops.packed`): bitsandbytes' 4 bits, and whatever a
-checkpoint was published in. Nothing here knows a format.
+A packed weight is a tensor with a state that has its shape and can widen it (`ops.packed`):
+bitsandbytes' 4 bits, and whatever a checkpoint was published in. Nothing here knows a format.
 
-A weight is widened once for forward's product and once for backward's. Under gradient checkpointing on a CPU the recompute's copy is
-kept for the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is
-worked on. On a GPU widening is one launch at 85% of the bandwidth, 1% of a step of Llama-3.1-8B's for 318 MB held: it is done again.
+A weight is widened once for forward's product and once for backward's. Under gradient checkpointing
+on a CPU the recompute's copy is kept for the backward that follows it, and goes with it: three
+copies become two, for one layer's weights held wide while that layer is worked on. On a GPU
+widening is one launch at 85% of the bandwidth, 1% of a step of Llama-3.1-8B's for 318 MB held: it
+is done again.
 
 T tokens, K in features, O out features.
 """
@@ -44,12 +46,18 @@ class WideCopy(NotCopied):
         self.wide, self.version, self.uses = wide, packed._version, 0
 
     def fits(self, packed: Tensor, dtype: torch.dtype) -> bool:
-        return self.wide.dtype == dtype and self.version == packed._version and self.wide.device == packed.device
+        return (
+            self.wide.dtype == dtype
+            and self.version == packed._version
+            and self.wide.device == packed.device
+        )
 
 
 def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute, else with the weight widened for it. bitsandbytes'
-    4 bits have kernels of their own on a CPU, and for the single row of a generated token, which need no copy of the weight."""
+    """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute, else with
+    the weight widened for it. bitsandbytes' 4 bits have kernels of their own on a CPU, and for the
+    single row of a generated token, which need no copy of the weight.
+    """
     if recomputing() and not fused_runs(packed):
         return F.linear(x_TK, _shared_copy(packed, state, x_TK.dtype), bias)
     if isinstance(state, PackedState) or (fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]):
@@ -81,7 +89,9 @@ def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def recomputing() -> bool:
-    """Whether a forward runs inside a backward: then it is a checkpoint's, and its backward follows."""
+    """Whether a forward runs inside a backward: then it is a checkpoint's, and its backward
+    follows.
+    """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -91,7 +101,8 @@ def _shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
         held = WideCopy(widen(packed, state, dtype), packed)
         setattr(state, _WIDE_COPY, held)
 
-        # the engine holds the callback until the whole backward has ended, and with it every layer's copy if it named one
+        # the engine holds the callback until the whole backward has ended, and with it every
+        # layer's copy if it named one
         left = weakref.ref(held)
 
         def drop() -> None:
@@ -128,14 +139,18 @@ class LinearPacked(torch.autograd.Function):
 
 
 def forward_4bit(self: Any, x: Tensor) -> Tensor:
-    """In place of the forward of bitsandbytes' 4-bit layer, with its result. That one repacks the weight on a CPU's first forward without
-    gradients and never unpacks it, rewrites a bias to the compute dtype, and widens the weight once more in backward."""
+    """In place of the forward of bitsandbytes' 4-bit layer, with its result. That one repacks the
+    weight on a CPU's first forward without gradients and never unpacks it, rewrites a bias to the
+    compute dtype, and widens the weight once more in backward.
+    """
     if state_reason(self) is not None:
         own: Tensor = type(self).forward(self, x)
         return own
     if not self.compute_type_is_set:
         fix_compute_dtype(self, x)
-    product: Tensor = LinearPacked.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state)
+    product: Tensor = LinearPacked.apply(
+        x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state
+    )
     return product.to(x.dtype)
 
 
@@ -146,19 +161,25 @@ def fix_compute_dtype(layer: Any, x: Tensor) -> None:
 
 
 class PackedWeight(nn.Parameter):
-    """The bytes of a packed weight, uint8[n], frozen, with `quant_state`. As bytes no cast to another float reaches them, and no program
-    takes an fp8 weight for one that may be cast or added to."""
+    """The bytes of a packed weight, uint8[n], frozen, with `quant_state`. As bytes no cast to
+    another float reaches them, and no program takes an fp8 weight for one that may be cast or added
+    to.
+    """
 
     quant_state: PackedState
 
     def __new__(cls, packed: Tensor, state: PackedState) -> PackedWeight:
-        made = torch.Tensor._make_subclass(cls, packed.detach().contiguous().view(-1).view(torch.uint8), False)
+        made = torch.Tensor._make_subclass(
+            cls, packed.detach().contiguous().view(-1).view(torch.uint8), False
+        )
         made.quant_state = state
         return made
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The weight's own shape, by the name under which PEFT looks for it where a parameter has another one, as DeepSpeed's parts do."""
+        """The weight's own shape, by the name under which PEFT looks for it where a parameter has
+        another one, as DeepSpeed's parts do.
+        """
         return self.quant_state.shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
@@ -172,25 +193,38 @@ class PackedWeight(nn.Parameter):
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear layer over a packed weight. It is an nn.Linear, so that PEFT and what looks for linear layers find it.
+    """A frozen linear layer over a packed weight. It is an nn.Linear, so that PEFT and what looks
+    for linear layers find it.
 
-    compute_dtype  of its product; None for its input's. It answers in its input's dtype, as bitsandbytes' layers do
+    compute_dtype  of its product; None for its input's. It answers in its input's dtype, as
+                   bitsandbytes' layers do
     """
 
     weight: PackedWeight
 
-    def __init__(self, in_features: int, out_features: int, packed: Tensor, state: PackedState, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        packed: Tensor,
+        state: PackedState,
+        bias: Tensor | None = None,
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.weight = PackedWeight(packed, state)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.register_parameter(
+            "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
+        )
         self.compute_dtype: torch.dtype | None = None
         # as bitsandbytes' layers say it: no input decides the dtype for good
         self.compute_type_is_set = True
 
     def forward(self, x: Tensor) -> Tensor:
         """x: F[*n K] -> F[*n O]; the gradient of x is that of the widened weight."""
-        product: Tensor = LinearPacked.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state)
+        product: Tensor = LinearPacked.apply(
+            x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state
+        )
         return product.to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
@@ -205,9 +239,13 @@ class PackedLinear(nn.Linear):
 
 
 def is_4bit(module: nn.Module) -> bool:
-    """Whether this is bitsandbytes' own 4-bit layer; exact types, since a subclass may compute something else."""
+    """Whether this is bitsandbytes' own 4-bit layer; exact types, since a subclass may compute
+    something else.
+    """
     kind = type(module)
-    return kind.__name__ in ("Linear4bit", "LinearNF4", "LinearFP4") and kind.__module__.startswith("bitsandbytes.")
+    return kind.__name__ in ("Linear4bit", "LinearNF4", "LinearFP4") and kind.__module__.startswith(
+        "bitsandbytes."
+    )
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -1,9 +1,11 @@
-"""Attaches a LoRA adapter through PEFT, freezes all other weights, and saves the adapter as a plain PEFT folder.
+"""Attaches a LoRA adapter through PEFT, freezes all other weights, and saves the adapter as a plain
+PEFT folder.
 
-In a vision-language model the adapter is on the language part, and on tower and projectors as `adapter.vision` and `adapter.projector` say.
+In a vision-language model the adapter is on the language part, and on tower and projectors as
+`adapter.vision` and `adapter.projector` say.
 
-PEFT trains a copy of each module in `modules_to_save`; a packed weight has no gradient, so that these modules keep their dtype in a 4-bit
-base.
+PEFT trains a copy of each module in `modules_to_save`; a packed weight has no gradient, so that
+these modules keep their dtype in a 4-bit base.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def attach_adapter(
     pictures    rows have some: without, layers that read only pictures get no adapter
     token_ids   those of `train_tokens`
     task_type   PEFT's; None for a model that is called as it is
-    targets     in place of the section's, for models whose linear layers PEFT cannot choose by itself
+    targets     in place of the section's, for models whose linear layers PEFT cannot choose by
+                itself
     """
     from peft import LoraConfig, get_peft_model
 
@@ -82,7 +85,10 @@ def attach_adapter(
     torch.manual_seed(seed)
     if section.start_from is not None:
         if new_tokens:
-            raise UsageError("model.add_tokens with adapter.start_from is not offered yet", fix="merge the adapter first: isotype merge")
+            raise UsageError(
+                "model.add_tokens with adapter.start_from is not offered yet",
+                fix="merge the adapter first: isotype merge",
+            )
         folder = Path(section.start_from)
         if next(model.parameters()).device.type == "meta":
             return _outlined(model, folder)
@@ -91,7 +97,10 @@ def attach_adapter(
         return _with_lokr(model, section, targets or [])
     in_full, tied = list(section.modules_to_save), False
     if token_ids and (new_tokens or set(token_modules(model)[0]) & set(in_full)):
-        raise UsageError("adapter.train_tokens: the embedding is trained in full", fix="remove adapter.train_tokens")
+        raise UsageError(
+            "adapter.train_tokens: the embedding is trained in full",
+            fix="remove adapter.train_tokens",
+        )
     if new_tokens:
         names, tied = token_modules(model)
         in_full += [name for name in names if name not in in_full]
@@ -99,9 +108,13 @@ def attach_adapter(
     if parts is not None:
         in_full += parts_with(model, section, "full")
     refuse_quantised(model, in_full, "adapter.modules_to_save")
-    if section.dora and (packed := next((name for name, m in model.named_modules() if type(m) is PackedLinear), None)):
+    if section.dora and (
+        packed := next((name for name, m in model.named_modules() if type(m) is PackedLinear), None)
+    ):
         raise UsageError(
-            f"adapter.dora: {packed} is packed, and PEFT takes DoRA's lengths off dense and nf4 weights", fix="adapter.dora: false"
+            f"adapter.dora: {packed} is packed, and PEFT takes DoRA's lengths off dense and nf4"
+            " weights",
+            fix="adapter.dora: false",
         )
     modules, parameters = targets_of(model, section) if targets is None else (targets, [])
     refuse_on_parameters(section, parameters)
@@ -118,19 +131,29 @@ def attach_adapter(
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
         modules_to_save=in_full or None,
-        trainable_token_indices={token_modules(model)[0][0]: list(token_ids)} if token_ids else None,
+        trainable_token_indices=(
+            {token_modules(model)[0][0]: list(token_ids)} if token_ids else None
+        ),
         ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
     adaptable = [name for name, _ in linear_layers(model, section)]
-    lost = lost_when_loaded(model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear)))
+    lost = lost_when_loaded(
+        model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    )
     if parts is not None:
         lost = [name for name in lost if name in adaptable]
     if section.targets == "all-linear":
         unseen = layers_of_pictures(model, parts) if parts is not None and not pictures else []
-        if parts is not None:  # the pattern of last names also matches a tower's patch embedding, a convolution named as a linear layer is
+        # the pattern of last names also matches a tower's patch embedding, a convolution named as a
+        # linear layer is
+        if parts is not None:
             last = {name.rpartition(".")[2] for name in adaptable}
-            unseen += [n for n, m in model.named_modules() if n.rpartition(".")[2] in last and not isinstance(m, nn.Linear)]
+            unseen += [
+                n
+                for n, m in model.named_modules()
+                if n.rpartition(".")[2] in last and not isinstance(m, nn.Linear)
+            ]
         config.exclude_modules = other_products(model) + lost + unseen or None
         gone = {f"{last_two(name)}.weight" for name in lost} | lost_stacks(model, config)
         config.target_parameters = [name for name in parameters if name not in gone] or None
@@ -140,15 +163,21 @@ def attach_adapter(
             refuse_other_parts(adapted, parts, section)
         if named := [name for name in lost if hasattr(model.get_submodule(name), "lora_A")]:
             raise UsageError(
-                f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the saved adapter of {named[0]} again "
-                f"({len(named)} such): it renames it as a checkpoint's",
+                f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the"
+                f" saved adapter of {named[0]} again ({len(named)} such): it renames it as a"
+                " checkpoint's",
                 fix="adapter.targets: all-linear leaves these layers out",
             )
     except ValueError as error:
         fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
         if section.dropout and "lora_dropout" in str(error):
-            fix = "adapter.dropout: 0; PEFT adapts experts and routers of this family as parameters, for which it has no dropout"
-        raise UsageError(f"adapter.targets: {section.targets}: {first_line(error)}", fix=fix) from error
+            fix = (
+                "adapter.dropout: 0; PEFT adapts experts and routers of this family as parameters,"
+                " for which it has no dropout"
+            )
+        raise UsageError(
+            f"adapter.targets: {section.targets}: {first_line(error)}", fix=fix
+        ) from error
     refuse_unmatched(adapted, section)
     if section.start != "default":
         begin_at(adapted, section.start)
@@ -161,9 +190,13 @@ def _with_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftM
     from peft import LoKrConfig, get_peft_model
 
     config = LoKrConfig(
-        r=section.r, alpha=section.alpha, target_modules=targets, decompose_factor=section.factor or -1,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
-        rank_pattern=dict(section.rank_pattern), alpha_pattern=dict(section.alpha_pattern),
-    )  # fmt: skip
+        r=section.r,
+        alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
+        target_modules=targets,
+        decompose_factor=section.factor or -1,
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
+    )
     try:
         adapted: PeftModel = get_peft_model(model, config)
     except ValueError as error:
@@ -173,23 +206,40 @@ def _with_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftM
 
 def refuse_unmatched(adapted: nn.Module, section: AdapterSection) -> None:
     """Raises  UsageError for a pattern that no adapted module has; PEFT ignores it."""
-    names = [f"{name}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else name for name, layer in lora_layers(adapted)]
-    for key, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
+    names = [
+        f"{name}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else name
+        for name, layer in lora_layers(adapted)
+    ]
+    for key, patterns in (
+        ("rank_pattern", section.rank_pattern),
+        ("alpha_pattern", section.alpha_pattern),
+    ):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 known = ", ".join(sorted({name.rpartition(".")[2] for name in names})[:8])
-                raise UsageError(f"adapter.{key}: {pattern}: no adapted module has that name", fix=f"the end of one: {known}")
+                raise UsageError(
+                    f"adapter.{key}: {pattern}: no adapted module has that name",
+                    fix=f"the end of one: {known}",
+                )
 
 
 def _exact_magnitudes(adapted: nn.Module) -> None:
-    """DoRA's lengths in fp32. PEFT's have the base's dtype: rounded to bf16 they begin up to 2^-9 off the base, which is as much as is
-    learnt."""
+    """DoRA's lengths in fp32. PEFT's have the base's dtype: rounded to bf16 they begin up to 2^-9
+    off the base, which is as much as is learnt.
+    """
     for _, layer in lora_layers(adapted):
         weight = layer.base_layer.weight
         if not isinstance(layer.base_layer, nn.Linear) or weight.is_meta:
             continue
-        dense = widen(weight.data, weight.quant_state, torch.float32) if is_quantised(weight) else weight.data.float()
-        matrices = layer.lora_A["default"].weight.data.float(), layer.lora_B["default"].weight.data.float()
+        dense = (
+            widen(weight.data, weight.quant_state, torch.float32)
+            if is_quantised(weight)
+            else weight.data.float()
+        )
+        matrices = (
+            layer.lora_A["default"].weight.data.float(),
+            layer.lora_B["default"].weight.data.float(),
+        )
         whole = torch.addmm(dense, matrices[1], matrices[0], alpha=float(layer.scaling["default"]))
         layer.lora_magnitude_vector["default"].weight.data = whole.norm(dim=1)
 
@@ -201,7 +251,8 @@ def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
     try:
         settings = PeftConfig.from_pretrained(str(folder))
         refuse_quantised(model, saved_in_full(folder), f"adapter.start_from: {folder}")
-        settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
+        # a saved adapter says that it is not trained; a run goes on with it
+        settings.inference_mode = False
         wrapped: PeftModel = get_peft_model(model, settings)
         return wrapped
     except (OSError, ValueError) as error:
@@ -209,19 +260,33 @@ def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
-    """Freezes tower and projector, in the dtype of frozen weights, where every weight is trained otherwise and they are not asked for.
+    """Freezes tower and projector, in the dtype of frozen weights, where every weight is trained
+    otherwise and they are not asked for.
 
     Returns a header line.
     """
     parts = vision_parts(model)
     if parts is None:
         return []
-    frozen = {name: p for name, p in model.named_parameters() if parts.of(name) not in adapted_parts(section, "full")}
+    frozen = {
+        name: p
+        for name, p in model.named_parameters()
+        if parts.of(name) not in adapted_parts(section, "full")
+    }
     for name, parameter in frozen.items():
         parameter.requires_grad = False
-        parameter.data = parameter.data.to(to_torch(declared_dtype(model, name, parameter, precision)))
+        parameter.data = parameter.data.to(
+            to_torch(declared_dtype(model, name, parameter, precision))
+        )
     count = sum(p.numel() for p in frozen.values())
-    return [f"adapter.vision, adapter.projector: {counted(count, 'weight')} of tower and projector stay frozen"] if frozen else []
+    return (
+        [
+            f"adapter.vision, adapter.projector: {counted(count, 'weight')} of tower and projector"
+            " stay frozen"
+        ]
+        if frozen
+        else []
+    )
 
 
 def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None:
@@ -246,7 +311,9 @@ def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None
 
 
 def check_branch(config: RunConfig, precision: Precision) -> None:
-    """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything is loaded."""
+    """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything
+    is loaded.
+    """
     reasons = {
         "adapter.kind: none, which trains no adapter": config.adapter.kind == "none",
         "adapter.kind: lokr, which PEFT computes": config.adapter.kind == "lokr",
@@ -255,23 +322,31 @@ def check_branch(config: RunConfig, precision: Precision) -> None:
     }
     for why, given in reasons.items():
         if given and config.model.lora_branch != "compute":
-            raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
+            raise UsageError(
+                f"model.lora_branch: fp32 has no effect with {why}",
+                fix="model.lora_branch: compute",
+            )
 
 
 def refuse_without_ops(model: nn.Module) -> None:
-    """For `model.optimize: false`. Raises  UsageError for adapters on packed experts, which PEFT's code cannot compute"""
+    """For `model.optimize: false`. Raises  UsageError for adapters on packed experts, which PEFT's
+    code cannot compute
+    """
     for name, layer in lora_layers(model):
         if hasattr(layer, "parameter_name") and is_quantised(layer.get_param()):
             raise UsageError(
-                f"model.optimize: false: {name} is an adapter on packed experts, and PEFT's code cannot compute it",
+                f"model.optimize: false: {name} is an adapter on packed experts, and PEFT's code"
+                " cannot compute it",
                 fix="model.optimize: true, or adapter.targets of attention alone",
             )
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:
-    """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, since a pickle can run code.
+    """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, since a pickle
+    can run code.
 
-    Raises  UsageError when it is damaged, of another kind, or for another model (PEFT itself ignores weights that do not match)
+    Raises  UsageError when it is damaged, of another kind, or for another model (PEFT itself
+            ignores weights that do not match)
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
@@ -282,8 +357,14 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     if not weights.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         raise UsageError(
-            f"{where} has no adapter_model.safetensors" + (": adapter_model.bin is a pickle, which can run code" if pickled else ""),
-            fix="convert it where you trust it: PeftModel.from_pretrained(...).save_pretrained(FOLDER)" if pickled else None,
+            f"{where} has no adapter_model.safetensors"
+            + (": adapter_model.bin is a pickle, which can run code" if pickled else ""),
+            fix=(
+                "convert it where you trust it:"
+                " PeftModel.from_pretrained(...).save_pretrained(FOLDER)"
+                if pickled
+                else None
+            ),
         )
     again = "get the adapter again from where it came"
     try:
@@ -291,31 +372,46 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
             saved = set(file.keys())
         settings = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a config.json of any shape is read here
-        raise UsageError(f"{where} cannot be read: {type(error).__name__}: {first_line(error)}", fix=again) from error
+        raise UsageError(
+            f"{where} cannot be read: {type(error).__name__}: {first_line(error)}", fix=again
+        ) from error
     base = settings.base_model_name_or_path
     if base is not None and not isinstance(base, str):
-        raise UsageError(f"{where} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name", fix=again)
+        raise UsageError(
+            f"{where} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name",
+            fix=again,
+        )
     refuse_quantised(model, saved_in_full(folder), where)
-    fix = f"take the base model it was trained on ({base})" if base else "take the base model it was trained on"
+    fix = (
+        f"take the base model it was trained on ({base})"
+        if base
+        else "take the base model it was trained on"
+    )
     try:
         # low_cpu_mem_usage would leave what the file lacks on the meta device
         loaded = PeftModel.from_pretrained(model, str(folder), config=settings, is_trainable=True)
     except Exception as error:
         if out_of_memory(error) is not None:
             raise
-        raise UsageError(f"{where} does not fit this model: {first_line(error)}", fix=fix) from error
+        raise UsageError(
+            f"{where} does not fit this model: {first_line(error)}", fix=fix
+        ) from error
     own = set(get_peft_model_state_dict(loaded))
     if saved != own:
         name = sorted(saved ^ own)[0]
         how = f"{name} is only in the {'adapter' if name in saved else 'model'}"
-        raise UsageError(f"{where} does not fit this model: {how} ({len(saved ^ own)} such)", fix=fix)
+        raise UsageError(
+            f"{where} does not fit this model: {how} ({len(saved ^ own)} such)", fix=fix
+        )
     _take_wider_values(loaded, weights)
     return loaded
 
 
 def is_of_text_class(folder: Path) -> bool:
-    """Whether a saved adapter names the layers of a family's class for text alone (`model.layers`), which the released class of a
-    vision-language model has elsewhere (`model.language_model.layers`)."""
+    """Whether a saved adapter names the layers of a family's class for text alone (`model.layers`),
+    which the released class of a vision-language model has elsewhere
+    (`model.language_model.layers`).
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -328,8 +424,8 @@ def is_of_text_class(folder: Path) -> bool:
 def _take_wider_values(model: PeftModel, weights: Path) -> None:
     """Modules trained in full, in the file's dtype where that is wider.
 
-    PEFT makes their copies in the base's dtype and rounds the file's values into it: fp32 weights trained on a bf16 base would come back
-    as bf16. Two names of one weight stay one.
+    PEFT makes their copies in the base's dtype and rounds the file's values into it: fp32 weights
+    trained on a bf16 base would come back as bf16. Two names of one weight stay one.
     """
     from safetensors import safe_open
 
@@ -340,7 +436,10 @@ def _take_wider_values(model: PeftModel, weights: Path) -> None:
             if key == name or key not in stored:
                 continue
             value = file.get_tensor(key)
-            if value.is_floating_point() and torch.promote_types(value.dtype, parameter.dtype) != parameter.dtype:
+            if (
+                value.is_floating_point()
+                and torch.promote_types(value.dtype, parameter.dtype) != parameter.dtype
+            ):
                 parameter.data = value.to(parameter.device)
 
 
@@ -348,17 +447,23 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
     """A plain PEFT folder in `save_adapter`'s dtype."""
     dtype = to_torch(precision.save_adapter)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    state = {name: t.to(dtype) if name in trained else t for name, t in as_ordinary(model, model.state_dict()).items()}
+    state = {
+        name: t.to(dtype) if name in trained else t
+        for name, t in as_ordinary(model, model.state_dict()).items()
+    }
     for config in model.peft_config.values():
         for key, value in vars(config).items():
-            if isinstance(value, set):  # of names, written in an order that differs from process to process
+            # of names, written in an order that differs from process to process
+            if isinstance(value, set):
                 setattr(config, key, sorted(value))
     model.save_pretrained(str(folder), state_dict=state)
     describe_as_ordinary(model, folder)
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
-    """(trainable elements, all elements); of a packed 4-bit weight the unpacked elements are counted."""
+    """(trainable elements, all elements); of a packed 4-bit weight the unpacked elements are
+    counted.
+    """
     trainable = total = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
@@ -372,11 +477,17 @@ def trained_in_full(section: AdapterSection) -> list[str]:
     """Names, as `modules_to_save` has them, of what the run's adapter trains in full."""
     if section.kind == "none":
         return []
-    return list(section.modules_to_save) if section.start_from is None else saved_in_full(Path(section.start_from))
+    return (
+        list(section.modules_to_save)
+        if section.start_from is None
+        else saved_in_full(Path(section.start_from))
+    )
 
 
 def saved_in_full(folder: Path) -> list[str]:
-    """The same of a saved adapter. A folder that cannot be read has none: `load_adapter` refuses it."""
+    """The same of a saved adapter. A folder that cannot be read has none: `load_adapter` refuses
+    it.
+    """
     try:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -387,12 +498,17 @@ def saved_in_full(folder: Path) -> list[str]:
 
 def modules_in_full(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
     """Full name -> each module that PEFT trains in full for these names."""
-    return {full: module for full, module in model.named_modules(remove_duplicate=False) if full.endswith(tuple(names))}
+    return {
+        full: module
+        for full, module in model.named_modules(remove_duplicate=False)
+        if full.endswith(tuple(names))
+    }
 
 
 def kept_whole(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Patterns, as `llm_int8_skip_modules` takes them, of the layers that keep their dtype when `model` is quantised: tower and projector
-    too, a small share of a large model to which 4 bits do more harm.
+    """Patterns, as `llm_int8_skip_modules` takes them, of the layers that keep their dtype when
+    `model` is quantised: tower and projector too, a small share of a large model to which 4 bits do
+    more harm.
 
     model  not yet quantised; on the meta device for example
     names  `trained_in_full`
@@ -403,22 +519,36 @@ def kept_whole(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 def layers_to_quantise(model: PreTrainedModel, kept: Sequence[str]) -> set[nn.Module]:
     patterns = [*kept, *(model._keep_in_fp32_modules or ())]
-    return {m for full, m in model.named_modules() if type(m) is nn.Linear and should_convert_module(full, patterns)}
+    return {
+        m
+        for full, m in model.named_modules()
+        if type(m) is nn.Linear and should_convert_module(full, patterns)
+    }
 
 
 def kept_by_config(config: Any) -> list[str] | None:
     """`llm_int8_skip_modules` of a base that was saved quantised; None where it has none."""
     given = config.quantization_config
-    kept = given.get("llm_int8_skip_modules") if isinstance(given, dict) else getattr(given, "llm_int8_skip_modules", None)
+    kept = (
+        given.get("llm_int8_skip_modules")
+        if isinstance(given, dict)
+        else getattr(given, "llm_int8_skip_modules", None)
+    )
     return None if kept is None else list(kept)
 
 
 def refuse_quantised(model: nn.Module, names: Collection[str], what: str) -> None:
-    """Raises  UsageError where a base that was saved quantised has packed weights in what is to be trained in full"""
+    """Raises  UsageError where a base that was saved quantised has packed weights in what is to be
+    trained in full
+    """
     for full, module in modules_in_full(model, names).items():
         packed = next((name for name, p in module.named_parameters() if is_quantised(p)), None)
         if packed is not None:
             raise UsageError(
-                f"{what}: {full}.{packed} was saved quantised, and packed weights cannot be trained",
-                fix="leave it out, or give the model it was quantised from: nf4-lora leaves unquantised what is trained in full",
+                f"{what}: {full}.{packed} was saved quantised, and packed weights cannot be"
+                " trained",
+                fix=(
+                    "leave it out, or give the model it was quantised from: nf4-lora leaves"
+                    " unquantised what is trained in full"
+                ),
             )

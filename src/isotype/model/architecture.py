@@ -1,6 +1,8 @@
-"""What a model's configuration says: its class, whether it predicts the next token, which attention it runs, the settings of each layer.
+"""What a model's configuration says: its class, whether it predicts the next token, which attention
+it runs, the settings of each layer.
 
-`model.rope_parameters` changes it before the model is loaded, by transformers' own names and rules."""
+`model.rope_parameters` changes it before the model is loaded, by transformers' own names and rules.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +24,54 @@ from ..errors import UsageError
 from ..wording import first_line
 
 AUTO = "auto"
-# our word -> transformers' name; `auto` names none: transformers then takes sdpa where the class has it, else eager
-IMPLEMENTATIONS = {AUTO: None, "sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "flex": "flex_attention"}
+# our word -> transformers' name; `auto` names none: transformers then takes sdpa where the class
+# has it, else eager
+IMPLEMENTATIONS = {
+    AUTO: None,
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "flash": "flash_attention_2",
+    "flex": "flex_attention",
+}
 _WORDS = {name: word for word, name in IMPLEMENTATIONS.items()}
-_REFUSED = re.compile(r"attn_implementation|scaled_dot_product_attention|flex_attention|Flash ?Attention", re.IGNORECASE)
+_REFUSED = re.compile(
+    r"attn_implementation|scaled_dot_product_attention|flex_attention|Flash ?Attention",
+    re.IGNORECASE,
+)
 
 
 def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
-    """The attention arguments for `from_pretrained`. Raises UsageError for an implementation that trains only on a GPU."""
+    """The attention arguments for `from_pretrained`. Raises UsageError for an implementation that
+    trains only on a GPU.
+    """
     if attention in ("flash", "flex") and device.type == "cpu":
-        raise UsageError(f"model.attention: {attention} trains on a GPU only, and this run is on the CPU", fix="model.attention: auto")
+        raise UsageError(
+            f"model.attention: {attention} trains on a GPU only, and this run is on the CPU",
+            fix="model.attention: auto",
+        )
     name = IMPLEMENTATIONS[attention]
     return {} if name is None else {"attn_implementation": name}
 
 
 def has_attention(model: Any) -> bool:
-    """Whether the model's configuration states its attention, as those of transformers do; diffusers' do not."""
+    """Whether the model's configuration states its attention, as those of transformers do;
+    diffusers' do not.
+    """
     return hasattr(getattr(model, "config", None), "_attn_implementation")
 
 
 def attention_of(model: Any) -> str:
-    """The word for what `model` runs with, as `model.attention` takes it; another library's name as it is."""
+    """The word for what `model` runs with, as `model.attention` takes it; another library's name as
+    it is.
+    """
     name = getattr(model.config, "_attn_implementation", None) or "eager"
     return _WORDS.get(name) or str(name)
 
 
 def attention_line(model: Any, asked: str) -> str:
-    """A header line: the implementation, and the reason if it is not the requested one; "" for a model that is not from transformers."""
+    """A header line: the implementation, and the reason if it is not the requested one; "" for a
+    model that is not from transformers.
+    """
     if not has_attention(model):
         return ""
     word = attention_of(model)
@@ -60,16 +83,24 @@ def attention_line(model: Any, asked: str) -> str:
 
 
 def explain_attention(model: str, attention: str, error: BaseException) -> UsageError | None:
-    """One line for an implementation that the family or the machine lacks; None for errors about something else."""
+    """One line for an implementation that the family or the machine lacks; None for errors about
+    something else.
+    """
     text = str(error)
     if attention == AUTO or not _REFUSED.search(text):
         return None
     if attention == "flash" and ("install" in text or "package" in text):
         first = next(line.strip() for line in text.splitlines() if line.strip())
-        return UsageError(f"model.attention: flash: {first}", fix="pip install flash-attn, or model.attention: auto")
+        return UsageError(
+            f"model.attention: flash: {first}",
+            fix="pip install flash-attn, or model.attention: auto",
+        )
     family = re.match(r"(\w+) does not support", text.strip())
     who = family[1] if family else model
-    return UsageError(f"model.attention: {attention}: {who} does not have it in transformers", fix="model.attention: auto")
+    return UsageError(
+        f"model.attention: {attention}: {who} does not have it in transformers",
+        fix="model.attention: auto",
+    )
 
 
 SCORE = "score"  # the head of transformers' sequence classifiers
@@ -78,29 +109,46 @@ SCORE = "score"  # the head of transformers' sequence classifiers
 def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False) -> Any:
     """transformers' class that loads this configuration as the class that it was released as.
 
-    A vision-language model is loaded as one for text too: an adapter then has the names that servers of the released model expect.
+    A vision-language model is loaded as one for text too: an adapter then has the names that
+    servers of the released model expect.
 
     of_text  the family's class for text alone, where it has one
     scored   the family's sequence classifier; of one label
     Raises   UsageError for a family without one
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     if scored:
         family = getattr(architecture, "model_type", None) or "this model"
-        if is_vision_language(architecture) or family not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        if (
+            is_vision_language(architecture)
+            or family not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        ):
             raise UsageError(
-                f"train.objective: reward: transformers has no sequence classifier of text for {family}", fix="Llama, Qwen, Gemma, ..."
+                "train.objective: reward: transformers has no sequence classifier of text for"
+                f" {family}",
+                fix="Llama, Qwen, Gemma, ...",
             )
         architecture.num_labels = 1
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if is_vision_language(architecture) and not of_text else AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText
+        if is_vision_language(architecture) and not of_text
+        else AutoModelForCausalLM
+    )
 
 
 def is_vision_language(architecture: Any) -> bool:
     """Whether the configuration is of a class that takes pictures and text, and answers with text."""
     family = getattr(architecture, "model_type", None) or ""
-    released, of_text = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    released, of_text = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family),
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family),
+    )
     if not str(released).endswith("ForConditionalGeneration"):
         return False
     named = (getattr(architecture, "architectures", None) or [released])[0]
@@ -116,18 +164,38 @@ _NO_NEXT_TOKEN = {
 
 
 def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = False) -> None:
-    """Raises  UsageError for a model in which a position sees later ones, which needs an encoder's input, or whose head gives classes.
+    """Raises  UsageError for a model in which a position sees later ones, which needs an encoder's
+               input, or whose head gives classes.
 
     scored  a classifier of one label is what is trained
     """
     family = getattr(architecture, "model_type", "") or "this model"
     classes = getattr(architecture, "architectures", None) or []
     with_head, fix, why = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family), DECODERS, ""
-    answers = next((what for end, what in _NO_NEXT_TOKEN.items() if any(named.endswith(end) for named in classes)), None)
+    answers = next(
+        (
+            what
+            for end, what in _NO_NEXT_TOKEN.items()
+            if any(named.endswith(end) for named in classes)
+        ),
+        None,
+    )
     if answers is not None and not scored:
-        why = f"{classes[0]} answers with {answers}: as a language model it would train without its head, which is dropped"
-        fix = "the base that it was made from; train.objective: reward trains one score, attach(Trainer(...)) trains classes"
-    elif classes and with_head and classes[0] != with_head and classes[0] == MODEL_MAPPING_NAMES.get(family) and not scored:
+        why = (
+            f"{classes[0]} answers with {answers}: as a language model it would train without its"
+            " head, which is dropped"
+        )
+        fix = (
+            "the base that it was made from; train.objective: reward trains one score,"
+            " attach(Trainer(...)) trains classes"
+        )
+    elif (
+        classes
+        and with_head
+        and classes[0] != with_head
+        and classes[0] == MODEL_MAPPING_NAMES.get(family)
+        and not scored
+    ):
         # with tied embeddings its weights would make a language model
         why = f"{classes[0]} is a model without a head for tokens, as embedding models are saved"
         fix = (
@@ -144,10 +212,16 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
     elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
         getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
     ):
-        why = f"{family} is an encoder: every position sees the later ones, so next-token training would teach it to copy"
-        fix = f"{DECODERS}; a model that was trained as a decoder has is_decoder: true in config.json"
+        why = (
+            f"{family} is an encoder: every position sees the later ones, so next-token training"
+            " would teach it to copy"
+        )
+        fix = (
+            f"{DECODERS}; a model that was trained as a decoder has is_decoder: true in config.json"
+        )
     elif family in CONFIG_MAPPING_NAMES and not (
-        with_head or getattr(architecture, "auto_map", None) or is_vision_language(architecture)  # a model's own code may have one
+        # a model's own code may have one
+        with_head or getattr(architecture, "auto_map", None) or is_vision_language(architecture)
     ):
         kinds = ", ".join(classes) or "config.json names no architecture"
         why = f"{family} is no language model ({kinds}): transformers has no next-token head for it"
@@ -156,35 +230,59 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
 
 
 def layer_settings(config: Any) -> list[Any]:
-    """One configuration for each layer of the text model; where all layers are alike, the same one. Empty without a count of layers."""
+    """One configuration for each layer of the text model; where all layers are alike, the same one.
+    Empty without a count of layers.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", 0)
-    return list(text.per_layer_config) if count and hasattr(text, "per_layer_config") else [text] * count
+    return (
+        list(text.per_layer_config)
+        if count and hasattr(text, "per_layer_config")
+        else [text] * count
+    )
 
 
 ROPE = "model.rope_parameters"
 
 
 def change_rope(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes a configuration, and returns the settings that changed: all rotary parameters, and the positions that a factor adds.
+    """Changes a configuration, and returns the settings that changed: all rotary parameters, and
+    the positions that a factor adds.
 
-    Raises  UsageError for a name or a type that transformers does not know, a model without rotary parameters, or with several
+    Raises  UsageError for a name or a type that transformers does not know, a model without rotary
+            parameters, or with several
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
     own = getattr(config, "rope_parameters", None)
     if not isinstance(own, dict) or not own or config.get_text_config() is not config:
-        raise UsageError(f"{ROPE}: {config.model_type} has no rotary parameters of its own", fix=f"remove {ROPE}")
+        raise UsageError(
+            f"{ROPE}: {config.model_type} has no rotary parameters of its own", fix=f"remove {ROPE}"
+        )
     if any(isinstance(part, dict) for part in own.values()):
-        raise UsageError(f"{ROPE}: {config.model_type} has several, {', '.join(own)}", fix="change the config.json in the model's folder")
+        raise UsageError(
+            f"{ROPE}: {config.model_type} has several, {', '.join(own)}",
+            fix="change the config.json in the model's folder",
+        )
     if unknown := sorted(given.keys() - RopeParameters.__annotations__.keys() - own.keys()):
-        raise UsageError(f"{ROPE}: {unknown[0]}: unknown", fix=f"one of {', '.join(RopeParameters.__annotations__)}")
+        raise UsageError(
+            f"{ROPE}: {unknown[0]}: unknown",
+            fix=f"one of {', '.join(RopeParameters.__annotations__)}",
+        )
     types = ("default", *ROPE_INIT_FUNCTIONS)
     if (asked := given.get("rope_type", own.get("rope_type", "default"))) not in types:
         raise UsageError(f"{ROPE}: rope_type: {asked}: unknown", fix=f"one of {', '.join(types)}")
-    if asked == own.get("rope_type", "default") and all(own.get(key) == value for key, value in given.items()):
-        raise UsageError(f"{ROPE}: has no effect: the model has these already", fix=f"remove {ROPE}")
-    positions = int(given.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0) or 0)
+    if asked == own.get("rope_type", "default") and all(
+        own.get(key) == value for key, value in given.items()
+    ):
+        raise UsageError(
+            f"{ROPE}: has no effect: the model has these already", fix=f"remove {ROPE}"
+        )
+    positions = int(
+        given.get("original_max_position_embeddings")
+        or getattr(config, "max_position_embeddings", 0)
+        or 0
+    )
     config.rope_parameters = {**own, **given}
     try:
         config.standardize_rope_params()
@@ -193,6 +291,8 @@ def change_rope(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"{ROPE}: {first_line(error).strip(chr(34))}") from error
     changed: dict[str, Any] = {"rope_parameters": config.rope_parameters}
     if positions and given.get("factor"):
-        changed["max_position_embeddings"] = max(config.max_position_embeddings, int(positions * float(given["factor"])))
+        changed["max_position_embeddings"] = max(
+            config.max_position_embeddings, int(positions * float(given["factor"]))
+        )
         config.max_position_embeddings = changed["max_position_embeddings"]
     return changed

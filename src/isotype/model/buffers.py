@@ -1,12 +1,14 @@
 """Buffers that transformers leaves uninitialised, or that depend on earlier batches.
 
-transformers 5 builds a model without memory, and then gives each buffer that is not saved (`persistent=False`) memory as it comes. Its own
-families fill it in `_init_weights`. Code written for transformers 4 fills it in `__init__` alone: its rotary table is then whatever the
-memory held, without an error, and the model another one at each start.
+transformers 5 builds a model without memory, and then gives each buffer that is not saved
+(`persistent=False`) memory as it comes. Its own families fill it in `_init_weights`. Code written
+for transformers 4 fills it in `__init__` alone: its rotary table is then whatever the memory held,
+without an error, and the model another one at each start.
 
-With dynamic rotary embeddings transformers makes the table anew for a batch with more positions than all before, and keeps it for
-later batches that are longer than the original positions. The loss of a row then depends on the rows before it, those of an evaluation
-among them, and a resumed or reloaded model, which begins with the first table, has another loss.
+With dynamic rotary embeddings transformers makes the table anew for a batch with more positions
+than all before, and keeps it for later batches that are longer than the original positions. The
+loss of a row then depends on the rows before it, those of an evaluation among them, and a resumed
+or reloaded model, which begins with the first table, has another loss.
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def unfilled_memory_shows() -> Iterator[None]:
-    """Within it, new memory that nobody fills holds NaN, the largest integer, or True: `torch.utils.deterministic` fills it by default."""
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Within it, new memory that nobody fills holds NaN, the largest integer, or True:
+    `torch.utils.deterministic` fills it by default.
+    """
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -37,43 +44,61 @@ def unfilled_memory_shows() -> Iterator[None]:
 
 
 def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
-    """Fills what the loader left unfilled, with the values that the model's own constructor gives; returns the names of these buffers.
+    """Fills what the loader left unfilled, with the values that the model's own constructor gives;
+    returns the names of these buffers.
 
     model   loaded within `unfilled_memory_shows`
     name    of the model, for the error
     Raises  UsageError where the constructor does not give them
     """
-    unfilled = {full: buffer for full, buffer in model.named_non_persistent_buffers() if _is_unfilled(buffer)}
+    unfilled = {
+        full: buffer
+        for full, buffer in model.named_non_persistent_buffers()
+        if _is_unfilled(buffer)
+    }
     if not unfilled:
         return []
     from accelerate import init_empty_weights
 
     try:
-        with init_empty_weights(include_buffers=False):  # weights take no memory, buffers get their values
+        # weights take no memory, buffers get their values
+        with init_empty_weights(include_buffers=False):
             made: nn.Module = type(model)(copy.deepcopy(model.config))
         with torch.no_grad():
             for full, buffer in unfilled.items():
                 buffer.copy_(made.get_buffer(full))
     except Exception as error:  # the model's own code, which may raise anything
         raise UsageError(
-            f"model {name}: its buffer {next(iter(unfilled))} is in no file and uninitialised: transformers 5 fills it only if the model's "
-            f"code does so in _init_weights, and calling its constructor failed: {type(error).__name__}: {error}",
-            fix="fill it in _init_weights, or save the model again with register_buffer(..., persistent=True)",
+            f"model {name}: its buffer {next(iter(unfilled))} is in no file and uninitialised:"
+            " transformers 5 fills it only if the model's code does so in _init_weights, and"
+            f" calling its constructor failed: {type(error).__name__}: {error}",
+            fix=(
+                "fill it in _init_weights, or save the model again with register_buffer(...,"
+                " persistent=True)"
+            ),
         ) from None
     return list(unfilled)
 
 
 def _is_unfilled(buffer: Tensor) -> bool:
-    """Whether all elements are what `unfilled_memory_shows` puts there. A buffer meant to be all True is filled again, the same."""
+    """Whether all elements are what `unfilled_memory_shows` puts there. A buffer meant to be all
+    True is filled again, the same.
+    """
     if not buffer.numel() or buffer.is_meta:
         return False
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
         return bool(buffer.isnan().all())
-    return bool(buffer.all()) if buffer.dtype == torch.bool else bool((buffer == torch.iinfo(buffer.dtype).max).all())
+    return (
+        bool(buffer.all())
+        if buffer.dtype == torch.bool
+        else bool((buffer == torch.iinfo(buffer.dtype).max).all())
+    )
 
 
 def forget_longer_batches(model: nn.Module) -> None:
-    """Lets every forward of a dynamic rotary embedding begin with the first table. A batch has the values that a fresh model gives it."""
+    """Lets every forward of a dynamic rotary embedding begin with the first table. A batch has the
+    values that a fresh model gives it.
+    """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
             module.register_forward_pre_hook(_first_table)
@@ -81,5 +106,7 @@ def forget_longer_batches(model: nn.Module) -> None:
 
 def _first_table(module: Any, _: object) -> None:
     if module.max_seq_len_cached > module.original_max_seq_len:
-        module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
+        module.register_buffer(
+            "inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False
+        )
         module.max_seq_len_cached = module.original_max_seq_len

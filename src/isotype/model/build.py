@@ -1,4 +1,6 @@
-"""Builds the model for training: loads it, attaches its adapter, inserts Isotype's ops, and applies its precision."""
+"""Builds the model for training: loads it, attaches its adapter, inserts Isotype's ops, and applies
+its precision.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from ..precision.precision import Precision
 from ..precision.quantised_base import check_share, of_settings
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
-from .adapter import attach_adapter, check_vision, freeze_vision, refuse_without_ops, trained_in_full
+from .adapter import (
+    attach_adapter,
+    check_vision,
+    freeze_vision,
+    refuse_without_ops,
+    trained_in_full,
+)
 from .gguf import read_architecture
 from .load import Source, load_base
 from .targets import notes_of_targets
@@ -35,34 +43,53 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device,
-    part: Part | None = None, pictures: bool = False,
-) -> tuple[nn.Module, Manifest]:  # fmt: skip
+    config: RunConfig,
+    precision: Precision,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    part: Part | None = None,
+    pictures: bool = False,
+) -> tuple[nn.Module, Manifest]:
     """Returns the model and the manifest of the replaced modules.
 
-    device  of the run: a model that several processes share is made for it, and its weights lie on the CPU until they are cut
+    device  of the run: a model that several processes share is made for it, and its weights lie on
+            the CPU until they are cut
     part    what this process will keep of that model
     pictures  rows have some
     """
     every_weight = config.adapter.kind == "none"
-    # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
+    # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of
+    # it in `modules_to_save`
     mapped = part is not None and every_weight
     notes: list[str] = []
     if source.scored:
         torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
-        source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes,
-        in_full=trained_in_full(config.adapter), offload=config.model.offload,
-    )  # fmt: skip
+        source,
+        precision,
+        attention=config.model.attention,
+        device=device,
+        trainable=every_weight,
+        mapped=mapped,
+        part=part,
+        notes=notes,
+        in_full=trained_in_full(config.adapter),
+        offload=config.model.offload,
+    )
     check_vocabulary(base, tokenizer)
     align_special_tokens(base, tokenizer)
     base.config.use_cache = False
     if pictures and part is not None:
         raise UsageError(
-            "parallel.kind: shard: a process without a picture in its batch would not run the tower", fix="parallel.kind: replicate"
+            "parallel.kind: shard: a process without a picture in its batch would not run the"
+            " tower",
+            fix="parallel.kind: replicate",
         )
     token_ids = ids_of(tokenizer, config.adapter.train_tokens)
-    model = with_trained_parts(base, config, precision, pictures=pictures, token_ids=token_ids, notes=notes)
+    model = with_trained_parts(
+        base, config, precision, pictures=pictures, token_ids=token_ids, notes=notes
+    )
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     # before the precision, which wraps the forward that the ops look at
@@ -79,21 +106,35 @@ def build_model(
 
 
 def with_trained_parts(
-    base: Any, config: RunConfig, precision: Precision, *, pictures: bool, token_ids: Sequence[int], notes: list[str]
+    base: Any,
+    config: RunConfig,
+    precision: Precision,
+    *,
+    pictures: bool,
+    token_ids: Sequence[int],
+    notes: list[str],
 ) -> nn.Module:
-    """The base with its adapter, or with what stays frozen where every weight is trained; also on the meta device.
+    """The base with its adapter, or with what stays frozen where every weight is trained; also on
+    the meta device.
 
     notes  gets header lines
     """
     check_vision(base, config.adapter, pictures=pictures)
     if not pictures and vision_parts(base) is not None:
-        notes.append(f"{type(base).__name__} is trained on text: its vision tower is frozen and does not run")
+        notes.append(
+            f"{type(base).__name__} is trained on text: its vision tower is frozen and does not run"
+        )
     if config.adapter.kind == "none":
         notes += freeze_vision(base, config.adapter, precision)
         found: nn.Module = base
         return found
     adapted = attach_adapter(
-        base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens), pictures=pictures, token_ids=token_ids
+        base,
+        config.adapter,
+        seed=config.train.seed,
+        new_tokens=bool(config.model.add_tokens),
+        pictures=pictures,
+        token_ids=token_ids,
     )
     notes += notes_of_targets(adapted, config.adapter)
     if not config.model.optimize:
@@ -102,8 +143,9 @@ def with_trained_parts(
 
 
 def put_embedding_noise(model: Any, alpha: float) -> None:
-    """NEFTune (Jain et al. 2023): while the model trains, its input embeddings get uniform noise from -m to m,
-    m = alpha / sqrt(tokens of a row x width)."""
+    """NEFTune (Jain et al. 2023): while the model trains, its input embeddings get uniform noise
+    from -m to m, m = alpha / sqrt(tokens of a row x width).
+    """
 
     def add_noise(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
         """embedded: F[rows tokens width]"""
@@ -116,11 +158,16 @@ def put_embedding_noise(model: Any, alpha: float) -> None:
 
 
 def resolve_precision(
-    config: RunConfig, sources: Mapping[str, str], hardware: Hardware, task_roles: Mapping[str, str] | None = None
+    config: RunConfig,
+    sources: Mapping[str, str],
+    hardware: Hardware,
+    task_roles: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """The contract of this configuration on this hardware. Raises UsageError with every contradiction.
+    """The contract of this configuration on this hardware. Raises UsageError with every
+    contradiction.
 
-    task_roles  roles that only this kind of run has -> a dtype by default, or the role that is followed
+    task_roles  roles that only this kind of run has -> a dtype by default, or the role that is
+                followed
     """
     return resolve(
         config.precision.model_dump(),
@@ -129,15 +176,18 @@ def resolve_precision(
         optimizer=config.train.optimizer,
         sources=sources,
         task_roles=task_roles,
-        checkpoint=published_word(config.model, ("transformer", "unet") if kind_of(config) == DIFFUSION else ("",)),
+        checkpoint=published_word(
+            config.model, ("transformer", "unet") if kind_of(config) == DIFFUSION else ("",)
+        ),
     )
 
 
 def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
-    """(word, description) of a base that was published quantised; None for others, and where no configuration can be read, which loading
-    the model explains.
+    """(word, description) of a base that was published quantised; None for others, and where no
+    configuration can be read, which loading the model explains.
 
-    parts  folders below the model's of which the first that has a configuration is asked; "" for the model's own
+    parts  folders below the model's of which the first that has a configuration is asked; "" for
+           the model's own
     """
     if section.name is None or section.init == "random":
         return None
@@ -148,7 +198,14 @@ def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, st
         return None
     for part in parts:
         with suppress(OSError, ValueError):
-            found = found or PretrainedConfig.get_config_dict(section.name, revision=section.revision, subfolder=part)[0]
-    given = found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config")
+            found = (
+                found
+                or PretrainedConfig.get_config_dict(
+                    section.name, revision=section.revision, subfolder=part
+                )[0]
+            )
+    given = found.get("quantization_config") or (found.get("text_config") or {}).get(
+        "quantization_config"
+    )
     how = of_settings(given) if isinstance(given, dict) else None
     return None if how is None or how.unread or how.kind == "fp4" else (how.kind, str(how))

@@ -16,9 +16,17 @@ from .architecture import auto_class
 
 
 def write_card(
-    folder: Path, model: Any, *, base: str, data: str, step: int, precision: Precision, observed: Mapping[str, Mapping[str, int]],
-    adapter: bool, scored: bool,
-) -> None:  # fmt: skip
+    folder: Path,
+    model: Any,
+    *,
+    base: str,
+    data: str,
+    step: int,
+    precision: Precision,
+    observed: Mapping[str, Mapping[str, int]],
+    adapter: bool,
+    scored: bool,
+) -> None:
     """Replaces the card that PEFT writes, whose fields are empty.
 
     data      the counts of the rows, in words
@@ -30,36 +38,83 @@ def write_card(
     labels = ", num_labels=1" if scored else ""
     what, library = ("A PEFT adapter", "peft") if adapter else ("A model", "transformers")
     name, saved = json.dumps(base), precision.save_adapter if adapter else precision.save_model
-    packed = gguf_file(base) is not None  # transformers would widen it, and leave Llama 3's scaling of positions out
-    load = [
-        f"model = isotype.load_packed({name})" if packed else f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')",
-        "model = PeftModel.from_pretrained(model, FOLDER)",
-    ] if adapter else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]  # fmt: skip
+    # transformers would widen it, and leave Llama 3's scaling of positions out
+    packed = gguf_file(base) is not None
+    load = (
+        [
+            (
+                f"model = isotype.load_packed({name})"
+                if packed
+                else f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')"
+            ),
+            "model = PeftModel.from_pretrained(model, FOLDER)",
+        ]
+        if adapter
+        else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]
+    )
     lines = [
-        *_facts(base, what, data, f"{step}, in {saved}", {role: getattr(precision, role) for role in ROLES}, observed, library=library),
-        "FOLDER is this folder:", "", "```python",
-        *(["import isotype"] if adapter and packed else []), *(["from peft import PeftModel"] if adapter else []),
-        f"from transformers import {kind}, AutoTokenizer", "",
-        *load, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)", "```", "",
-    ]  # fmt: skip
+        *_facts(
+            base,
+            what,
+            data,
+            f"{step}, in {saved}",
+            {role: getattr(precision, role) for role in ROLES},
+            observed,
+            library=library,
+        ),
+        "FOLDER is this folder:",
+        "",
+        "```python",
+        *(["import isotype"] if adapter and packed else []),
+        *(["from peft import PeftModel"] if adapter else []),
+        f"from transformers import {kind}, AutoTokenizer",
+        "",
+        *load,
+        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+        "```",
+        "",
+    ]
     if not scored:
-        lines += ["`isotype chat FOLDER` talks with it.", *(["`isotype merge FOLDER` adds it to its base."] if adapter else []), ""]
+        lines += [
+            "`isotype chat FOLDER` talks with it.",
+            *(["`isotype merge FOLDER` adds it to its base."] if adapter else []),
+            "",
+        ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _facts(
-    base: str, what: str, data: str, step: str, declared: Mapping[str, Any], observed: Mapping[str, Mapping[str, int]], library: str = ""
+    base: str,
+    what: str,
+    data: str,
+    step: str,
+    declared: Mapping[str, Any],
+    observed: Mapping[str, Mapping[str, int]],
+    library: str = "",
 ) -> list[str]:
     """The fields of the hub, and what every card says. declared: role -> dtype"""
-    on_hub = not is_folder_name(base) and not Path(base).exists()  # the hub refuses a card whose base_model is a path
+    # the hub refuses a card whose base_model is a path
+    on_hub = not is_folder_name(base) and not Path(base).exists()
     fields = {"base_model": base if on_hub else "", "library_name": library}
     named = [f"{key}: {json.dumps(value)}" for key, value in fields.items() if value]
-    roles = [f"| {role} | {declared[role]} | {', '.join(observed.get(role, {})) or 'not observed'} |" for role in ROLES if role in declared]
+    roles = [
+        f"| {role} | {declared[role]} | {', '.join(observed.get(role, {})) or 'not observed'} |"
+        for role in ROLES
+        if role in declared
+    ]
     return [
-        *(["---", *named, "---", ""] if named else []), f"# {what}, trained by Isotype", "",
-        f"* base: `{base}`", f"* data: {data}", f"* weights of step {step}", "",
-        "| role | declared | observed |", "|---|---|---|", *(row for row in roles if not row.startswith("| save ")), "",
-    ]  # fmt: skip
+        *(["---", *named, "---", ""] if named else []),
+        f"# {what}, trained by Isotype",
+        "",
+        f"* base: `{base}`",
+        f"* data: {data}",
+        f"* weights of step {step}",
+        "",
+        "| role | declared | observed |",
+        "|---|---|---|",
+        *(row for row in roles if not row.startswith("| save ")),
+        "",
+    ]
 
 
 def merged_card(card: str, dtype: str, noise: float) -> str:
@@ -70,20 +125,44 @@ def merged_card(card: str, dtype: str, noise: float) -> str:
     facts, _, load = card.partition("FOLDER is this folder:")
     kind = re.search(r"^from transformers import (\w+),", load, re.MULTILINE)
     name = kind[1] if kind else "AutoModelForCausalLM"
-    facts = facts.replace('library_name: "peft"', 'library_name: "transformers"').replace("# A PEFT adapter", "# A model", 1)
-    rounded = f"* merged in fp32, then rounded to {dtype}: the rounding is {noise:.1%} of the adapter's effect on the weights\n"
+    facts = facts.replace('library_name: "peft"', 'library_name: "transformers"').replace(
+        "# A PEFT adapter", "# A model", 1
+    )
+    rounded = (
+        f"* merged in fp32, then rounded to {dtype}: the rounding is {noise:.1%} of the adapter's"
+        " effect on the weights\n"
+    )
     facts = facts.replace("\n\n| role", f"\n{rounded}\n| role", 1)
-    lines = [f"from transformers import {name}, AutoTokenizer", "", f"model = {name}.from_pretrained(FOLDER, dtype='auto')"]
+    lines = [
+        f"from transformers import {name}, AutoTokenizer",
+        "",
+        f"model = {name}.from_pretrained(FOLDER, dtype='auto')",
+    ]
     code = "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"])
     return f"{facts}FOLDER is this folder:\n\n```python\n{code}\n```\n"
 
 
-def plain_card(*, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None) -> str:
+def plain_card(
+    *, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None
+) -> str:
     """The card of a result that was saved without one, as those of pictures are.
 
     data, precision  data.json and precision.json of the run
     """
-    counted = {key: value for key, value in data.items() if key.endswith(("pictures", "captions")) and isinstance(value, int) and value}
-    counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in counted.items()) or "not counted"
-    declared = {role: said.get("value") for role, said in precision.get("declared", {}).items() if isinstance(said, dict)}
-    return "\n".join(_facts(base, "A result", counts, str(step), declared, precision.get("observed", {})))
+    counted = {
+        key: value
+        for key, value in data.items()
+        if key.endswith(("pictures", "captions")) and isinstance(value, int) and value
+    }
+    counts = (
+        ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in counted.items())
+        or "not counted"
+    )
+    declared = {
+        role: said.get("value")
+        for role, said in precision.get("declared", {}).items()
+        if isinstance(said, dict)
+    }
+    return "\n".join(
+        _facts(base, "A result", counts, str(step), declared, precision.get("observed", {}))
+    )

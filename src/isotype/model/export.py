@@ -1,6 +1,8 @@
-"""Ensures that the saved model equals the trained one: compares weights bit for bit in their saved dtype, and corrects config.json.
+"""Ensures that the saved model equals the trained one: compares weights bit for bit in their saved
+dtype, and corrects config.json.
 
-Programs that obey `tie_word_embeddings: true` use the embedding as the head and ignore a head in the file.
+Programs that obey `tie_word_embeddings: true` use the embedding as the head and ignore a head in
+the file.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Digests = Mapping[str, str]
 
 
 def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating-point tensors in `dtype`; tensors that share memory still share it, so that a tied head is stored once."""
+    """Floating-point tensors in `dtype`; tensors that share memory still share it, so that a tied
+    head is stored once.
+    """
     cast: dict[tuple[Any, ...], Tensor] = {}
     result = {}
     for name, tensor in tensors.items():
@@ -36,7 +40,9 @@ def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, of which none shares memory with another, so that each is stored under its own name."""
+    """The same tensors, of which none shares memory with another, so that each is stored under its
+    own name.
+    """
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -55,13 +61,16 @@ def embedding_and_head(model: Any) -> tuple[str, str] | None:
 
 
 def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None:
-    """Writes into config.json the dtype of the weights, and whether the head is the embedding (None: unknown, not changed).
+    """Writes into config.json the dtype of the weights, and whether the head is the embedding
+    (None: unknown, not changed).
 
-    Both are written explicitly, since the default of a missing entry differs between families, engines and versions of transformers.
+    Both are written explicitly, since the default of a missing entry differs between families,
+    engines and versions of transformers.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")  # else dtype="auto" would widen it to what it was trained in
+    # else dtype="auto" would widen it to what it was trained in
+    config["dtype"] = str(dtype).removeprefix("torch.")
     if tied is not None:
         config["tie_word_embeddings"] = tied
         for part in config.values():
@@ -71,40 +80,69 @@ def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None
 
 
 def refuse_untrue_config(folder: Path, embedding: str, head: str) -> None:
-    """Raises  RunError SV001 when the file holds a head that its config hides, or lacks one that its config promises.
+    """Raises  RunError SV001 when the file holds a head that its config hides, or lacks one that
+               its config promises.
 
-    Some families are saved under other names than the model's (GPT-NeoX's head is `embed_out`): there the names say nothing.
+    Some families are saved under other names than the model's (GPT-NeoX's head is `embed_out`):
+    there the names say nothing.
     """
-    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")
+    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
+        "tie_word_embeddings"
+    )
     names = parts_of_files(folder.glob("*.safetensors"))
-    owner = head.rpartition(".")[0].rpartition(".")[0]  # of the head: "" where it is the model's own
-    beside = {name for name in names if name.startswith(owner) and "." not in name.removeprefix(owner).removesuffix(".weight")}
+    # of the head: "" where it is the model's own
+    owner = head.rpartition(".")[0].rpartition(".")[0]
+    beside = {
+        name
+        for name in names
+        if name.startswith(owner) and "." not in name.removeprefix(owner).removesuffix(".weight")
+    }
     if embedding not in names or tied is None or (head not in names and beside):
         return
     if tied == (head in names):
         how = "and has" if tied else "and lacks"
-        raise _different(folder, f"config.json says tie_word_embeddings: {str(tied).lower()}, {how} {head}")
+        raise _different(
+            folder, f"config.json says tie_word_embeddings: {str(tied).lower()}, {how} {head}"
+        )
 
 
 def digests(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
     """name -> SHA-256 of the floating-point tensor's bytes in `dtype`."""
-    return {name: _digest(tensor, dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    return {
+        name: _digest(tensor, dtype)
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
+    }
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """name -> every parameter that is trained, tied ones under each of their names."""
-    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {
+        name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
 
 
-def refuse_difference(folder: Path, expected: Digests, loaded: nn.Module, dtype: torch.dtype) -> None:
-    """Compares a model loaded from `folder` with what should have been saved in `dtype`. Raises RunError SV001 naming the first tensor."""
-    found = dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers(remove_duplicate=False))
+def refuse_difference(
+    folder: Path, expected: Digests, loaded: nn.Module, dtype: torch.dtype
+) -> None:
+    """Compares a model loaded from `folder` with what should have been saved in `dtype`. Raises
+    RunError SV001 naming the first tensor.
+    """
+    found = dict(loaded.named_parameters(remove_duplicate=False)) | dict(
+        loaded.named_buffers(remove_duplicate=False)
+    )
     missing = [name for name in expected if name not in found]
     if missing:
-        raise _different(folder, f"{missing[0]} is not there when it is loaded ({len(missing)} such)")
+        raise _different(
+            folder, f"{missing[0]} is not there when it is loaded ({len(missing)} such)"
+        )
     different = [name for name, digest in expected.items() if _digest(found[name], dtype) != digest]
     if different:
-        raise _different(folder, f"{different[0]} is not the trained one when it is loaded ({len(different)} of {len(expected)} such)")
+        raise _different(
+            folder,
+            f"{different[0]} is not the trained one when it is loaded ({len(different)} of"
+            f" {len(expected)} such)",
+        )
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
@@ -113,4 +151,8 @@ def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def _different(folder: Path, what: str) -> RunError:
-    return RunError(f"{folder}: {what}", code="SV001", fix="the checkpoints are untouched; report this with env.json")
+    return RunError(
+        f"{folder}: {what}",
+        code="SV001",
+        fix="the checkpoints are untouched; report this with env.json",
+    )

@@ -1,8 +1,9 @@
-"""Loads or builds a language model, with a vision tower or without, and its tokenizer in the declared dtypes. Each failure is an error of
-one line with a fix.
+"""Loads or builds a language model, with a vision tower or without, and its tokenizer in the
+declared dtypes. Each failure is an error of one line with a fix.
 
-Processes that share a model load it in the dtype of its files: transformers then maps the files, a weight is read when it is used, and
-each process casts only the rows that it keeps (`precision.parts`).
+Processes that share a model load it in the dtype of its files: transformers then maps the files, a
+weight is read when it is used, and each process casts only the rows that it keeps
+(`precision.parts`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,16 @@ from .architecture import (
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .gguf import parts as gguf_parts
 from .gguf import read_architecture, tokenizer_in
-from .packed import dtype_of_files, files_of, from_pretrained, pack, parts_of_files, quantise, reading_packed, wait_for_packed
+from .packed import (
+    dtype_of_files,
+    files_of,
+    from_pretrained,
+    pack,
+    parts_of_files,
+    quantise,
+    reading_packed,
+    wait_for_packed,
+)
 from .processor import template_beside
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config
 
@@ -63,7 +73,8 @@ if TYPE_CHECKING:
 class Source:
     """Where a base model comes from: a folder or hub id that can be loaded again, and the revision.
 
-    of_text  as the family's class for text alone, where an adapter was trained on it (Qwen3.5, Llama 3.2 Vision, Llama 4)
+    of_text  as the family's class for text alone, where an adapter was trained on it (Qwen3.5,
+             Llama 3.2 Vision, Llama 4)
     scored   as a sequence classifier of one label, whose head is drawn where the files have none
     rope     `model.rope_parameters`
     """
@@ -79,38 +90,66 @@ class Source:
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of the model, or `model.tokenizer`, with `model.add_tokens`.
 
-    A missing padding token becomes the end token, or any other where there is none: padding has no weight in attention and no label.
+    A missing padding token becomes the end token, or any other where there is none: padding has no
+    weight in attention and no label.
     """
     name = section.tokenizer or section.name
     if name is None:
-        raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
+        raise UsageError(
+            "model.tokenizer: a model built from model.config needs a tokenizer (a folder or"
+            " hub id)"
+        )
     revision = section.revision if section.tokenizer is None else None
     with explained(name, "tokenizer", revision):
         if (file := gguf_file(name)) is not None:
             tokenizer: PreTrainedTokenizerBase = tokenizer_in(file)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=revision, trust_remote_code=section.trust_remote_code
+            )
             tokenizer.chat_template = tokenizer.chat_template or template_beside(name, revision)
     if section.add_tokens:
         add_tokens(tokenizer, section.add_tokens)
     if tokenizer.pad_token_id is None:
-        other = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token or tokenizer.convert_ids_to_tokens(0)
+        other = (
+            tokenizer.eos_token
+            or tokenizer.unk_token
+            or tokenizer.bos_token
+            or tokenizer.convert_ids_to_tokens(0)
+        )
         tokenizer.pad_token = other
     return tokenizer
 
 
-def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, folder: Path, seed: int, dtype: str) -> Source:
+def base_source(
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    folder: Path,
+    seed: int,
+    dtype: str,
+) -> Source:
     """The source of the base model.
 
-    With `init: random` or `add_tokens` the base is created once and saved as an ordinary model folder, so that it can be loaded again.
+    With `init: random` or `add_tokens` the base is created once and saved as an ordinary model
+    folder, so that it can be loaded again.
     """
     if section.init == "pretrained":
         if section.name is None:
-            raise UsageError("model.name: missing; give a folder or a hub id (or model.config with model.init: random)")
-        source = Source(section.name, section.revision, section.trust_remote_code, rope=section.rope_parameters)
-        return _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
+            raise UsageError(
+                "model.name: missing; give a folder or a hub id (or model.config with model.init:"
+                " random)"
+            )
+        source = Source(
+            section.name, section.revision, section.trust_remote_code, rope=section.rope_parameters
+        )
+        return (
+            _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
+        )
     if section.rope_parameters is not None:
-        raise UsageError(f"{ROPE}: has no effect with model.init: random", fix="rope_parameters in model.config")
+        raise UsageError(
+            f"{ROPE}: has no effect with model.init: random", fix="rope_parameters in model.config"
+        )
     if not (folder / "config.json").is_file():
         torch.manual_seed(seed)
         architecture = _random_config(section, tokenizer)
@@ -120,32 +159,49 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     return Source(str(folder))
 
 
-def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase | None, *, scored: bool = False) -> PretrainedConfig:
-    """The configuration of the model that a run would load or build, without its weights. `scored`: as `Source` has it."""
+def load_architecture(
+    section: ModelSection, tokenizer: PreTrainedTokenizerBase | None, *, scored: bool = False
+) -> PretrainedConfig:
+    """The configuration of the model that a run would load or build, without its weights. `scored`:
+    as `Source` has it.
+    """
     if section.init == "random":
         assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
     with explained(section.name, "model", section.revision):
-        found = read_architecture(section.name, section.revision, trust_remote_code=section.trust_remote_code)
+        found = read_architecture(
+            section.name, section.revision, trust_remote_code=section.trust_remote_code
+        )
     refuse_other_objectives(found, section.name, scored=scored)
     if section.rope_parameters is not None:
         change_rope(found, section.rope_parameters)
     return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
 
 
-def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Source:
-    """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its own files."""
+def _with_added_tokens(
+    source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> Source:
+    """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its
+    own files.
+    """
     if fault(folder) is not None:
         architecture = _architecture(source)
         if of_config(architecture) is not None:
             raise UsageError(
-                f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings cannot grow",
-                fix="take the model that is not quantised; precision.base: nf4 quantises it when it is loaded",
+                f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings"
+                " cannot grow",
+                fix=(
+                    "take the model that is not quantised; precision.base: nf4 quantises it when it"
+                    " is loaded"
+                ),
             )
         with explained(source.name, "model", source.revision):
             model = auto_class(architecture).from_pretrained(
-                source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
+                source.name,
+                revision=source.revision,
+                trust_remote_code=source.trust_remote_code,
+                dtype="auto",
             )
         grow_embeddings(model, tokenizer, len(section.add_tokens))
         align_special_tokens(model, tokenizer)
@@ -159,17 +215,31 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 
 def load_base(
-    source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None, notes: list[str] | None = None, in_full: Sequence[str] = (), offload: str = "none",
-) -> PreTrainedModel:  # fmt: skip
-    """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
+    source: Source,
+    precision: Precision,
+    *,
+    attention: str,
+    device: torch.device,
+    trainable: bool,
+    mapped: bool = False,
+    part: Part | None = None,
+    notes: list[str] | None = None,
+    in_full: Sequence[str] = (),
+    offload: str = "none",
+) -> PreTrainedModel:
+    """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else
+    in the base's, quantised for nf4.
 
-    mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
-    part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
-    notes   gets header lines about a base that was saved quantised, and about buffers that plain transformers would leave uninitialised
+    mapped  weights may keep the dtype of their file: they are then read when they are used, and the
+            caller casts them
+    part    what this process will keep of the model, where several share it: the weights stay on
+            the CPU (`loaded_on`)
+    notes   gets header lines about a base that was saved quantised, and about buffers that plain
+            transformers would leave uninitialised
     in_full  `trained_in_full`: quantising leaves these modules as they are
     offload  `model.offload`: blocks stay on the CPU too
-    Raises  UsageError for a base that the precision does not declare, and for an architecture that does not predict the next token
+    Raises  UsageError for a base that the precision does not declare, and for an architecture that
+            does not predict the next token
     """
     where = loaded_on(device, part, offload)
     options = attention_options(attention, device)
@@ -183,7 +253,9 @@ def load_base(
     options["dtype"] = dtype
     if quantised_before and precision.base != "nf4":
         with explained(source.name, "model", source.revision):
-            options |= reading_packed(architecture, source.name, dtype) | {"device_map": {"": where}}
+            options |= reading_packed(architecture, source.name, dtype) | {
+                "device_map": {"": where}
+            }
     quantises = precision.base == "nf4" and not trainable
     packs = precision.base in ON_LOAD and not trainable and not quantised_before
     if mapped and not (quantises or packs or quantised_before):
@@ -199,7 +271,8 @@ def load_base(
         quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
     if "device_map" not in options:
         model.to(where)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
-    # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
+    # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers
+    # stay as transformers made them
     return model
 
 
@@ -207,25 +280,44 @@ _ALWAYS_FP32 = ("inv_freq", "original_inv_freq")  # buffers of rotary embeddings
 
 
 def _as_in_files(
-    source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str]
+    source: Source,
+    architecture: PretrainedConfig,
+    attention: str,
+    options: dict[str, Any],
+    notes: list[str],
 ) -> PreTrainedModel | None:
-    """The model with weights in the dtype of their files, and `options["dtype"]` in its configuration; None where that would be another
-    model than the one that is loaded in `options["dtype"]`."""
+    """The model with weights in the dtype of their files, and `options["dtype"]` in its
+    configuration; None where that would be another model than the one that is loaded in
+    `options["dtype"]`.
+    """
     with explained(source.name, "model", source.revision, attention):
         dtype = dtype_of_files(source.name, source.revision)
     if dtype is None or dtype == options["dtype"]:
         return None
     model = _load(source, architecture, attention, options | {"dtype": dtype}, notes)
-    # buffers may have been computed in the dtype that the model was loaded in: a later cast of the weights would leave them so
-    if any(b.is_floating_point() and full.rpartition(".")[2] not in _ALWAYS_FP32 for full, b in model.named_buffers()):
+    # buffers may have been computed in the dtype that the model was loaded in: a later cast of the
+    # weights would leave them so
+    if any(
+        b.is_floating_point() and full.rpartition(".")[2] not in _ALWAYS_FP32
+        for full, b in model.named_buffers()
+    ):
         return None
-    for part in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
+    for part in (
+        model.config,
+        *(getattr(model.config, name, None) for name in model.config.sub_configs),
+    ):
         if part is not None:
             part.dtype = options["dtype"]
     return model
 
 
-def _load(source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str]) -> PreTrainedModel:
+def _load(
+    source: Source,
+    architecture: PretrainedConfig,
+    attention: str,
+    options: dict[str, Any],
+    notes: list[str],
+) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
     with explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
         of_it = auto_class(architecture, of_text=source.of_text, scored=source.scored)
@@ -233,29 +325,47 @@ def _load(source: Source, architecture: PretrainedConfig, attention: str, option
         if source.rope is not None:
             options = options | change_rope(_architecture(source), source.rope)
         made = from_pretrained(
-            of_it, source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
+            of_it,
+            source.name,
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+            **options,
         )
     model: PreTrainedModel
     model, loaded = made
-    if scales := sorted(name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] in PARTS):
+    if scales := sorted(
+        name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] in PARTS
+    ):
         # transformers would take the numbers without them
         what = f"{scales[0]} belongs to a packed weight, and config.json has no quantization_config"
-        raise UsageError(f"model {source.name}: {what}", fix="take config.json again from where the files came")
+        raise UsageError(
+            f"model {source.name}: {what}", fix="take config.json again from where the files came"
+        )
     mismatched = {str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"]}
     absent = sorted({*loaded["missing_keys"], *mismatched})
     if source.scored:
         if not isinstance(getattr(model, SCORE, None), torch.nn.Linear):
-            raise UsageError(f"train.objective: reward: {type(model).__name__} has no linear {SCORE}", fix="Llama, Qwen, Gemma, ...")
+            raise UsageError(
+                f"train.objective: reward: {type(model).__name__} has no linear {SCORE}",
+                fix="Llama, Qwen, Gemma, ...",
+            )
         absent = [name for name in absent if name != f"{SCORE}.weight" or name in mismatched]
     if absent:
         # transformers fills these with random numbers and a warning
-        what = f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')} another shape, {absent[0]} first"
+        what = (
+            f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')}"
+            f" another shape, {absent[0]} first"
+        )
         made_as = ", ".join(getattr(architecture, "architectures", None) or []) or "no class named"
-        raise UsageError(f"model {source.name}: {what}: not a whole language model (config.json: {made_as})")
+        raise UsageError(
+            f"model {source.name}: {what}: not a whole language model (config.json: {made_as})"
+        )
     if filled := fill_buffers(model, source.name):
         notes.append(
-            f"{len(filled)} buffers that no file holds, {filled[0]} first, were computed by the model's constructor: plain transformers "
-            "leaves them uninitialised, unless its code fills them in _init_weights"
+            f"{len(filled)} buffers that no file holds, {filled[0]} first, were computed by the"
+            " model's constructor: plain transformers leaves them uninitialised, unless its code"
+            " fills them in _init_weights"
         )
     forget_longer_batches(model)
     return model
@@ -263,14 +373,21 @@ def _load(source: Source, architecture: PretrainedConfig, attention: str, option
 
 def _architecture(source: Source) -> PretrainedConfig:
     with explained(source.name, "model", source.revision):
-        return read_architecture(source.name, source.revision, trust_remote_code=source.trust_remote_code)
+        return read_architecture(
+            source.name, source.revision, trust_remote_code=source.trust_remote_code
+        )
 
 
 def outline_packed(
-    model: PreTrainedModel, architecture: PretrainedConfig, section: ModelSection, precision: Precision, in_full: Sequence[str]
+    model: PreTrainedModel,
+    architecture: PretrainedConfig,
+    section: ModelSection,
+    precision: Precision,
+    in_full: Sequence[str],
 ) -> None:
-    """Packs the layers of a model on the meta device as the checkpoint has them, from the headers of its files, or as they are quantised
-    when they are loaded. Raises UsageError."""
+    """Packs the layers of a model on the meta device as the checkpoint has them, from the headers
+    of its files, or as they are quantised when they are loaded. Raises UsageError.
+    """
     found = of_config(architecture)
     if found is None:
         quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
@@ -279,7 +396,11 @@ def outline_packed(
     assert found.packing is not None
     with explained(section.name, "model", section.revision):
         file = gguf_file(section.name)
-        parts = parts_of_files(files_of(section.name, section.revision)) if file is None else gguf_parts(file)
+        parts = (
+            parts_of_files(files_of(section.name, section.revision))
+            if file is None
+            else gguf_parts(file)
+        )
         wait_for_packed(model, parts, found.packing, section.name)
         pack(model, found.packing)
 
@@ -289,10 +410,14 @@ def require_bitsandbytes() -> None:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
-        raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
+        raise UsageError(
+            "precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'"
+        ) from None
 
 
-def _nf4(source: Source, architecture: PretrainedConfig, precision: Precision, in_full: Sequence[str]) -> Any:
+def _nf4(
+    source: Source, architecture: PretrainedConfig, precision: Precision, in_full: Sequence[str]
+) -> Any:
     require_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
@@ -300,7 +425,9 @@ def _nf4(source: Source, architecture: PretrainedConfig, precision: Precision, i
     if in_full or is_vision_language(architecture):
         of_it = auto_class(architecture, scored=source.scored)
         with explained(source.name, "model", source.revision), torch.device("meta"):
-            kept = kept_whole(of_it.from_config(architecture, trust_remote_code=source.trust_remote_code), in_full)
+            kept = kept_whole(
+                of_it.from_config(architecture, trust_remote_code=source.trust_remote_code), in_full
+            )
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -328,9 +455,13 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     given = read_config(section.config)
     if given is None:
         if section.name is None:
-            raise UsageError("model.init: random needs model.config (or model.name, whose architecture is taken)")
+            raise UsageError(
+                "model.init: random needs model.config (or model.name, whose architecture is taken)"
+            )
         with explained(section.name, "model", section.revision):
-            found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+            found = AutoConfig.from_pretrained(
+                section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
+            )
         refuse_other_objectives(found, section.name)
         architecture: PretrainedConfig = found
         return architecture
@@ -353,7 +484,8 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _reach(name: str, revision: str | None) -> None:
-    """Prints that a model is being downloaded, which may take minutes. If the hub does not answer, earlier downloads are used at once.
+    """Prints that a model is being downloaded, which may take minutes. If the hub does not answer,
+    earlier downloads are used at once.
 
     Raises  LocalEntryNotFoundError when the hub stops answering during the download
     """
@@ -362,28 +494,44 @@ def _reach(name: str, revision: str | None) -> None:
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             hf_hub_download(name, "config.json", revision=revision)
-            say(f"{name} is fetched from the hub, once; a large model takes minutes. It is kept in {constants.HF_HUB_CACHE}")
+            say(
+                f"{name} is fetched from the hub, once; a large model takes minutes. It is kept in"
+                f" {constants.HF_HUB_CACHE}"
+            )
     except LocalEntryNotFoundError:
         raise
-    except (HfHubHTTPError, ValueError):  # the hub answered, or the name is not a hub id: the error of transformers names the cause
+    # the hub answered, or the name is not a hub id: the error of transformers names the cause
+    except (HfHubHTTPError, ValueError):
         return
 
 
 @contextmanager
 def explained(name: str, what: str, revision: str | None, attention: str = AUTO) -> Iterator[None]:
-    """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
+    """Turns what transformers and the hub raise into one line with a fix; the original stays
+    attached.
+    """
     try:
         _reach(name, revision)
         yield
     except UsageError:
         raise
-    except Exception as error:  # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError, anything
+    # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError,
+    # anything
+    except Exception as error:
         if out_of_memory(error) is not None:
             raise
-        raise explain_attention(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
+        raise explain_attention(f"{what} {name}", attention, error) or loading_error(
+            name, what, error
+        ) from error
 
 
-_UNREACHED = {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}
+_UNREACHED = {
+    "ConnectionError",
+    "ConnectError",
+    "LocalEntryNotFoundError",
+    "OfflineModeIsEnabled",
+    "ConnectTimeout",
+}
 
 
 def loading_error(name: str, what: str, error: BaseException) -> UsageError:
@@ -394,14 +542,22 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     absent = "backend tokenizer" in text or "does not appear to have a file named" in text
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
         there = _names_in(name) or "an empty folder"
-        return UsageError(f"{named}: no config.json there ({there})", fix="give the folder of a saved Hugging Face model")
+        return UsageError(
+            f"{named}: no config.json there ({there})",
+            fix="give the folder of a saved Hugging Face model",
+        )
     if Path(name).exists() or "custom code" in text:
         return _damaged(name, what, error)
     if is_folder_name(name):
         return UsageError(f"{named}: no such folder{near_model(name) or where_looked(name)}")
     # the error for a repository that is not there speaks of gated ones too
-    if "GatedRepoError" in kinds or ("gated" in text.lower() and "RepositoryNotFoundError" not in kinds):
-        return UsageError(f"{named}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login")
+    if "GatedRepoError" in kinds or (
+        "gated" in text.lower() and "RepositoryNotFoundError" not in kinds
+    ):
+        return UsageError(
+            f"{named}: access is gated on the hub",
+            fix=f"accept its terms at huggingface.co/{name}, then: hf auth login",
+        )
     if "RepositoryNotFoundError" in kinds:
         said = f"{named}: neither a folder here nor a model on the hub{near_model(name)}"
         return UsageError(said, fix="check the spelling; for a private one: hf auth login")
@@ -410,21 +566,41 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     if absent and constants.HF_HUB_OFFLINE:
         return not_in_cache(named, "a local folder", part=True)
     if "backend tokenizer" in text:
-        return UsageError(f"{named}: it has no tokenizer.json", fix="model.tokenizer: a folder or hub id that has it")
+        return UsageError(
+            f"{named}: it has no tokenizer.json",
+            fix="model.tokenizer: a folder or hub id that has it",
+        )
     return UsageError(f"{named}: {first_line(error)}")
 
 
 _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
-# what an error's kind or text has in it, the message, and the fix. {said}: the error's first line; {there}: names in the folder
+# what an error's kind or text has in it, the message, and the fix. {said}: the error's first line;
+# {there}: names in the folder
 _FAULTS = (
-    ("custom code", "it brings its own code, which is not run", "if you trust it: model.trust_remote_code: true"),
-    ("UnpicklingError", "its weights are a pickle with more in it than tensors: not opened", "a copy with model.safetensors"),
+    (
+        "custom code",
+        "it brings its own code, which is not run",
+        "if you trust it: model.trust_remote_code: true",
+    ),
+    (
+        "UnpicklingError",
+        "its weights are a pickle with more in it than tensors: not opened",
+        "a copy with model.safetensors",
+    ),
     ("ignore_mismatched_sizes", "config.json and the weights do not have the same sizes", _AGAIN),
     ("Error no file named", "it has no weights (model.safetensors)", _AGAIN),
-    ("backend tokenizer", "it has no tokenizer.json ({there})", "model.tokenizer: the folder that has it"),
+    (
+        "backend tokenizer",
+        "it has no tokenizer.json ({there})",
+        "model.tokenizer: the folder that has it",
+    ),
     ("SafetensorError", "its weights are damaged: {said}", _AGAIN),
-    ("Transformers does not recognize this architecture", "{said}", "a newer transformers may know it: pip install -U transformers"),
+    (
+        "Transformers does not recognize this architecture",
+        "{said}",
+        "a newer transformers may know it: pip install -U transformers",
+    ),
     ("Should have a `model_type` key", "{said}", _AGAIN),
 )
 
@@ -432,19 +608,38 @@ _FAULTS = (
 def _damaged(name: str, what: str, error: BaseException) -> UsageError:
     """The error for an existing folder that does not load: names the damaged file and a fix."""
     text, said = f"{type(error).__name__}: {error}", first_line(error)
-    if any(frame.f_code.co_filename.endswith(_GENERATION_SETTINGS) for frame, _ in traceback.walk_tb(error.__traceback__)):
+    if any(
+        frame.f_code.co_filename.endswith(_GENERATION_SETTINGS)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
         return UsageError(
-            f"{what} {name}: its generation_config.json: {said}", fix="correct that file, or remove it: it is not needed to train"
+            f"{what} {name}: its generation_config.json: {said}",
+            fix="correct that file, or remove it: it is not needed to train",
         )
     for sign, message, fix in _FAULTS:
         if sign in text:
-            return UsageError(f"{what} {name}: {message.format(said=said, there=_names_in(name))}", fix=fix)
+            return UsageError(
+                f"{what} {name}: {message.format(said=said, there=_names_in(name))}", fix=fix
+            )
     if isinstance(error, ImportError):
-        return UsageError(f"{what} {name}: {said}", fix=f"pip install {error.name}" if error.name else None)
-    if isinstance(error, ValueError | RuntimeError) and not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return UsageError(f"{what} {name}: {said}")  # of the model's kind or of a setting, which another copy of the folder has too
-    return UsageError(f"{what} {name}: {said if isinstance(error, OSError) else f'{type(error).__name__}: {said}'}", fix=_AGAIN)
+        return UsageError(
+            f"{what} {name}: {said}", fix=f"pip install {error.name}" if error.name else None
+        )
+    if isinstance(error, ValueError | RuntimeError) and not isinstance(
+        error, json.JSONDecodeError | UnicodeDecodeError
+    ):
+        # of the model's kind or of a setting, which another copy of the folder has too
+        return UsageError(f"{what} {name}: {said}")
+    return UsageError(
+        f"{what} {name}:"
+        f" {said if isinstance(error, OSError) else f'{type(error).__name__}: {said}'}",
+        fix=_AGAIN,
+    )
 
 
 def _names_in(name: str) -> str:
-    return ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
+    return (
+        ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
+        if Path(name).is_dir()
+        else "a file"
+    )

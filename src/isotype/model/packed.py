@@ -1,8 +1,11 @@
-"""Loads a checkpoint whose weights are packed by its own tensors: a layer is packed where the file has packed tensors, and so are experts.
+"""Loads a checkpoint whose weights are packed by its own tensors: a layer is packed where the file
+has packed tensors, and so are experts.
 
-transformers calls a reader of ours in the place of its quantisers: its own renamings of keys, shards and devices stay in use, each tensor
-goes from the file to the device as it is, and no layer is ever there dequantised. transformers' quantisers read some of these files wrong
-(FP8 blocks at sizes that are no multiples), need kernel packages, or widen the model at its first forward: `docs/lora.md` has the table.
+transformers calls a reader of ours in the place of its quantisers: its own renamings of keys,
+shards and devices stay in use, each tensor goes from the file to the device as it is, and no layer
+is ever there dequantised. transformers' quantisers read some of these files wrong (FP8 blocks at
+sizes that are no multiples), need kernel packages, or widen the model at its first forward:
+`docs/lora.md` has the table.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ _DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # by safetenso
 
 
 def reading_packed(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained` with which it loads this checkpoint packed; with a `state_dict` it takes no name.
+    """Arguments of `from_pretrained` with which it loads this checkpoint packed; with a
+    `state_dict` it takes no name.
 
     config  of a model that `of_config` finds packed
     dtype   of what the file does not pack
@@ -78,19 +82,29 @@ class _Reads(QuantizationConfigMixin):
 
 
 class _Waiting(nn.Module):
-    """A packed layer until its tensors are there: each is a parameter in the dtype and shape of the file, so that nothing is cast."""
+    """A packed layer until its tensors are there: each is a parameter in the dtype and shape of the
+    file, so that nothing is cast.
+    """
 
     bias: nn.Parameter | None
 
     def __init__(self, like: nn.Linear, layout: Layout, parts: Mapping[str, Part]) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.layout = like.in_features, like.out_features, layout
+        self.in_features, self.out_features, self.layout = (
+            like.in_features,
+            like.out_features,
+            layout,
+        )
         for name, part in parts.items():
             _wait(self, name, part)
         self.register_parameter("bias", like.bias)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {TORCHAO.get(name, name): p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
+        return {
+            TORCHAO.get(name, name): p.data
+            for name, p in self._parameters.items()
+            if p is not None and name != "bias"
+        }
 
 
 class _Reader(HfQuantizer):
@@ -108,14 +122,21 @@ class _Reader(HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Iterable[str] = (), **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Iterable[str] = (), **kwargs: Any
+    ) -> Any:
         how = self.quantization_config
         parts = how.parts if how.parts is not None else parts_of_files(checkpoint_files or ())
         wait_for_packed(model, parts, how.packing, how.name)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        absent = [f"{full}.{name}" for full, m in _waiting(model) for name, p in m.named_parameters() if p.is_meta]
+        absent = [
+            f"{full}.{name}"
+            for full, m in _waiting(model)
+            for name, p in m.named_parameters()
+            if p.is_meta
+        ]
         if not absent:
             pack(model, self.quantization_config.packing)
         self.remove_quantization_config(model)
@@ -127,11 +148,16 @@ def parts_of_files(files: Iterable[str | Path]) -> dict[str, Part]:
     found = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise UsageError(f"{file}: packed weights are read from safetensors files", fix="a copy with model.safetensors")
+            raise UsageError(
+                f"{file}: packed weights are read from safetensors files",
+                fix="a copy with model.safetensors",
+            )
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a mapping
                 header = tensors.get_slice(name)
-                found[name] = Part(_DTYPES.get(header.get_dtype(), torch.uint8), tuple(header.get_shape()))
+                found[name] = Part(
+                    _DTYPES.get(header.get_dtype(), torch.uint8), tuple(header.get_shape())
+                )
     return found
 
 
@@ -139,24 +165,37 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
-    """fp32, bf16 or fp16 where all floating-point tensors in the model's safetensors files have it; None where they do not.
+    """fp32, bf16 or fp16 where all floating-point tensors in the model's safetensors files have it;
+    None where they do not.
 
     name  a folder or hub id; files of the hub are fetched as `from_pretrained` would
     """
-    found = {part.dtype for part in parts_of_files(files_of(name, revision)).values() if part.dtype.is_floating_point}
-    return next((dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if found == {dtype}), None)
+    found = {
+        part.dtype
+        for part in parts_of_files(files_of(name, revision)).values()
+        if part.dtype.is_floating_point
+    }
+    return next(
+        (dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if found == {dtype}),
+        None,
+    )
 
 
 def files_of(name: str, revision: str | None) -> list[str]:
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(name, INDEX, **options)
-    names = {SINGLE} if index is None else set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    names = (
+        {SINGLE}
+        if index is None
+        else set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    )
     files = [cached_file(name, each, **options) for each in sorted(names)]
     return [] if None in files else [file for file in files if file is not None]
 
 
 def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, where: str) -> None:
-    """Puts a layer that waits for its tensors in the place of each linear layer that the file has packed.
+    """Puts a layer that waits for its tensors in the place of each linear layer that the file has
+    packed.
 
     Raises  UsageError for packed tensors that no linear layer has, and as `recognise` does
     """
@@ -164,7 +203,8 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
     of_experts = wait_for_experts(model, packed, names, packing, where)
     if not packed and not of_experts:
         raise UsageError(
-            f"model {where}: config.json says that its weights are {packing}, and its files have no packed tensor",
+            f"model {where}: config.json says that its weights are {packing}, and its files have no"
+            " packed tensor",
             fix="remove quantization_config from config.json if these are plain weights",
         )
     mapping = get_model_conversion_mapping(model)
@@ -174,19 +214,33 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
     for owner, parts in packed.items():
         if owner in of_experts:
             continue
-        renamed, pattern = rename_source_key(f"{owner}.weight", renamings, converters, model.base_model_prefix, there)
+        renamed, pattern = rename_source_key(
+            f"{owner}.weight", renamings, converters, model.base_model_prefix, there
+        )
         path = renamed.removesuffix(".weight")
         layer = _submodule(model, path)
         if pattern is not None or not isinstance(layer, nn.Linear):
-            what = "transformers joins or cuts this weight" if pattern is not None else f"a {type(layer).__name__}, not a linear layer"
-            raise UsageError(f"model {where}: {owner} is packed ({', '.join(sorted(parts))}): {what}: not offered", fix=_DENSE)
+            what = (
+                "transformers joins or cuts this weight"
+                if pattern is not None
+                else f"a {type(layer).__name__}, not a linear layer"
+            )
+            raise UsageError(
+                f"model {where}: {owner} is packed ({', '.join(sorted(parts))}): {what}: not"
+                " offered",
+                fix=_DENSE,
+            )
         if f"{path}.weight" in tied:
             raise UsageError(
-                f"model {where}: {owner} is packed, and config.json ties it to another weight", fix="tie_word_embeddings: false there"
+                f"model {where}: {owner} is packed, and config.json ties it to another weight",
+                fix="tie_word_embeddings: false there",
             )
         wait_at(model, path, layer, parts, packing, f"model {where}: {owner}")
     beside = rf"\.({'|'.join(OF_ACTIVATIONS)})$"
-    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), beside}
+    model._keys_to_ignore_on_load_unexpected = {
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        beside,
+    }
 
 
 def packed_owners(names: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
@@ -198,9 +252,20 @@ def packed_owners(names: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
     return {owner: parts for owner, parts in owners.items() if is_packed(parts)}
 
 
-def wait_at(model: nn.Module, path: str, layer: nn.Linear, parts: Mapping[str, Part], packing: Packing, where: str) -> None:
-    """Puts a layer that waits for these tensors in the place of `layer`. Raises UsageError as `recognise` does."""
-    own = {name: part for name, part in parts.items() if name != "bias" and name not in OF_ACTIVATIONS}
+def wait_at(
+    model: nn.Module,
+    path: str,
+    layer: nn.Linear,
+    parts: Mapping[str, Part],
+    packing: Packing,
+    where: str,
+) -> None:
+    """Puts a layer that waits for these tensors in the place of `layer`. Raises UsageError as
+    `recognise` does.
+    """
+    own = {
+        name: part for name, part in parts.items() if name != "bias" and name not in OF_ACTIVATIONS
+    }
     layout = recognise(where, own, packing, (layer.out_features, layer.in_features))
     parent, _, last = path.rpartition(".")
     setattr(model.get_submodule(parent), last, _Waiting(layer, layout, own))
@@ -210,7 +275,9 @@ _DENSE = "a base that is not quantised, or precision.preset: nf4-lora on it"
 
 
 def pack(model: nn.Module, packing: Packing) -> None:
-    """Puts a `PackedLinear` in the place of each layer whose tensors are there, also on the meta device."""
+    """Puts a `PackedLinear` in the place of each layer whose tensors are there, also on the meta
+    device.
+    """
     for full, waiting in list(_waiting(model)):
         tensors = waiting.tensors()
         state = state_of(full, waiting.layout, packing.word, tensors)
@@ -224,30 +291,55 @@ def pack(model: nn.Module, packing: Packing) -> None:
 
 
 def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None:
-    """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the meta device. Raises UsageError."""
+    """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the
+    meta device. Raises UsageError.
+    """
     refuse_unmade(word, "the model")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
                 weight, state = quantised(child.weight.data, word)
-                setattr(parent, name, PackedLinear(child.in_features, child.out_features, weight, state, child.bias))
+                setattr(
+                    parent,
+                    name,
+                    PackedLinear(child.in_features, child.out_features, weight, state, child.bias),
+                )
                 child.weight = None  # type: ignore[assignment]  # its memory is free before the next is packed
 
 
-def load_packed(name: str, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", **options: Any) -> Any:
-    """A causal language model of a folder or hub id whose weights were published quantised, frozen, as transformers gives it but for its
-    layers: they hold the file's own bytes and give a right gradient.
+def load_packed(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Any:
+    """A causal language model of a folder or hub id whose weights were published quantised, frozen,
+    as transformers gives it but for its layers: they hold the file's own bytes and give a right
+    gradient.
 
     dtype    of what the file does not pack
     options  of transformers' `from_pretrained`
     Raises   UsageError for a base that is not packed, and for a packing that is not read
     """
-    config = gguf.read_architecture(name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options})
+    config = gguf.read_architecture(
+        name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    )
     found = of_config(config)
     if found is None or found.packing is None:
-        what = "is not quantised" if found is None else found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
-        raise UsageError(f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained")
-    arguments = {"dtype": dtype, "device_map": {"": torch.device(device)}} | reading_packed(config, name, dtype) | options
+        what = (
+            "is not quantised"
+            if found is None
+            else found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
+        )
+        raise UsageError(
+            f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained"
+        )
+    arguments = (
+        {"dtype": dtype, "device_map": {"": torch.device(device)}}
+        | reading_packed(config, name, dtype)
+        | options
+    )
     return from_pretrained(auto_class(config), name, **arguments).requires_grad_(False)
 
 
@@ -256,14 +348,17 @@ def from_pretrained(of: Any, name: str, **options: Any) -> Any:
     if "state_dict" not in options:
         return of.from_pretrained(name, **options)
     options["config"].name_or_path = name
-    made = of._model_mapping[type(options["config"])].from_pretrained(None, **options)  # an automatic class needs a name
+    # an automatic class needs a name
+    made = of._model_mapping[type(options["config"])].from_pretrained(None, **options)
     model = made[0] if isinstance(made, tuple) else made
     model.name_or_path = model.config.name_or_path = name
     return made
 
 
 def _waiting(model: nn.Module) -> list[tuple[str, _Waiting]]:
-    return [(full, module) for full, module in model.named_modules() if isinstance(module, _Waiting)]
+    return [
+        (full, module) for full, module in model.named_modules() if isinstance(module, _Waiting)
+    ]
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
@@ -274,11 +369,15 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _wait(module: nn.Module, name: str, part: Part) -> None:
-    module.register_parameter(name, nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=False))
+    module.register_parameter(
+        name,
+        nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=False),
+    )
 
 
-# --- packed experts: stacked in the file (gpt-oss), or one linear layer each (Qwen3-MoE, DeepSeek). transformers' code has stacks of them,
-# [E O K]; here a stack stays packed: the tensors of every expert, one behind the other
+# --- packed experts: stacked in the file (gpt-oss), or one linear layer each (Qwen3-MoE, DeepSeek).
+# transformers' code has stacks of them, [E O K]; here a stack stays packed: the tensors of every
+# expert, one behind the other
 
 _SEPARATE = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -286,9 +385,14 @@ _PLAN, _BLOCKS = "_isotype_packed", ".gate_up_proj_blocks"
 
 
 def wait_for_experts(
-    model: Any, packed: Mapping[str, Mapping[str, Part]], names: Mapping[str, Part], packing: Packing, where: str
+    model: Any,
+    packed: Mapping[str, Mapping[str, Part]],
+    names: Mapping[str, Part],
+    packing: Packing,
+    where: str,
 ) -> set[str]:
-    """Gives each mixture's experts parameters that wait for the file's packed tensors, in the place of their stacks.
+    """Gives each mixture's experts parameters that wait for the file's packed tensors, in the place
+    of their stacks.
 
     packed  owner -> its tensors, of layers
     names   every tensor of the files
@@ -312,44 +416,84 @@ def wait_for_experts(
 
 def _experts(model: nn.Module, path: str, where: str) -> Any:
     module = _submodule(model, path)
-    stacked = all(hasattr(module, flag) for flag in ("num_experts", "_apply_gate", "is_transposed", "gate_up_proj", "down_proj"))
-    if not stacked or not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
+    stacked = all(
+        hasattr(module, flag)
+        for flag in ("num_experts", "_apply_gate", "is_transposed", "gate_up_proj", "down_proj")
+    )
+    if (
+        not stacked
+        or not getattr(module, "has_gate", False)
+        or getattr(module, "has_post_expert_norm", False)
+    ):
         what = "no such module" if module is None else type(module).__name__
-        raise UsageError(f"model {where}: {path} are packed experts, and the model's code has other ones there ({what})", fix=_DENSE)
+        raise UsageError(
+            f"model {where}: {path} are packed experts, and the model's code has other ones there"
+            f" ({what})",
+            fix=_DENSE,
+        )
     return module
 
 
-def _wait_for_blocks(module: Any, path: str, names: Mapping[str, Part], where: str) -> dict[str, Layout]:
-    """gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32] of a stack that its code has as [E K O]."""
+def _wait_for_blocks(
+    module: Any, path: str, names: Mapping[str, Part], where: str
+) -> dict[str, Layout]:
+    """gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32] of a stack that its code
+    has as [E K O].
+    """
     plan = {}
     for stack in _STACKS:
         experts, columns, rows = getattr(module, stack).shape
-        shapes = {f"{stack}_blocks": (experts, rows, columns // 32, 16), f"{stack}_scales": (experts, rows, columns // 32)}
+        shapes = {
+            f"{stack}_blocks": (experts, rows, columns // 32, 16),
+            f"{stack}_scales": (experts, rows, columns // 32),
+        }
         for name, shape in shapes.items():
             found = names.get(f"{path}.{name}")
             if found is None or tuple(found.shape) != shape:
-                said = "is missing" if found is None else f"is {list(found.shape)}, expected {list(shape)}"
-                raise UsageError(f"model {where}: {path}.{name} {said}", fix="get the files again from where they came")
+                said = (
+                    "is missing"
+                    if found is None
+                    else f"is {list(found.shape)}, expected {list(shape)}"
+                )
+                raise UsageError(
+                    f"model {where}: {path}.{name} {said}",
+                    fix="get the files again from where they came",
+                )
             _wait(module, name, found)
-        plan[stack] = Layout("mxfp4", (rows, columns), ("weight_packed", torch.uint8, (rows, columns // 2)), (1, 32))
+        plan[stack] = Layout(
+            "mxfp4", (rows, columns), ("weight_packed", torch.uint8, (rows, columns // 2)), (1, 32)
+        )
     return plan
 
 
-def _wait_for_layers(module: Any, path: str, packed: Mapping[str, Mapping[str, Part]], packing: Packing, where: str) -> dict[str, Layout]:
-    """A linear layer an expert, under its own name in the file, which transformers then does not join."""
+def _wait_for_layers(
+    module: Any, path: str, packed: Mapping[str, Mapping[str, Part]], packing: Packing, where: str
+) -> dict[str, Layout]:
+    """A linear layer an expert, under its own name in the file, which transformers then does not
+    join.
+    """
     plan: dict[str, Layout] = {}
     if module.is_transposed or not module.is_concatenated:
-        raise UsageError(f"model {where}: {path} are packed one by one, and the model's code interleaves them", fix=_DENSE)
+        raise UsageError(
+            f"model {where}: {path} are packed one by one, and the model's code interleaves them",
+            fix=_DENSE,
+        )
     for stack, layers in _STACKS.items():
         _, rows, columns = getattr(module, stack).shape
         shape = (rows // len(layers), columns)
         for expert in range(module.num_experts):
             for layer in layers:
                 owner = f"{path}.{expert}.{layer}"
-                parts = {name: part for name, part in packed.get(owner, {}).items() if name not in OF_ACTIVATIONS}
+                parts = {
+                    name: part
+                    for name, part in packed.get(owner, {}).items()
+                    if name not in OF_ACTIVATIONS
+                }
                 layout = recognise(f"model {where}: {owner}", parts, packing, shape)
                 if plan.setdefault(stack, layout) != layout:
-                    raise UsageError(f"model {where}: {owner} is packed in another way than expert 0", fix=_DENSE)
+                    raise UsageError(
+                        f"model {where}: {owner} is packed in another way than expert 0", fix=_DENSE
+                    )
                 holder = module._modules.setdefault(str(expert), nn.Module())
                 holder.add_module(layer, nn.Module())
                 for name, part in parts.items():
@@ -358,14 +502,19 @@ def _wait_for_layers(module: Any, path: str, packed: Mapping[str, Mapping[str, P
 
 
 def pack_experts(model: nn.Module, packing: Packing) -> None:
-    """Stacks what the experts waited for, one layer at a time, and puts their forward over packed stacks; also on the meta device."""
+    """Stacks what the experts waited for, one layer at a time, and puts their forward over packed
+    stacks; also on the meta device.
+    """
     for path, module in list(model.named_modules()):
         plan: dict[str, Layout] | None = vars(module).pop(_PLAN, None)
         for stack, layout in (plan or {}).items():
             own = list(_pieces(module, path, stack))
             pieces = [[state_of(of, layout, packing.word, t) for of, t in one] for one in own]
             tensors = {
-                name: torch.stack([torch.stack([piece.tensors[name] for piece in one]) for one in pieces]) for name in pieces[0][0].tensors
+                name: torch.stack(
+                    [torch.stack([piece.tensors[name] for piece in one]) for one in pieces]
+                )
+                for name in pieces[0][0].tensors
             }
             main = torch.stack([torch.stack([t[layout.main[0]] for _, t in one]) for one in own])
             del own, pieces
@@ -375,7 +524,12 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
                 for layer in _STACKS[stack]:
                     getattr(expert, "_modules", {}).pop(layer, None)
             state = StackState(
-                layout, packing.word, tensors, experts=main.shape[0], pieces=main.shape[1], transposed=bool(module.is_transposed)
+                layout,
+                packing.word,
+                tensors,
+                experts=main.shape[0],
+                pieces=main.shape[1],
+                transposed=bool(module.is_transposed),
             )
             module.register_parameter(stack, PackedWeight(main, state))
         if plan:
@@ -389,10 +543,21 @@ def _pieces(module: Any, path: str, stack: str) -> Iterator[list[tuple[str, dict
     blocks, scales = (module._parameters.get(f"{stack}_{word}") for word in ("blocks", "scales"))
     for expert in range(module.num_experts):
         if blocks is not None:
-            yield [(f"{path}.{stack}[{expert}]", {"weight_packed": blocks.data[expert].flatten(1), "weight_scale": scales.data[expert]})]
+            yield [
+                (
+                    f"{path}.{stack}[{expert}]",
+                    {
+                        "weight_packed": blocks.data[expert].flatten(1),
+                        "weight_scale": scales.data[expert],
+                    },
+                )
+            ]
             continue
         layers = {layer: module._modules[str(expert)]._modules[layer] for layer in _STACKS[stack]}
         yield [
-            (f"{path}.{expert}.{name}", {part: p.data for part, p in layer._parameters.items() if p is not None})
+            (
+                f"{path}.{expert}.{name}",
+                {part: p.data for part, p in layer._parameters.items() if p is not None},
+            )
             for name, layer in layers.items()
         ]

@@ -1,7 +1,8 @@
-"""The processor of a vision-language model, which turns pictures into pixel tensors and writes their tokens: loaded, and its files.
+"""The processor of a vision-language model, which turns pictures into pixel tensors and writes
+their tokens: loaded, and its files.
 
-It is loaded with its PIL image processor and without its video part. Both others need torchvision, and pixels of the two differ by a level:
-so every machine computes the same ones.
+It is loaded with its PIL image processor and without its video part. Both others need torchvision,
+and pixels of the two differ by a level: so every machine computes the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .architecture import is_vision_language
 from .gguf import read_architecture
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_TEMPLATE = "chat_template.json"  # where repositories had the template that the processor reads and the tokenizer does not
+# where repositories had the template that the processor reads and the tokenizer does not
+_TEMPLATE = "chat_template.json"
 
 
 def _file(name: str, file: str, revision: str | None) -> str | None:
@@ -28,13 +30,19 @@ def _file(name: str, file: str, revision: str | None) -> str | None:
     from transformers.utils import cached_file
 
     found: str | None = cached_file(
-        name, file, revision=revision, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        name,
+        file,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     return found
 
 
 def copy_files(name: str, revision: str | None, folder: Path) -> None:
-    """Puts the processor's files of the base beside a saved model or adapter, so that a server finds them there."""
+    """Puts the processor's files of the base beside a saved model or adapter, so that a server
+    finds them there.
+    """
     for file in FILES:
         found = _file(name, file, revision)
         if found is not None and not (folder / file).exists():
@@ -47,16 +55,28 @@ def pictures_of(section: ModelSection, data: DataSection, tokenizer: Any) -> Pic
     if architecture is None:
         return None
     name = str(section.name)
-    token = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(architecture, key, None)) is not None), None)
+    token = next(
+        (
+            at
+            for key in ("image_token_id", "image_token_index")
+            if (at := getattr(architecture, key, None)) is not None
+        ),
+        None,
+    )
     folder = cache_folder(data.cache)
     return Pictures(
-        lambda: load_processor(name, section.revision, architecture, tokenizer), token_id=token, min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels, kept=None if folder is None else folder / PICTURES,
-    )  # fmt: skip
+        lambda: load_processor(name, section.revision, architecture, tokenizer),
+        token_id=token,
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+        kept=None if folder is None else folder / PICTURES,
+    )
 
 
 def has_vision(section: ModelSection) -> bool:
-    """Whether a run's model has a vision tower. A model that cannot be read has none: what loads it says why."""
+    """Whether a run's model has a vision tower. A model that cannot be read has none: what loads it
+    says why.
+    """
     if isinstance(section.config, dict):
         return "vision_config" in section.config
     try:
@@ -67,10 +87,14 @@ def has_vision(section: ModelSection) -> bool:
 
 
 def _architecture(section: ModelSection) -> Any:
-    """The configuration of the model that a run loads; None where it builds one from `model.config`."""
+    """The configuration of the model that a run loads; None where it builds one from
+    `model.config`.
+    """
     if section.name is None or section.config is not None:
         return None
-    return read_architecture(section.name, section.revision, trust_remote_code=section.trust_remote_code)
+    return read_architecture(
+        section.name, section.revision, trust_remote_code=section.trust_remote_code
+    )
 
 
 def load_processor(name: str, revision: str | None, architecture: Any, tokenizer: Any) -> Any:
@@ -80,22 +104,36 @@ def load_processor(name: str, revision: str | None, architecture: Any, tokenizer
 
     where = f"model {name}: rows have pictures, and its processor"
     if not hasattr(transformers.ProcessorMixin, "get_text_with_replacements"):
-        raise UsageError(f"{where} does not say what it writes for them: transformers {transformers.__version__} is too old for pictures")
+        raise UsageError(
+            f"{where} does not say what it writes for them: transformers {transformers.__version__}"
+            " is too old for pictures"
+        )
     said = [_content(name, file, revision) for file in FILES[:2]]
     if not any(said):
-        raise UsageError(f"{where} is missing: no {FILES[0]} there", fix="put the files of the released model's processor beside it")
+        raise UsageError(
+            f"{where} is missing: no {FILES[0]} there",
+            fix="put the files of the released model's processor beside it",
+        )
     family = getattr(architecture, "model_type", "")
-    kind = next((one["processor_class"] for one in said if one.get("processor_class")), PROCESSOR_MAPPING_NAMES.get(family))
+    kind = next(
+        (one["processor_class"] for one in said if one.get("processor_class")),
+        PROCESSOR_MAPPING_NAMES.get(family),
+    )
     of_class = getattr(transformers, str(kind), None)
     if of_class is None:
-        raise UsageError(f"{where} is a {kind}, which transformers {transformers.__version__} does not have")
+        raise UsageError(
+            f"{where} is a {kind}, which transformers {transformers.__version__} does not have"
+        )
     try:
-        images = transformers.AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
+        images = transformers.AutoImageProcessor.from_pretrained(
+            name, revision=revision, backend="pil"
+        )
         without_video: Any = type(of_class.__name__, (_WithoutVideo, of_class), {})
         parts = {"image_processor": images, "tokenizer": tokenizer}
         given = [parts.get(part) for part in of_class.get_attributes()]
         return without_video.from_args_and_dict(given, {**said[1], "chat_template": None})
-    except Exception as error:  # files of strangers, and libraries that a family asks for (num2words)
+    # files of strangers, and libraries that a family asks for (num2words)
+    except Exception as error:
         raise UsageError(f"{where} cannot be loaded: {first_line(error)}") from error
 
 

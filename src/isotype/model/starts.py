@@ -1,8 +1,10 @@
-"""`adapter.start`: where A and B begin. Orthogonal (their product is zero), or taken off the base: PiSSA and OLoRA.
+"""`adapter.start`: where A and B begin. Orthogonal (their product is zero), or taken off the base:
+PiSSA and OLoRA.
 
-An adapter that was taken off the base belongs to the residual W - s B0 A0, which no other program has. So A0 and B0 stay beside A and B.
-What is saved is W + s (B A - B0 A0): an ordinary adapter [A; A0], [B, -B0] of twice the rank, for the untouched base. PEFT's own file of
-such an adapter has the start's name instead, and is loaded by doing the decomposition again.
+An adapter that was taken off the base belongs to the residual W - s B0 A0, which no other program
+has. So A0 and B0 stay beside A and B. What is saved is W + s (B A - B0 A0): an ordinary adapter [A;
+A0], [B, -B0] of twice the rank, for the untouched base. PEFT's own file of such an adapter has the
+start's name instead, and is loaded by doing the decomposition again.
 
 K in features, O out features, R rank.
 """
@@ -25,7 +27,8 @@ OFF_THE_BASE = ("pissa", "olora")
 
 
 def begin_at(model: nn.Module, start: str) -> None:
-    """Sets A and B of every linear layer's adapter, and takes their product off the base where that is the method.
+    """Sets A and B of every linear layer's adapter, and takes their product off the base where that
+    is the method.
 
     Raises  UsageError for a packed base, or an odd rank with orthogonal
     """
@@ -37,32 +40,49 @@ def begin_at(model: nn.Module, start: str) -> None:
             continue
         base: Any = layer.base_layer
         if is_quantised(base.weight):
-            raise UsageError(f"adapter.start: {start}: the weight of {name} is packed, and what is left of it could not be", fix=_FIX)
+            raise UsageError(
+                f"adapter.start: {start}: the weight of {name} is packed, and what is left of it"
+                " could not be",
+                fix=_FIX,
+            )
         if not issubclass(type(layer), Linear):
-            raise UsageError(f"adapter.start: {start}: {name} is a {type(layer).__name__}", fix=_FIX)
+            raise UsageError(
+                f"adapter.start: {start}: {name} is a {type(layer).__name__}", fix=_FIX
+            )
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         scale = float(layer.scaling["default"])
         a.data, b.data = a.data.float(), b.data.float()
         if start == "orthogonal" and len(a) % 2:
-            raise UsageError(f"adapter.start: orthogonal: rank {len(a)} of {name} is odd", fix="an even adapter.r")
+            raise UsageError(
+                f"adapter.start: orthogonal: rank {len(a)} of {name} is odd",
+                fix="an even adapter.r",
+            )
         if a.is_meta:  # the outline of a memory plan
             first = a.detach().clone(), b.detach().clone()
         else:
-            first = _orthogonal(len(a), a.shape[1], len(b)) if start == "orthogonal" else _off(base.weight, len(a), scale, start)
+            first = (
+                _orthogonal(len(a), a.shape[1], len(b))
+                if start == "orthogonal"
+                else _off(base.weight, len(a), scale, start)
+            )
             # LAPACK's results lie column by column, and a restored optimizer's states would not
             a.data, b.data = (t.contiguous().to(a.device) for t in first)
         if start in OFF_THE_BASE:
             layer.register_buffer(A0, a.detach().clone())
             layer.register_buffer(B0, b.detach().clone())
             if not a.is_meta:
-                base.weight.data = torch.addmm(base.weight.data.float(), b.data, a.data, alpha=-scale).to(base.weight.dtype)
+                base.weight.data = torch.addmm(
+                    base.weight.data.float(), b.data, a.data, alpha=-scale
+                ).to(base.weight.dtype)
 
 
 _FIX = "adapter.start: default"
 
 
 def _orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
-    """A and B of which B A = 0: combinations of the odd and the even rows of one orthogonal matrix; a tenth of a normal draw, as PEFT's."""
+    """A and B of which B A = 0: combinations of the odd and the even rows of one orthogonal matrix;
+    a tenth of a normal draw, as PEFT's.
+    """
     rows = torch.linalg.qr(torch.randn(rank, rank)).Q
     a = rows[0::2].t() @ torch.randn(rank // 2, features) / 10
     b = torch.randn(out, rank // 2) @ rows[1::2] / 10
@@ -71,8 +91,9 @@ def _orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _off(weight: Tensor, rank: int, scale: float, start: str) -> tuple[Tensor, Tensor]:
-    """A [R K] and B [O R] in fp32 of which s B A is the nearest matrix of that rank (Meng et al. 2024, "PiSSA"), or B A the first rows of a
-    QR (Büyükakyüz 2024, "OLoRA")."""
+    """A [R K] and B [O R] in fp32 of which s B A is the nearest matrix of that rank (Meng et al.
+    2024, "PiSSA"), or B A the first rows of a QR (Büyükakyüz 2024, "OLoRA").
+    """
     wide = weight.float()
     if start == "olora":
         q, r = torch.linalg.qr(wide)
@@ -87,8 +108,9 @@ def _begun(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def as_ordinary(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state dict with the matrices of an ordinary adapter for the untouched base: of twice the rank, where A and B were
-    taken off the base."""
+    """The tensors of a state dict with the matrices of an ordinary adapter for the untouched base:
+    of twice the rank, where A and B were taken off the base.
+    """
     made = dict(tensors)
     for name, layer in _begun(model):
         a, b = f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"
@@ -100,13 +122,19 @@ def as_ordinary(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def describe_as_ordinary(model: nn.Module, folder: Path) -> None:
-    """Makes a saved adapter_config.json that of an ordinary adapter: twice the rank, and an alpha with which the scale stays the same."""
+    """Makes a saved adapter_config.json that of an ordinary adapter: twice the rank, and an alpha
+    with which the scale stays the same.
+    """
     if next(_begun(model), None) is None:
         return
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     factor = 2.0**0.5 if settings.get("use_rslora") else 2.0
     settings["r"], settings["lora_alpha"] = 2 * settings["r"], factor * settings["lora_alpha"]
-    settings["rank_pattern"] = {name: 2 * rank for name, rank in (settings.get("rank_pattern") or {}).items()}
-    settings["alpha_pattern"] = {name: factor * alpha for name, alpha in (settings.get("alpha_pattern") or {}).items()}
+    settings["rank_pattern"] = {
+        name: 2 * rank for name, rank in (settings.get("rank_pattern") or {}).items()
+    }
+    settings["alpha_pattern"] = {
+        name: factor * alpha for name, alpha in (settings.get("alpha_pattern") or {}).items()
+    }
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

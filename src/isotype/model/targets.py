@@ -1,6 +1,8 @@
-"""Which layers of a model get an adapter, in PEFT's words: names and patterns of modules, and parameters.
+"""Which layers of a model get an adapter, in PEFT's words: names and patterns of modules, and
+parameters.
 
-`all-linear` means the linear layers and stacked experts of the language part, without head and routers, in every family.
+`all-linear` means the linear layers and stacked experts of the language part, without head and
+routers, in every family.
 """
 
 from __future__ import annotations
@@ -24,20 +26,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# a Mamba mixer passes the weights of these to its kernel or multiplies them itself, and never calls the layers: adapters on them would
-# get no gradient (PEFT refuses the first two, in all families but Jamba). A quantised Jamba calls its dt_proj; an adapter there would have
-# no effect on the base that is not quantised
+# a Mamba mixer passes the weights of these to its kernel or multiplies them itself, and never calls
+# the layers: adapters on them would get no gradient (PEFT refuses the first two, in all families
+# but Jamba). A quantised Jamba calls its dt_proj; an adapter there would have no effect on the base
+# that is not quantised
 _NEVER_CALLED = dict.fromkeys(
-    ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"), frozenset(("out_proj", "conv1d", "x_proj", "dt_proj"))
+    ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"),
+    frozenset(("out_proj", "conv1d", "x_proj", "dt_proj")),
 ) | {"jamba": frozenset(("dt_proj",))}
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear layers that can have an adapter, without the head; of a vision-language model its language part's."""
-    return sorted({name.rpartition(".")[2] for name, _ in linear_layers(model, AdapterSection())} - _never_called(model))
+    """Last names of the linear layers that can have an adapter, without the head; of a
+    vision-language model its language part's.
+    """
+    return sorted(
+        {name.rpartition(".")[2] for name, _ in linear_layers(model, AdapterSection())}
+        - _never_called(model)
+    )
 
 
-def linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[tuple[str, nn.Linear]]:
+def linear_layers(
+    model: PreTrainedModel, section: AdapterSection
+) -> Iterator[tuple[str, nn.Linear]]:
     """All but the head, in the parts of the model that get an adapter."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head = getattr(model, SCORE, head)
@@ -51,7 +62,11 @@ def linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[t
 
 def adapted_parts(section: AdapterSection, how: str = "lora") -> set[str]:
     """The parts of a vision-language model that get an adapter, or are trained in full."""
-    return {LANGUAGE} | {part for part, asked in ((TOWER, section.vision), (PROJECTOR, section.projector)) if asked == how}
+    return {LANGUAGE} | {
+        part
+        for part, asked in ((TOWER, section.vision), (PROJECTOR, section.projector))
+        if asked == how
+    }
 
 
 def parts_with(model: nn.Module, section: AdapterSection, how: str) -> list[str]:
@@ -59,7 +74,10 @@ def parts_with(model: nn.Module, section: AdapterSection, how: str) -> list[str]
     parts, of = vision_parts(model), adapted_parts(section, how)
     if parts is None:
         return []
-    return [*(parts.towers if TOWER in of else ()), *(parts.projectors(model) if PROJECTOR in of else ())]
+    return [
+        *(parts.towers if TOWER in of else ()),
+        *(parts.projectors(model) if PROJECTOR in of else ()),
+    ]
 
 
 def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterSection) -> None:
@@ -69,23 +87,43 @@ def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterS
         if name.endswith(".lora_A") and part not in adapted_parts(section):
             key = "adapter.vision" if part == TOWER else "adapter.projector"
             raise UsageError(
-                f"adapter.targets: {section.targets} chooses {name.removesuffix('.lora_A')} of the {part}, which {key}: "
-                f"{section.vision if part == TOWER else section.projector} leaves without an adapter",
+                f"adapter.targets: {section.targets} chooses {name.removesuffix('.lora_A')} of the"
+                f" {part}, which {key}: {section.vision if part == TOWER else section.projector}"
+                " leaves without an adapter",
                 fix=f"{key}: lora, or targets of the language part ({parts.language})",
             )
 
 
 def layers_of_pictures(model: Any, parts: VisionParts) -> list[str]:
-    """Linear layers of the language part that text alone never reaches: the cross-attention layers of Llama 3.2 Vision."""
+    """Linear layers of the language part that text alone never reaches: the cross-attention layers
+    of Llama 3.2 Vision.
+    """
     indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
     within = tuple(f"{parts.language}.layers.{i}." for i in indices)
-    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.startswith(within)] if within else []
+    return (
+        [
+            name
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear) and name.startswith(within)
+        ]
+        if within
+        else []
+    )
 
 
 def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
-    """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave none."""
+    """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave
+    none.
+    """
     adapted = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
-    notes = [f"adapter.targets: {_first_of(adapted)}: a router that is adapted: all-linear leaves routers as they are"] if adapted else []
+    notes = (
+        [
+            f"adapter.targets: {_first_of(adapted)}: a router that is adapted: all-linear leaves"
+            " routers as they are"
+        ]
+        if adapted
+        else []
+    )
     if section.targets != "all-linear" or section.start_from is not None:
         return notes
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -93,15 +131,36 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
 
     base: Any = model.get_base_model()
     modules: list[nn.Module] = list(base.modules())
-    wrapped = {(m.parameter_name, m.get_base_layer()) for m in modules if hasattr(m, "parameter_name") and isinstance(m, BaseTunerLayer)}
-    of_peft = {id(part) for m in modules if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in m.modules()}
+    wrapped = {
+        (m.parameter_name, m.get_base_layer())
+        for m in modules
+        if hasattr(m, "parameter_name") and isinstance(m, BaseTunerLayer)
+    }
+    of_peft = {
+        id(part)
+        for m in modules
+        if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        for part in m.modules()
+    }
     routers = {id(m) for _, m in _routers(base)}
     parts = vision_parts(base)
     apart = set() if parts is None else set(layers_of_pictures(base, parts))
-    bare = [n for n, m in linear_layers(base, section) if id(m) not in of_peft and id(m) not in routers and n not in apart]
-    bare += [name for name in stacks(base) if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped]
+    bare = [
+        n
+        for n, m in linear_layers(base, section)
+        if id(m) not in of_peft and id(m) not in routers and n not in apart
+    ]
+    bare += [
+        name
+        for name in stacks(base)
+        if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped
+    ]
     why = "one there could not be used, or not found again in its saved file"
-    return [*notes, f"adapter.targets: all-linear gives {_first_of(bare)} no adapter: {why}"] if bare else notes
+    return (
+        [*notes, f"adapter.targets: all-linear gives {_first_of(bare)} no adapter: {why}"]
+        if bare
+        else notes
+    )
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -113,15 +172,19 @@ def _never_called(model: PreTrainedModel) -> frozenset[str]:
 
 
 def other_products(model: nn.Module) -> list[str]:
-    """Last names of linear layers of a family's own kind that are no matrix product of rows: the routers of Llama 4 and Phi-MoE give
-    several tensors, DeepSeek V4's grouped output projection has a matrix for each group.
+    """Last names of linear layers of a family's own kind that are no matrix product of rows: the
+    routers of Llama 4 and Phi-MoE give several tensors, DeepSeek V4's grouped output projection has
+    a matrix for each group.
 
-    PEFT's layer adds a product of its matrices to the result of the linear layer that it wraps, and fails.
+    PEFT's layer adds a product of its matrices to the result of the linear layer that it wraps, and
+    fails.
     """
     own = {
         name: m
         for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and type(m).__module__.startswith("transformers.models.") and type(m).forward is not nn.Linear.forward
+        if isinstance(m, nn.Linear)
+        and type(m).__module__.startswith("transformers.models.")
+        and type(m).forward is not nn.Linear.forward
     }
     one_of_each = {type(m): m for m in own.values()}
     others = {kind for kind, m in one_of_each.items() if not _gives_rows(m)}
@@ -132,20 +195,26 @@ def _gives_rows(linear: nn.Linear) -> bool:
     weight = linear.weight
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            rows = linear(torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device))
+            rows = linear(
+                torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device)
+            )
         except RuntimeError:  # of a shape that it does not take
             return False
     return isinstance(rows, torch.Tensor) and rows.shape == (2, linear.out_features)
 
 
-def targets_of(model: PreTrainedModel, section: AdapterSection) -> tuple[str | list[str], list[str]]:
+def targets_of(
+    model: PreTrainedModel, section: AdapterSection
+) -> tuple[str | list[str], list[str]]:
     """(target modules, target parameters) for PEFT.
 
-    With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a list. So do mixtures: their stacked
-    experts are parameters, their routers stay as they are, and linear layers that PEFT renames as a checkpoint's experts are adapted by
-    their parameter, under the names that they would have.
+    With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a
+    list. So do mixtures: their stacked experts are parameters, their routers stay as they are, and
+    linear layers that PEFT renames as a checkpoint's experts are adapted by their parameter, under
+    the names that they would have.
 
-    Of a vision-language model a pattern: towers have layers of the same names (`q_proj` in Gemma 3's), which names alone would choose.
+    Of a vision-language model a pattern: towers have layers of the same names (`q_proj` in Gemma
+    3's), which names alone would choose.
     """
     parts = vision_parts(model)
     named = list(section.parameters)
@@ -166,19 +235,36 @@ def targets_of(model: PreTrainedModel, section: AdapterSection) -> tuple[str | l
     layers = {name: m for name, m in linear_layers(model, section) if name not in routers}
     renamed = _renamed(model, layers)
     # PEFT finds no shape in bitsandbytes' weights
-    taken = [f"{last_two(name)}.weight" for name in sorted(renamed) if not is_quantised(w := layers[name].weight) or hasattr(w, "ds_shape")]
-    named += [name for name in sorted({last_two(name) for name in stacked} | set(taken)) if name not in named]
+    taken = [
+        f"{last_two(name)}.weight"
+        for name in sorted(renamed)
+        if not is_quantised(w := layers[name].weight) or hasattr(w, "ds_shape")
+    ]
+    named += [
+        name
+        for name in sorted({last_two(name) for name in stacked} | set(taken))
+        if name not in named
+    ]
     chosen = layers.keys() - renamed
     if parts is not None:
-        return _pattern(model, parts, section, sorted({name.rpartition(".")[2] for name in chosen})), named
+        return (
+            _pattern(model, parts, section, sorted({name.rpartition(".")[2] for name in chosen})),
+            named,
+        )
     return _short(model, chosen), named
 
 
-def _pattern(model: nn.Module, parts: VisionParts, section: AdapterSection, names: Sequence[str]) -> str:
+def _pattern(
+    model: nn.Module, parts: VisionParts, section: AdapterSection, names: Sequence[str]
+) -> str:
     """Modules of these names in the parts that get an adapter."""
     within = [parts.language, *parts_with(model, section, "lora")]
-    whole = [name for name in (*within, parts.head) if name in names or name.rpartition(".")[2] in names]
-    return "|".join([rf"(?:{_either(within)})\.(?:.*\.)?(?:{_either(names)})", *map(re.escape, whole)])
+    whole = [
+        name for name in (*within, parts.head) if name in names or name.rpartition(".")[2] in names
+    ]
+    return "|".join(
+        [rf"(?:{_either(within)})\.(?:.*\.)?(?:{_either(names)})", *map(re.escape, whole)]
+    )
 
 
 def _either(names: Iterable[str]) -> str:
@@ -188,7 +274,9 @@ def _either(names: Iterable[str]) -> str:
 def _short(model: nn.Module, names: Collection[str]) -> list[str]:
     """Last names, where every module of that name is among `names`, else the names themselves."""
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in names}
-    return sorted({last if (last := name.rpartition(".")[2]) not in others else name for name in names})
+    return sorted(
+        {last if (last := name.rpartition(".")[2]) not in others else name for name in names}
+    )
 
 
 def last_two(name: str) -> str:
@@ -207,7 +295,9 @@ def stacks(model: nn.Module) -> list[str]:
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that choose among a mixture's experts: beside them in the model, with a row of weights for each."""
+    """The modules that choose among a mixture's experts: beside them in the model, with a row of
+    weights for each.
+    """
     for path, block in model.named_modules():
         experts = [m for m in map(_without_adapter, block.children()) if has_stack(m)]
         for name, child in block.named_children() if experts else ():
@@ -224,7 +314,9 @@ def has_stack(module: nn.Module) -> bool:
 
 def is_stack(parameter: nn.Parameter) -> bool:
     """Whether this is the matrices of every expert, packed or not."""
-    return (parameter.dim() == 3 and parameter.is_floating_point()) or isinstance(getattr(parameter, "quant_state", None), StackState)
+    return (parameter.dim() == 3 and parameter.is_floating_point()) or isinstance(
+        getattr(parameter, "quant_state", None), StackState
+    )
 
 
 def _without_adapter(module: Any) -> Any:
@@ -232,9 +324,13 @@ def _without_adapter(module: Any) -> Any:
 
 
 def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
-    """Those of `layers` that PEFT would take for names of experts in an older checkpoint, and replace by the stacks."""
+    """Those of `layers` that PEFT would take for names of experts in an older checkpoint, and
+    replace by the stacks.
+    """
     from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_config_for_transformers as convert,
+    )
 
     config = LoraConfig(target_modules=list(layers))
     convert(config, model, None)
@@ -242,11 +338,22 @@ def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
 
 
 def _as_parameters(model: nn.Module, name: str) -> list[str]:
-    """The parameters that a name of `adapter.targets` means where PEFT has no layer for it: a router's weight, or stacks of experts."""
+    """The parameters that a name of `adapter.targets` means where PEFT has no layer for it: a
+    router's weight, or stacks of experts.
+    """
     named = [m for full, m in model.named_modules() if full == name or full.endswith(f".{name}")]
-    own = [m for m in named if type(m).__module__.startswith("transformers.models.") and not isinstance(m, nn.Linear | nn.Embedding)]
+    own = [
+        m
+        for m in named
+        if type(m).__module__.startswith("transformers.models.")
+        and not isinstance(m, nn.Linear | nn.Embedding)
+    ]
     if named:
-        return [f"{name}.weight"] if len(own) == len(named) and all(_is_matrix(m._parameters.get("weight")) for m in own) else []
+        return (
+            [f"{name}.weight"]
+            if len(own) == len(named) and all(_is_matrix(m._parameters.get("weight")) for m in own)
+            else []
+        )
     return sorted({last_two(full) for full in stacks(model) if full.endswith(f".{name}")})
 
 
@@ -255,22 +362,32 @@ def _is_matrix(weight: Any) -> bool:
 
 
 def refuse_unknown(model: nn.Module, parameters: Sequence[str]) -> None:
-    """Raises  UsageError for a name of `adapter.parameters` that no matrix and no stack of the model has"""
+    """Raises  UsageError for a name of `adapter.parameters` that no matrix and no stack of the
+    model has
+    """
     of_model = [full for full, p in model.named_parameters() if p.dim() in (2, 3) or is_stack(p)]
     for name in parameters:
         if not any(full == name or full.endswith(f".{name}") for full in of_model):
-            known = sorted({last_two(full) for full in stacks(model)}) or sorted({last_two(full) for full in of_model})
-            raise UsageError(f"adapter.parameters: {name}: the model has no such matrix or stack", fix=f"one of {', '.join(known[:8])}")
+            known = sorted({last_two(full) for full in stacks(model)}) or sorted(
+                {last_two(full) for full in of_model}
+            )
+            raise UsageError(
+                f"adapter.parameters: {name}: the model has no such matrix or stack",
+                fix=f"one of {', '.join(known[:8])}",
+            )
 
 
 def refuse_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
     """Raises  UsageError for a setting that PEFT has not for adapters on parameters."""
     for key, value, given in (
-        ("dora", "true", section.dora), ("start", section.start, section.start != "default"), ("dropout", section.dropout, section.dropout)
-    ):  # fmt: skip
+        ("dora", "true", section.dora),
+        ("start", section.start, section.start != "default"),
+        ("dropout", section.dropout, section.dropout),
+    ):
         if parameters and given:
             raise UsageError(
-                f"adapter.{key}: {value}: {parameters[0]} is adapted as a parameter, for which PEFT has no {key}",
+                f"adapter.{key}: {value}: {parameters[0]} is adapted as a parameter, for which PEFT"
+                f" has no {key}",
                 fix=f"leave adapter.{key} out, or adapter.targets that name linear layers only",
             )
 
@@ -280,11 +397,14 @@ PEFT_PREFIX, _LORA_SUFFIX = "base_model.model.", ".lora_A.weight"
 
 def lost_when_loaded(model: nn.Module, config: LoraConfig, layers: Iterable[str]) -> list[str]:
     """Those of `layers`, names in `model`, whose adapters PEFT loads under another name."""
-    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as converted
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers as converted,
+    )
 
     names = {f"{PEFT_PREFIX}{layer}{_LORA_SUFFIX}": layer for layer in layers}
     found: set[Any] = set()
-    for name in names:  # one at a time: some of these conversions stack or cut what belongs together
+    # one at a time: some of these conversions stack or cut what belongs together
+    for name in names:
         try:
             found |= set(converted(model, config, {name: torch.empty(1, 1)}))
         except (RuntimeError, ValueError, IndexError, KeyError):
@@ -293,9 +413,13 @@ def lost_when_loaded(model: nn.Module, config: LoraConfig, layers: Iterable[str]
 
 
 def lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
-    """The same of stacked experts, as `adapter.parameters` names them: PEFT wraps a module once for each of its stacks."""
+    """The same of stacked experts, as `adapter.parameters` names them: PEFT wraps a module once for
+    each of its stacks.
+    """
     stacked = stacks(model)
     paths = {name.rpartition(".")[0] for name in stacked}
-    lost = lost_when_loaded(model, config, [layer for path in sorted(paths) for layer in (path, f"{path}.base_layer")])
+    lost = lost_when_loaded(
+        model, config, [layer for path in sorted(paths) for layer in (path, f"{path}.base_layer")]
+    )
     gone = {layer.removesuffix(".base_layer") for layer in lost}
     return {last_two(name) for name in stacked if name.rpartition(".")[0] in gone}

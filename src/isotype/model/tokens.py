@@ -1,7 +1,9 @@
-"""Tokens of a model: the end, start and padding tokens of a model's configuration, and `model.add_tokens`, which a tokenizer did not have.
+"""Tokens of a model: the end, start and padding tokens of a model's configuration, and
+`model.add_tokens`, which a tokenizer did not have.
 
-A base whose embeddings have grown is saved in the run folder once, as an ordinary model. Whatever loads the base later, the check at the
-end of a run, `chat`, `merge` or PEFT alone, then finds the rows that the adapter was trained on. Embedding and head are trained in full.
+A base whose embeddings have grown is saved in the run folder once, as an ordinary model. Whatever
+loads the base later, the check at the end of a run, `chat`, `merge` or PEFT alone, then finds the
+rows that the adapter was trained on. Embedding and head are trained in full.
 """
 
 from __future__ import annotations
@@ -17,32 +19,47 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Adds them as special tokens, in order. Raises UsageError for one that is there, or is no token."""
+    """Adds them as special tokens, in order. Raises UsageError for one that is there, or is no
+    token.
+    """
     from tokenizers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
     for i, token in enumerate(tokens):
         if not token.strip() or token != token.strip():
-            raise UsageError(f"model.add_tokens[{i}]: {token!r} begins or ends with white space, or is empty")
+            raise UsageError(
+                f"model.add_tokens[{i}]: {token!r} begins or ends with white space, or is empty"
+            )
         if token in vocabulary or token in tokens[:i]:
-            raise UsageError(f"model.add_tokens[{i}]: {token!r} is in the vocabulary already", fix="leave it out")
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+            raise UsageError(
+                f"model.add_tokens[{i}]: {token!r} is in the vocabulary already", fix="leave it out"
+            )
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True
+    )
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
-    """Of `adapter.train_tokens`, sorted. Raises UsageError for one that the vocabulary does not have."""
+    """Of `adapter.train_tokens`, sorted. Raises UsageError for one that the vocabulary does not
+    have.
+    """
     vocabulary = tokenizer.get_vocab()
     for i, token in enumerate(tokens):
         if token not in vocabulary:
-            raise UsageError(f"adapter.train_tokens[{i}]: {token!r} is no token of the vocabulary", fix="model.add_tokens adds one")
+            raise UsageError(
+                f"adapter.train_tokens[{i}]: {token!r} is no token of the vocabulary",
+                fix="model.add_tokens adds one",
+            )
     return sorted({vocabulary[token] for token in tokens})
 
 
 def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Gives the model's configurations the end, start and padding token of the tokenizer, as transformers' Trainer does.
+    """Gives the model's configurations the end, start and padding token of the tokenizer, as
+    transformers' Trainer does.
 
-    `data.chat_template: chatml` and the like give the tokenizer another end token; with the model's own, `generate` of the saved model runs
-    to its limit. End tokens that the model names are kept beside it.
+    `data.chat_template: chatml` and the like give the tokenizer another end token; with the model's
+    own, `generate` of the saved model runs to its limit. End tokens that the model names are kept
+    beside it.
     """
     generation = getattr(model, "generation_config", None)
     for config, several in ((model.config.get_text_config(), False), (generation, True)):
@@ -50,7 +67,9 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
             token, named = getattr(tokenizer, role), getattr(config, role, None)
             if config is None or token is None:
                 continue
-            others = [n for n in (named if isinstance(named, list) else [named]) if n not in (None, token)]
+            others = [
+                n for n in (named if isinstance(named, list) else [named]) if n not in (None, token)
+            ]
             keeps = role == "eos_token_id" and others and (several or isinstance(named, list))
             setattr(config, role, [token, *others] if keeps else token)
 
@@ -68,26 +87,38 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     rows = embedding.weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together",
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not"
+            " belong together",
             code="PF008",
-            fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
+            fix=(
+                "take the model's own tokenizer, or call model.resize_token_embeddings and save the"
+                " model first"
+            ),
         )
 
 
 @torch.no_grad()
 def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
-    """Rows for the last `added` tokens of the tokenizer, in embedding and head: the mean of the rows before them, in fp32."""
+    """Rows for the last `added` tokens of the tokenizer, in embedding and head: the mean of the
+    rows before them, in fp32.
+    """
     first = len(tokenizer) - added
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    for layer in {id(one): one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None}.values():
+    for layer in {
+        id(one): one
+        for one in (model.get_input_embeddings(), model.get_output_embeddings())
+        if one is not None
+    }.values():
         for values in (layer.weight, getattr(layer, "bias", None)):
             if values is not None:
                 values[first : len(tokenizer)] = values[:first].float().mean(0).to(values.dtype)
 
 
 def token_modules(model: Any) -> tuple[list[str], bool]:
-    """Names of the embedding and, if it has its own weights, of the head; and whether the head shares the embedding's weights."""
+    """Names of the embedding and, if it has its own weights, of the head; and whether the head
+    shares the embedding's weights.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     wanted = [embedding] if tied or head is None else [embedding, head]

@@ -1,4 +1,5 @@
-"""Records what a program computes, and compares what a run did with its declared precision: storage, arithmetic and files.
+"""Records what a program computes, and compares what a run did with its declared precision:
+storage, arithmetic and files.
 
 tape       the dispatch mode and the stack of modules that every reader shares
 operators  what each operator does to dtypes
@@ -6,7 +7,8 @@ origin     whose code asked for an operator
 values     tensors, their memory, what each was computed from, and one call of an operator
 contract   what is a violation of the declared precision, and what is only counted
 continuity what an update left, compared before the next step
-observer   `Observer`: parameters, gradients, states, buffers, files, and the choice of the observed steps
+observer   `Observer`: parameters, gradients, states, buffers, files, and the choice of the observed
+           steps
 record     the content of `precision.json`, from all observations
 """
 

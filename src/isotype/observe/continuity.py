@@ -1,11 +1,14 @@
-"""Continuity: what an update leaves behind is what the next step finds, whoever ran between: a scheduler, a callback, an evaluation.
+"""Continuity: what an update leaves behind is what the next step finds, whoever ran between: a
+scheduler, a callback, an evaluation.
 
-After an update some elements of some trained weights, of their optimizer states, of averages and of buffers are kept as bytes; before the
-next step they are compared. Which tensors are kept changes with each update, and those that PyTorch counts a write of come first. No step
-waits for its device for this: the answer is one number there, which the step reads with its loss.
+After an update some elements of some trained weights, of their optimizer states, of averages and of
+buffers are kept as bytes; before the next step they are compared. Which tensors are kept changes
+with each update, and those that PyTorch counts a write of come first. No step waits for its device
+for this: the answer is one number there, which the step reads with its loss.
 
-Values have few bits where every sampled one that is not zero ends in the zero bits that a narrower dtype leaves. After an update only
-elements that it moved are judged, as weights of a bf16 checkpoint are trained in fp32.
+Values have few bits where every sampled one that is not zero ends in the zero bits that a narrower
+dtype leaves. After an update only elements that it moved are judged, as weights of a bf16
+checkpoint are trained in fp32.
 """
 
 from __future__ import annotations
@@ -22,16 +25,22 @@ from .record import Observation
 
 WEIGHT, STATE, AVERAGE, BUFFER = "weight", "state", "average", "buffer"
 TENSORS, ELEMENTS = 16, 64  # of a sample: most tensors of a kind, most elements of each
-_FEWEST = 8  # values by which a tensor is judged: that so many end in 16 zero bits by chance has a probability of 2 to the -128
-_ZEROS = {"bf16": 0xFFFF, "fp16": 0x1FFF}  # the last bits of an fp32 number that a narrower dtype leaves zero
-_AVERAGES = ("avg", "momentum", "exp_")  # in the keys of states that are averages; others, as a previous gradient, may be a copy
+# values by which a tensor is judged: that so many end in 16 zero bits by chance has a probability
+# of 2 to the -128
+_FEWEST = 8
+# the last bits of an fp32 number that a narrower dtype leaves zero
+_ZEROS = {"bf16": 0xFFFF, "fp16": 0x1FFF}
+# in the keys of states that are averages; others, as a previous gradient, may be a copy
+_AVERAGES = ("avg", "momentum", "exp_")
 
 Key = tuple[str, ...]  # kind, name of the parameter or buffer, key of the state
 
 
 @dataclass(frozen=True)
 class Difference:
-    """narrower: the dtype to which it was narrowed, in its storage or in its values, else empty; how: what became of it, in words."""
+    """narrower: the dtype to which it was narrowed, in its storage or in its values, else empty;
+    how: what became of it, in words.
+    """
 
     kind: str
     tensor: str
@@ -40,7 +49,9 @@ class Difference:
 
 
 def narrow_values(values: Tensor) -> str:
-    """bf16 or fp16 where this dtype has the bits of each fp32 value that is not zero, and there are enough of them to tell; else empty."""
+    """bf16 or fp16 where this dtype has the bits of each fp32 value that is not zero, and there are
+    enough of them to tell; else empty.
+    """
     if values.dtype != torch.float32:
         return ""
     bits = values[(values != 0) & values.isfinite()].view(torch.int32)
@@ -50,10 +61,14 @@ def narrow_values(values: Tensor) -> str:
 
 
 def _rounding(before: Tensor, after: Tensor) -> str:
-    """The dtype of which the changed values of an fp32 tensor have the bits, where the values before had more."""
+    """The dtype of which the changed values of an fp32 tensor have the bits, where the values
+    before had more.
+    """
     if before.dtype != torch.float32 or after.dtype != torch.float32:
         return ""
-    if before.shape == after.shape and (word := next((w for w in _ZEROS if torch.equal(before.to(to_torch(w)).float(), after)), "")):
+    if before.shape == after.shape and (
+        word := next((w for w in _ZEROS if torch.equal(before.to(to_torch(w)).float(), after)), "")
+    ):
         return word  # also of a tensor with few elements
     word = narrow_values(after[after != before] if before.shape == after.shape else after)
     return word if word and bool((before.view(torch.int32) & _ZEROS[word]).any()) else ""
@@ -64,7 +79,9 @@ Kind = tuple[torch.device, torch.dtype]
 
 @dataclass
 class _Sample:
-    """tensors  key -> device, dtype and how many elements; values: the elements, of each device and dtype together, in the order of keys"""
+    """tensors  key -> device, dtype and how many elements; values: the elements, of each device and
+    dtype together, in the order of keys
+    """
 
     tensors: dict[Key, tuple[Kind, int]] = field(default_factory=dict)
     values: dict[Kind, Tensor] = field(default_factory=dict)
@@ -79,17 +96,23 @@ class _Sample:
 
 
 class Continuity:
-    """Of one model and its optimizer: `take` after an update and `begin` before the next step; `differences` says what differs.
+    """Of one model and its optimizer: `take` after an update and `begin` before the next step;
+    `differences` says what differs.
 
-    flags     0-d fp32, one for each device and dtype: above 0 where a sampled byte differed at `begin`
+    flags     0-d fp32, one for each device and dtype: above 0 where a sampled byte differed at
+              `begin`
     averages  name -> an average of a weight, kept beside the model
     kinds     which tensors are kept
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, averages: Mapping[str, Tensor] | None = None, *,
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        averages: Mapping[str, Tensor] | None = None,
+        *,
         kinds: tuple[str, ...] = (WEIGHT, STATE, AVERAGE, BUFFER),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.optimizer, self.averages, self.kinds = optimizer, averages or {}, kinds
         # the module and the key: a tensor may be exchanged
         self._parameters = [(full, *_owner(model, full)) for full, _ in model.named_parameters()]
@@ -102,7 +125,9 @@ class Continuity:
         self._written: list[Key] = []
 
     def take(self, moment: str) -> None:
-        """Keeps a sample of the tensors as they are now. `moment`: in words, as in `the update of step 3`."""
+        """Keeps a sample of the tensors as they are now. `moment`: in words, as in `the update of
+        step 3`.
+        """
         found = dict(self._tensors())
         self.moment, self._marks = moment, {key: _mark(tensor) for key, tensor in found.items()}
         self._sample = _sample({key: found[key] for key in self._chosen(list(found))})
@@ -110,44 +135,61 @@ class Continuity:
         self._taken += 1
 
     def begin(self) -> None:
-        """At the beginning of a step: compares, and reads nothing from a device. `flags` has the answer."""
+        """At the beginning of a step: compares, and reads nothing from a device. `flags` has the
+        answer.
+        """
         self.flags = []
         if not self._sample.tensors:
             return
         found = dict(self._tensors())
-        self._written = [key for key, tensor in found.items() if self._marks.get(key) != _mark(tensor)]
+        self._written = [
+            key for key, tensor in found.items() if self._marks.get(key) != _mark(tensor)
+        ]
         now = self._again(found)
         if now.tensors != self._sample.tensors:
             self.flags = [torch.ones(())]
         else:
-            self.flags = [(_bytes_of(now.values[kind]) != _bytes_of(before)).any().float() for kind, before in self._sample.values.items()]
+            self.flags = [
+                (_bytes_of(now.values[kind]) != _bytes_of(before)).any().float()
+                for kind, before in self._sample.values.items()
+            ]
 
     def differences(self) -> list[Difference]:
         """What differs from the last `take`. Reads the sample from its devices."""
         return _differences(self._sample, self._again())
 
     def differences_from(self, given: Callable[[Key], Tensor | None]) -> list[Difference]:
-        """What differs, at the last `take`, from what a file holds under each key; None where it holds nothing of it."""
+        """What differs, at the last `take`, from what a file holds under each key; None where it
+        holds nothing of it.
+        """
         held = {key: tensor for key in self._sample.tensors if (tensor := given(key)) is not None}
         return _differences(_sample(held), self._sample)
 
     def moved_with_few_bits(self) -> list[Difference]:
-        """Trained weights, averages of gradients and of weights in fp32 of which each sampled element that changed since the last `take`
-        has the bits of a narrower dtype: to call after an update."""
+        """Trained weights, averages of gradients and of weights in fp32 of which each sampled
+        element that changed since the last `take` has the bits of a narrower dtype: to call after
+        an update.
+        """
         now = {key: values for key, _, values in self._again().on_host()}
         found = []
         for key, dtype, before in self._sample.on_host():
             after = now.get(key)
-            if after is None or not _is_judged(key) or (after.dtype, after.shape) != (dtype, before.shape):
+            if (
+                after is None
+                or not _is_judged(key)
+                or (after.dtype, after.shape) != (dtype, before.shape)
+            ):
                 continue
             if word := narrow_values(after[after != before]):
                 found.append(Difference(key[0], _said(key), word))
         return found
 
     def loaded_with_few_bits(self) -> list[Difference]:
-        """After the state of a trained run was loaded: fp32 weights, or states of one key, of which every sampled value has few bits.
+        """After the state of a trained run was loaded: fp32 weights, or states of one key, of which
+        every sampled value has few bits.
 
-        They are judged together: a tensor that no update reached still has the values of a bf16 checkpoint.
+        They are judged together: a tensor that no update reached still has the values of a bf16
+        checkpoint.
         """
         together: dict[tuple[str, str], list[Tensor]] = {}
         for key, dtype, values in self._sample.on_host():
@@ -184,8 +226,9 @@ class Continuity:
                     yield (BUFFER, full), buffer
 
     def _chosen(self, keys: list[Key]) -> list[Key]:
-        """Of each kind at most so many as a sample has: first those that were written outside an update, then others in turn. The states
-        of a parameter go with it."""
+        """Of each kind at most so many as a sample has: first those that were written outside an
+        update, then others in turn. The states of a parameter go with it.
+        """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):
             own = [key for key in keys if key[0] == kind]
@@ -193,13 +236,19 @@ class Continuity:
             start = self._taken * TENSORS % len(own) if len(own) > TENSORS else 0
             turned = [key for key in own[start:] + own[:start] if key not in first]
             chosen += (first + turned)[:TENSORS]
-        of_weights = {key[1] for key in chosen if key[0] == WEIGHT} if WEIGHT in self.kinds else None
-        return chosen + [key for key in keys if key[0] == STATE and (of_weights is None or key[1] in of_weights)]
+        of_weights = (
+            {key[1] for key in chosen if key[0] == WEIGHT} if WEIGHT in self.kinds else None
+        )
+        return chosen + [
+            key for key in keys if key[0] == STATE and (of_weights is None or key[1] in of_weights)
+        ]
 
 
-def differing(observation: Observation, found: list[Difference], after: str, before: str, *, strict: bool) -> None:
-    """Adds what differs to an observation: as a violation where numbers were narrowed, and, if `strict`, where weights or states differ
-    at all; else as a place that was not watched.
+def differing(
+    observation: Observation, found: list[Difference], after: str, before: str, *, strict: bool
+) -> None:
+    """Adds what differs to an observation: as a violation where numbers were narrowed, and, if
+    `strict`, where weights or states differ at all; else as a place that was not watched.
 
     after, before  the two moments, in words
     """
@@ -207,39 +256,57 @@ def differing(observation: Observation, found: list[Difference], after: str, bef
     for (kind, how), these in _alike(found).items():
         if these[0].narrower or (strict and kind != BUFFER):
             observation.report(
-                _ROLES[kind], f"{_said_of(these)} {how} {between}", symbol=these[0].tensor, rule=_CARRIED,
-                observed=these[0].narrower or "other numbers", cause="code that ran there: a scheduler, a callback, an evaluation, a save",
+                _ROLES[kind],
+                f"{_said_of(these)} {how} {between}",
+                symbol=these[0].tensor,
+                rule=_CARRIED,
+                observed=these[0].narrower or "other numbers",
+                cause="code that ran there: a scheduler, a callback, an evaluation, a save",
                 fix="leave its numbers as the update made them, or work on a copy",
-            )  # fmt: skip
+            )
         else:
             observation.unobserved[_said_of(these)] = f"{how} {between} by code outside a step"
 
 
 def of_few_bits(observation: Observation, found: list[Difference], after: str) -> None:
-    """Adds fp32 tensors that hold numbers of a narrower dtype, as violations. `after`: an update or a load, in words."""
+    """Adds fp32 tensors that hold numbers of a narrower dtype, as violations. `after`: an update or
+    a load, in words.
+    """
     for (kind, _), these in _alike(found).items():
         word = these[0].narrower
         observation.report(
-            _ROLES[kind], f"{_said_of(these)} stored in fp32 with numbers of {word} {after}", symbol=these[0].tensor,
-            observed=f"{word} in fp32", rule=_ALL_BITS, cause="something rounds it in each update, or the file held it so",
+            _ROLES[kind],
+            f"{_said_of(these)} stored in fp32 with numbers of {word} {after}",
+            symbol=these[0].tensor,
+            observed=f"{word} in fp32",
+            rule=_ALL_BITS,
+            cause="something rounds it in each update, or the file held it so",
             fix=f"find what casts it to {word}, or declare {word}",
-        )  # fmt: skip
+        )
 
 
 def _alike(found: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
     """(kind, what became of them) -> these."""
     groups: dict[tuple[str, str], list[Difference]] = {}
     for one in found:
-        groups.setdefault((one.kind, f"rounded to {one.narrower}" if one.narrower else one.how), []).append(one)
+        groups.setdefault(
+            (one.kind, f"rounded to {one.narrower}" if one.narrower else one.how), []
+        ).append(one)
     return groups
 
 
 def _said_of(these: list[Difference]) -> str:
     first = these[0]
-    return f"{first.kind} {first.tensor} was" if len(these) == 1 else f"{len(these)} sampled {first.kind}s, first {first.tensor}, were"
+    return (
+        f"{first.kind} {first.tensor} was"
+        if len(these) == 1
+        else f"{len(these)} sampled {first.kind}s, first {first.tensor}, were"
+    )
 
 
-_CARRIED = "weights, states, averages and buffers are at the start of a step what the last update left"
+_CARRIED = (
+    "weights, states, averages and buffers are at the start of a step what the last update left"
+)
 _ALL_BITS = "trained weights, states and averages of fp32 have the bits of fp32"
 _ROLES = {WEIGHT: "trainable", STATE: "optimizer", AVERAGE: "optimizer", BUFFER: "compute"}
 
@@ -252,8 +319,16 @@ def _differences(before: _Sample, after: _Sample) -> list[Difference]:
         if values is None:
             continue
         if values.dtype != dtype or not torch.equal(_bytes_of(values), _bytes_of(was)):
-            narrower = name(values.dtype) if values.dtype.itemsize < dtype.itemsize else _rounding(was, values)
-            how = "changed" if values.dtype == dtype else f"{name(dtype)} and now {name(values.dtype)}"
+            narrower = (
+                name(values.dtype)
+                if values.dtype.itemsize < dtype.itemsize
+                else _rounding(was, values)
+            )
+            how = (
+                "changed"
+                if values.dtype == dtype
+                else f"{name(dtype)} and now {name(values.dtype)}"
+            )
             found.append(Difference(key[0], _said(key), narrower, how))
     return found
 
@@ -264,9 +339,15 @@ def _owner(model: nn.Module, full: str) -> tuple[nn.Module, str]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values lie in one storage as its dtype says; not those of a wrapper that keeps others."""
+    """Whether its values lie in one storage as its dtype says; not those of a wrapper that keeps
+    others.
+    """
     part = local_part(tensor)
-    return type(part) in (Tensor, nn.Parameter, nn.Buffer) and part.layout is torch.strided and part.numel() > 0
+    return (
+        type(part) in (Tensor, nn.Parameter, nn.Buffer)
+        and part.layout is torch.strided
+        and part.numel() > 0
+    )
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
@@ -279,7 +360,9 @@ def _said(key: Key) -> str:
 
 
 def _is_judged(key: Key) -> bool:
-    return key[0] in (WEIGHT, AVERAGE) or (key[0] == STATE and any(part in key[2] for part in _AVERAGES))
+    return key[0] in (WEIGHT, AVERAGE) or (
+        key[0] == STATE and any(part in key[2] for part in _AVERAGES)
+    )
 
 
 def _elements(tensor: Tensor) -> Tensor:

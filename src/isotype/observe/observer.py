@@ -1,11 +1,14 @@
-"""`Observer`: compares a model, its gradients, its optimizer and its files with a `Precision`, and watches what a step computes.
+"""`Observer`: compares a model, its gradients, its optimizer and its files with a `Precision`, and
+watches what a step computes.
 
-`watch()` hooks every module and activates the tape for one step only, so that other steps have no extra cost. What cannot be observed
-(`UNSEEN`, `Observation.unobserved`) is reported with the reason and never counted as observed.
+`watch()` hooks every module and activates the tape for one step only, so that other steps have no
+extra cost. What cannot be observed (`UNSEEN`, `Observation.unobserved`) is reported with the reason
+and never counted as observed.
 
-Observed steps are the first, every `every`-th, a random one between two of these, and one after a change of the model. The random steps
-make it likely that a module is found that computes differently in some steps only. The choice depends only on the number of the step and
-the seed, so that a resumed run observes the same steps as an uninterrupted one.
+Observed steps are the first, every `every`-th, a random one between two of these, and one after a
+change of the model. The random steps make it likely that a module is found that computes
+differently in some steps only. The choice depends only on the number of the step and the seed, so
+that a resumed run observes the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ _AT_ONCE = 128
 
 
 def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
-    """Whether `step` (counted from 1) is observed. A run shorter than 3 x `every` steps is divided into three stretches."""
+    """Whether `step` (counted from 1) is observed. A run shorter than 3 x `every` steps is divided
+    into three stretches.
+    """
     if step == 1 or step % every == 0:
         return True
     length = max(2, min(every, -(-total // 3)))
@@ -45,9 +50,11 @@ def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
 
 
 class Changes:
-    """Compares dtypes of parameters and buffers, hooks, children, classes and replaced forwards with what they were at `remember`.
+    """Compares dtypes of parameters and buffers, hooks, children, classes and replaced forwards
+    with what they were at `remember`.
 
-    Each step compares the next 128 modules, so that the cost does not grow with the model: 300 modules take three steps.
+    Each step compares the next 128 modules, so that the cost does not grow with the model: 300
+    modules take three steps.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +77,12 @@ class Changes:
 def _state(module: nn.Module) -> list[Any]:
     own = module.__dict__
     state: list[Any] = [module.__class__, id(own.get("forward"))]
-    for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"]):
+    for hooks in (
+        own["_forward_hooks"],
+        own["_forward_pre_hooks"],
+        own["_backward_hooks"],
+        own["_backward_pre_hooks"],
+    ):
         if hooks:
             state.append(tuple(hooks))
     if own["_modules"]:
@@ -88,7 +100,10 @@ States = Callable[[nn.Parameter], Mapping[str, Any]]
 
 # below so many elements bitsandbytes keeps a state in fp32 (`min_8bit_size` of its optimizers)
 SMALLEST_8BIT = 4096
-_AT_FIRST = "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the one in which the model is loaded"
+_AT_FIRST = (
+    "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the"
+    " one in which the model is loaded"
+)
 _SCALES = "scales and code tables of 8-bit states"
 _COUNTS = "step counts of the optimizer, which no precision declares"
 _COUNT = "step"  # torch's and bitsandbytes' key of a step count
@@ -99,19 +114,34 @@ class Observer:
     """Compares a model, its gradients and its optimizer with a `Precision`.
 
     lora_branch  dtype of the adapters' own products: fp32, or None for `compute` or fp32
-    read_only    models beside the trained one that a step reads, such as a reference: their weights are known
+    read_only    models beside the trained one that a step reads, such as a reference: their weights
+                 are known
     """
 
     def __init__(
-        self, model: nn.Module, precision: Precision, *, lora_branch: str | None = None, read_only: Sequence[nn.Module] = ()
+        self,
+        model: nn.Module,
+        precision: Precision,
+        *,
+        lora_branch: str | None = None,
+        read_only: Sequence[nn.Module] = (),
     ) -> None:
-        self.model, self.precision, self.lora_branch, self._read_only = model, precision, lora_branch, read_only
+        self.model, self.precision, self.lora_branch, self._read_only = (
+            model,
+            precision,
+            lora_branch,
+            read_only,
+        )
         self._changes = Changes(model)
         self._watching: Contract | None = None
-        self._buffers = {full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()}
+        self._buffers = {
+            full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()
+        }
 
     def changed(self) -> bool:
-        """Whether dtypes, hooks, classes or forwards changed since the last observed step. If so, the next step should be observed."""
+        """Whether dtypes, hooks, classes or forwards changed since the last observed step. If so,
+        the next step should be observed.
+        """
         return self._changes.found()
 
     # ---- what is stored
@@ -123,7 +153,9 @@ class Observer:
         states: States | None = None,
         parameters: bool = True,
     ) -> Observation:
-        """Adds parameters to `observation`, and gradients and optimizer states where they are given."""
+        """Adds parameters to `observation`, and gradients and optimizer states where they are
+        given.
+        """
         p = self.precision
         for full, parameter in self.model.named_parameters():
             if parameters:
@@ -134,21 +166,29 @@ class Observer:
                 else:
                     observation.unseen_thing("grads", "backward did not reach the weight")
             if parameter.requires_grad and states is not None:
-                allowed = ("fp32",) if p.optimizer == "int8" and parameter.numel() < SMALLEST_8BIT else ()
+                allowed = (
+                    ("fp32",) if p.optimizer == "int8" and parameter.numel() < SMALLEST_8BIT else ()
+                )
                 for key, word in states_of(parameter, states(parameter)):
                     if word is None:
                         observation.unseen_thing("optimizer", _COUNTS if key == _COUNT else _SCALES)
                     else:
-                        observation.note("optimizer", f"{key} of {full}", word, p.optimizer, allowed=allowed)
+                        observation.note(
+                            "optimizer", f"{key} of {full}", word, p.optimizer, allowed=allowed
+                        )
         if parameters:
             self._look_at_buffers(observation)
         return observation
 
-    def _look_at_parameter(self, observation: Observation, full: str, parameter: nn.Parameter) -> None:
+    def _look_at_parameter(
+        self, observation: Observation, full: str, parameter: nn.Parameter
+    ) -> None:
         p = self.precision
         if is_wrapper(parameter):
             role = "trainable" if parameter.requires_grad else "base"
-            observation.unseen_thing(role, f"{type(parameter).__name__}, a class that keeps its numbers in other tensors")
+            observation.unseen_thing(
+                role, f"{type(parameter).__name__}, a class that keeps its numbers in other tensors"
+            )
         elif is_quantised(parameter):
             observation.note("base", full, quantised_word(parameter), p.base)
         elif parameter.is_floating_point():
@@ -157,15 +197,22 @@ class Observer:
             declared = declared_dtype(self.model, full, parameter, p)
             observation.note(role, full, name(parameter.dtype), declared)
         elif parameter.is_complex():
-            observation.unseen_thing("trainable" if parameter.requires_grad else "base", "complex numbers, which no precision declares")
+            observation.unseen_thing(
+                "trainable" if parameter.requires_grad else "base",
+                "complex numbers, which no precision declares",
+            )
         else:
-            observation.unseen_thing("base", "integers: packed weights whose dtype is their library's")
+            observation.unseen_thing(
+                "base", "integers: packed weights whose dtype is their library's"
+            )
 
     def _look_at_buffers(self, observation: Observation) -> None:
-        """Checks floating buffers, which have no role: one that its class makes, as a table, is fp32, and none is narrowed later.
+        """Checks floating buffers, which have no role: one that its class makes, as a table, is
+        fp32, and none is narrowed later.
 
-        A buffer of the model's file has the dtype of its weights (MiniMax's decays). One that a family's own forward assigns (CTRL's
-        positions) is a value of the forward, whose operators are judged.
+        A buffer of the model's file has the dtype of its weights (MiniMax's decays). One that a
+        family's own forward assigns (CTRL's positions) is a value of the forward, whose operators
+        are judged.
         """
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
@@ -176,17 +223,35 @@ class Observer:
             module = self.model.get_submodule(owner)
             if word == self.precision.compute and _assigned_in_forward(module, own):
                 continue
-            if buffer.dtype == torch.float64 or (buffer.dtype != first and itemsize(word) < itemsize(name(first))):
+            if buffer.dtype == torch.float64 or (
+                buffer.dtype != first and itemsize(word) < itemsize(name(first))
+            ):
                 made_so = buffer.dtype == first
                 observation.report(
-                    "compute", f"buffer {full} is {word}" + ("" if made_so else f" and was {name(first)}"), symbol=full, observed=word,
-                    rule=TABLES if made_so else f"a buffer keeps its dtype: {name(first)}", cause=_AT_FIRST if made_so else CHANGED,
-                )  # fmt: skip
-            elif itemsize(word) < 4 and own in module._non_persistent_buffers_set and _is_table(buffer):
+                    "compute",
+                    f"buffer {full} is {word}" + ("" if made_so else f" and was {name(first)}"),
+                    symbol=full,
+                    observed=word,
+                    rule=TABLES if made_so else f"a buffer keeps its dtype: {name(first)}",
+                    cause=_AT_FIRST if made_so else CHANGED,
+                )
+            elif (
+                itemsize(word) < 4
+                and own in module._non_persistent_buffers_set
+                and _is_table(buffer)
+            ):
                 observation.report(
-                    "compute", f"buffer {full} is stored in {word}", symbol=full, observed=word, rule=TABLES, cause=_AT_FIRST,
-                    fix="leave the .to() out, or load the model in fp32: precision.base: fp32, in full fine-tuning bf16-mixed",
-                )  # fmt: skip
+                    "compute",
+                    f"buffer {full} is stored in {word}",
+                    symbol=full,
+                    observed=word,
+                    rule=TABLES,
+                    cause=_AT_FIRST,
+                    fix=(
+                        "leave the .to() out, or load the model in fp32: precision.base: fp32, in"
+                        " full fine-tuning bf16-mixed"
+                    ),
+                )
 
     def look_at_loss(self, observation: Observation, dtype: torch.dtype) -> None:
         observation.note("loss", "the loss", name(dtype), self.precision.loss)
@@ -194,43 +259,71 @@ class Observer:
     def look_at_sums(self, observation: Observation, sent: Sequence[torch.dtype]) -> None:
         """What was summed across processes, by bucket."""
         for number, dtype in enumerate(sent):
-            observation.note("reduce", f"bucket {number} of the gradients summed across processes", name(dtype), self.precision.reduce)
+            observation.note(
+                "reduce",
+                f"bucket {number} of the gradients summed across processes",
+                name(dtype),
+                self.precision.reduce,
+            )
 
-    def look_at_task(self, observation: Observation, tensors: Iterable[tuple[str, str, str]]) -> None:
+    def look_at_task(
+        self, observation: Observation, tensors: Iterable[tuple[str, str, str]]
+    ) -> None:
         """(role, tensor, dtype) of the roles that only the run's task has."""
         for role, tensor, dtype in tensors:
             observation.note(role, tensor, dtype, getattr(self.precision, role))
 
-    def look_at_files(self, observation: Observation, folder: Path, declared: str, *, allowed: tuple[str, ...] = ()) -> None:
-        """The floating tensors of a saved result, as its files have them; integers are packed 4-bit weights or ids."""
+    def look_at_files(
+        self,
+        observation: Observation,
+        folder: Path,
+        declared: str,
+        *,
+        allowed: tuple[str, ...] = (),
+    ) -> None:
+        """The floating tensors of a saved result, as its files have them; integers are packed 4-bit
+        weights or ids.
+        """
         from safetensors import safe_open
 
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for full in file.keys():  # noqa: SIM118  # not a mapping
                     if (dtype := name(file.get_slice(full).get_dtype())) in FLOATS:
-                        observation.note("save", f"{full} in {path.name}", dtype, declared, allowed=allowed)
+                        observation.note(
+                            "save", f"{full} in {path.name}", dtype, declared, allowed=allowed
+                        )
                     else:
                         observation.unseen_thing("save", "integers: packed weights or ids")
 
     # ---- what runs
     @contextmanager
     def watch(
-        self, step: int, *, role: str = "compute", optimizer: torch.optim.Optimizer | None = None, gradient: Gradient | None = None
+        self,
+        step: int,
+        *,
+        role: str = "compute",
+        optimizer: torch.optim.Optimizer | None = None,
+        gradient: Gradient | None = None,
     ) -> Iterator[Observation]:
-        """Judges every operator and notes every module's output within this block; `role` is `generate` while tokens are generated.
+        """Judges every operator and notes every module's output within this block; `role` is
+        `generate` while tokens are generated.
 
-        optimizer, gradient  where given, gradients are looked at just before the update and states after the block
+        optimizer, gradient  where given, gradients are looked at just before the update and states
+                             after the block
         """
         observation = Observation(step)
         inner = inner_model(self.model)
         running = Step(self.model, left=lambda call: self._left(observation, call, role))
-        contract = Contract(observation, self.precision, running, role=role, lora_branch=self.lora_branch)
+        contract = Contract(
+            observation, self.precision, running, role=role, lora_branch=self.lora_branch
+        )
         contract.know(self.model, *self._read_only)
         running.given = contract.know_inputs
 
         def before_update(*_: Any) -> None:
-            # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
+            # the gradients are gone after the step: their dtypes are taken just before the
+            # optimizer reads them
             if "grads" not in observation.total:
                 contract.paused = True  # the look's own operators are not the update's
                 try:
@@ -241,12 +334,17 @@ class Observer:
         with ExitStack() as stack:
             stack.enter_context(running.followed())
             for module_name, module in inner.named_modules():
-                hook = observing(self._output_hook(observation, module_name or type(inner).__name__, role))
+                hook = observing(
+                    self._output_hook(observation, module_name or type(inner).__name__, role)
+                )
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
-                # a wrapper that does not call PyTorch's constructor has no hooks: the optimizer inside it does
+                # a wrapper that does not call PyTorch's constructor has no hooks: the optimizer
+                # inside it does
                 hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
-                register = optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
+                register = (
+                    optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
+                )
                 stack.callback(register(before_update).remove)
             for mode in contract.modes:
                 stack.enter_context(mode)
@@ -263,18 +361,37 @@ class Observer:
             self.look(observation, states=lambda p: optimizer.state.get(p, {}), parameters=False)
 
     def _look_at_product_setting(self, observation: Observation, role: str) -> None:
-        """PyTorch may be told to multiply fp32 tensors in fewer bits, which no operator's dtype shows."""
+        """PyTorch may be told to multiply fp32 tensors in fewer bits, which no operator's dtype
+        shows.
+        """
         on_gpu = any(p.device.type == "cuda" for p in self.model.parameters())
         backend = torch.backends.cuda if on_gpu else torch.backends.mkldnn
-        # "none" leaves the choice to the wider setting. "tf32" on a CPU is what torch.set_float32_matmul_precision("high") leaves there
-        settings = (s.fp32_precision for s in (backend.matmul, backend, torch.backends) if hasattr(s, "fp32_precision"))
+        # "none" leaves the choice to the wider setting. "tf32" on a CPU is what
+        # torch.set_float32_matmul_precision("high") leaves there
+        settings = (
+            s.fp32_precision
+            for s in (backend.matmul, backend, torch.backends)
+            if hasattr(s, "fp32_precision")
+        )
         word = next((s for s in settings if s != "none"), "none")
-        if getattr(self.precision, role) == "fp32" and word in (("tf32", "bf16") if on_gpu else ("bf16",)):
+        if getattr(self.precision, role) == "fp32" and word in (
+            ("tf32", "bf16") if on_gpu else ("bf16",)
+        ):
             observation.report(
-                role, f"products of fp32 tensors are computed in {word}", symbol="torch.backends", observed=word, declared="fp32",
-                cause='a setting of the process: torch.set_float32_matmul_precision("medium"), or fp32_precision of torch.backends',
-                fix='torch.set_float32_matmul_precision("highest"), or a precision that computes in bf16',
-            )  # fmt: skip
+                role,
+                f"products of fp32 tensors are computed in {word}",
+                symbol="torch.backends",
+                observed=word,
+                declared="fp32",
+                cause=(
+                    'a setting of the process: torch.set_float32_matmul_precision("medium"), or'
+                    " fp32_precision of torch.backends"
+                ),
+                fix=(
+                    'torch.set_float32_matmul_precision("highest"), or a precision that computes in'
+                    " bf16"
+                ),
+            )
 
     def _left(self, observation: Observation, call: Running, role: str) -> None:
         if role != "compute" or not is_norm(call.module):
@@ -283,13 +400,20 @@ class Observer:
             narrowest = min(call.sums, key=itemsize)
             by = call.sums[narrowest]
             observation.note(
-                "norms", f"arithmetic of {call.name}", narrowest, self.precision.norms, file=by.file, line=by.line,
+                "norms",
+                f"arithmetic of {call.name}",
+                narrowest,
+                self.precision.norms,
+                file=by.file,
+                line=by.line,
                 cause="its forward computes in that dtype there",
-            )  # fmt: skip
+            )
         else:
             observation.unseen_thing("norms", UNSEEN["norms"])
 
-    def _output_hook(self, observation: Observation, module_name: str, role: str) -> Callable[..., None]:
+    def _output_hook(
+        self, observation: Observation, module_name: str, role: str
+    ) -> Callable[..., None]:
         """Counts outputs, and those that are wider than `compute`. A product's is `compute`."""
         compute = getattr(self.precision, role)
         generating, outermost = role == "generate", inner_model(self.model)
@@ -302,18 +426,33 @@ class Observer:
                 dtype = name(tensor.dtype)
                 if not generating:
                     observation.dtypes["outputs"][dtype] += 1
-                in_fp32 = dtype == "fp32" and "lora_" in module_name and self.lora_branch in (None, "fp32")
+                in_fp32 = (
+                    dtype == "fp32"
+                    and "lora_" in module_name
+                    and self.lora_branch in (None, "fp32")
+                )
                 if product and dtype != compute and not in_fp32:
                     what = f"output of {module_name} ({type(module).__name__})"
-                    observation.report(role, f"{what} is {dtype}, declared {compute}", symbol=what, observed=dtype, declared=compute)
-                elif not (product or generating or module is outermost) and dtype in FLOATS and itemsize(dtype) > itemsize(compute):
+                    observation.report(
+                        role,
+                        f"{what} is {dtype}, declared {compute}",
+                        symbol=what,
+                        observed=dtype,
+                        declared=compute,
+                    )
+                elif (
+                    not (product or generating or module is outermost)
+                    and dtype in FLOATS
+                    and itemsize(dtype) > itemsize(compute)
+                ):
                     observation.promotions[module_name, dtype] += 1
 
         return hook
 
 
 def states_of(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """(key, word) for each tensor of a state; the word is None for its step count and for a part of an 8-bit state, as its scales.
+    """(key, word) for each tensor of a state; the word is None for its step count and for a part of
+    an 8-bit state, as its scales.
 
     A block-wise 8-bit state is int8, whatever integers hold it.
     """
@@ -337,11 +476,15 @@ def _assigned_in_forward(module: nn.Module, own: str) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None or not kind.__module__.startswith("transformers.models."):
         return False
-    return any(step.opname == "STORE_ATTR" and step.argval == own for step in dis.get_instructions(code))
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == own for step in dis.get_instructions(code)
+    )
 
 
 def _is_table(buffer: Tensor) -> bool:
-    """Whether its values are more than a mask's: many different ones, or a few that are neither whole nor a mask's bounds."""
+    """Whether its values are more than a mask's: many different ones, or a few that are neither
+    whole nor a mask's bounds.
+    """
     values = readable(buffer.detach())
     if values is None or values.numel() < 2:
         return False

@@ -1,4 +1,5 @@
-"""What PyTorch's operators do to dtypes: ATen names, without overload and without a trailing underscore, by their effect.
+"""What PyTorch's operators do to dtypes: ATen names, without overload and without a trailing
+underscore, by their effect.
 
 An operator in none of the sets is elementwise arithmetic.
 """
@@ -11,9 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PRODUCT, SUM, EXACT, CAST, CREATE, ARITHMETIC, OPAQUE = "product", "sum", "exact", "cast", "create", "arithmetic", "opaque"
+PRODUCT, SUM, EXACT, CAST, CREATE, ARITHMETIC, OPAQUE = (
+    "product",
+    "sum",
+    "exact",
+    "cast",
+    "create",
+    "arithmetic",
+    "opaque",
+)
 
-FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
+FLOATS = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    }
+)
 LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -21,8 +39,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_PRODUCTS = names(
-    """
+_PRODUCTS = names("""
     mm addmm bmm baddbmm addbmm mv addmv dot vdot addr ger matmul linear linear_backward bilinear _trilinear convolution
     convolution_overrideable _convolution convolution_backward convolution_backward_overrideable mkldnn_convolution mkldnn_linear conv1d
     conv2d conv3d conv_transpose1d cudnn_convolution miopen_convolution _scaled_mm _scaled_grouped_mm _int_mm _grouped_mm
@@ -33,37 +50,30 @@ _PRODUCTS = names(
     _scaled_dot_product_cudnn_attention_backward scaled_dot_product_attention _flash_attention_forward _flash_attention_backward
     _efficient_attention_forward _efficient_attention_backward _native_multi_head_attention _transformer_encoder_layer_fwd lstm gru
     rnn_tanh rnn_relu _thnn_fused_lstm_cell _cdist_forward einsum
-    """
-)
-# sums whose result has the dtype they were asked in: accumulating inside a kernel is wide, what leaves it is not
-_SUMS = names(
-    """
+    """)
+# sums whose result has the dtype they were asked in: accumulating inside a kernel is wide, what
+# leaves it is not
+_SUMS = names("""
     sum nansum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp cumsum cumprod logcumsumexp _logcumsumexp trace
     _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss2d_forward
     nll_loss_backward mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div native_layer_norm
     native_group_norm native_batch_norm _fused_rms_norm rms_norm layer_norm avg_pool1d avg_pool2d adaptive_avg_pool2d
     _adaptive_avg_pool2d renorm cosine_similarity dist _foreach_norm index_add scatter_add
-    """
-)
-LOSSES = names(
-    """
+    """)
+LOSSES = names("""
     _log_softmax binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div logsumexp mse_loss nll_loss2d_forward
     nll_loss_forward smooth_l1_loss
-    """
-)
+    """)
 # of these, what is a loss only where the loss is computed: in a layer they are what a softmax is
 LOG_SUMS = names("_log_softmax logsumexp")
 # what a norm does to the values that it divides by
 NORM_SUMS = names("linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean")
 # functions whose values a table holds
-CURVED = names(
-    """
+CURVED = names("""
     acos asin atan cos cosh erf exp exp2 expm1 log log10 log1p log2 polar pow reciprocal rsqrt sigmoid sin sinh softplus sqrt tan tanh
-    """
-)
+    """)
 # operators that move, choose or compare values
-_EXACT = names(
-    """
+_EXACT = names("""
     view _unsafe_view reshape _reshape_alias t transpose permute movedim expand slice select unsqueeze squeeze cat stack split
     split_with_sizes unbind chunk narrow index gather index_select take embedding clone detach alias as_strided masked_fill where
     constant_pad_nd pad fill zero repeat repeat_interleave roll flip tril triu diagonal lift lift_fresh index_put scatter masked_scatter
@@ -75,29 +85,37 @@ _EXACT = names(
     view_as max_pool2d max_pool2d_with_indices unique unique2 _unique2 bincount searchsorted bucketize _index_put_impl pin_memory
     _pin_memory record_stream swapaxes _foreach_copy _foreach_zero multinomial nan_to_num flatten equal _fused_dropout
     embedding_dense_backward
-    """
-)
-_CREATES = names(
-    """
+    """)
+_CREATES = names("""
     empty empty_like empty_strided new_empty new_empty_strided empty_permuted zeros zeros_like new_zeros ones ones_like new_ones full
     full_like new_full arange range linspace logspace eye rand rand_like randn randn_like randint randint_like randperm normal uniform
     scalar_tensor tril_indices triu_indices exponential random log_normal cauchy geometric hann_window
-    """
-)
+    """)
 _CASTS = names("_to_copy copy to _autocast_to_reduced_precision _autocast_to_full_precision")
-ADDITIONS = names("add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv _foreach_lerp")
+ADDITIONS = names(
+    "add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv"
+    " _foreach_lerp"
+)
 DIVISIONS = names("div true_divide reciprocal")
 RAMPS = names("arange range linspace logspace")
 CHOICES = names("topk argmax sort argsort max")
-# an op on memory that is handed in from outside the dispatcher: its result is as good as created here
+# an op on memory that is handed in from outside the dispatcher: its result is as good as created
+# here
 _LIFTS = names("lift lift_fresh lift_fresh_copy")
 
 _KINDS = {
     name: kind
-    for kind, members in ((EXACT, _EXACT), (CREATE, _CREATES), (CAST, _CASTS), (SUM, _SUMS), (PRODUCT, _PRODUCTS))
+    for kind, members in (
+        (EXACT, _EXACT),
+        (CREATE, _CREATES),
+        (CAST, _CASTS),
+        (SUM, _SUMS),
+        (PRODUCT, _PRODUCTS),
+    )
     for name in members
 }
-# Isotype's own operators, which have contracts with tests of their own: filled where they are defined
+# Isotype's own operators, which have contracts with tests of their own: filled where they are
+# defined
 CONTRACTED: set[str] = set()
 # namespace of a quantisation library -> the kinds of `base` for which its operators are right
 QUANTISING = {"bitsandbytes": ("nf4", "fp4", "int8")}
@@ -114,14 +132,32 @@ class Operator:
     product     a product, and not the backward of one
     factory     takes no tensor; `lift` takes memory from outside
     view        its result shares memory with its input
-    before      a reader's own: called with (op, args, kwargs) first; what it returns goes to `after`
+    before      a reader's own: called with (op, args, kwargs) first; what it returns goes to
+                `after`
     """
 
-    __slots__ = ("after", "before", "cast", "factory", "foreign", "func", "kind", "lift", "name", "plain", "product", "view", "writes")
+    __slots__ = (
+        "after",
+        "before",
+        "cast",
+        "factory",
+        "foreign",
+        "func",
+        "kind",
+        "lift",
+        "name",
+        "plain",
+        "product",
+        "view",
+        "writes",
+    )
 
     def __init__(self, func: Any) -> None:
         packet, schema = getattr(func, "overloadpacket", func), getattr(func, "_schema", None)
-        full = str(getattr(packet, "_qualified_op_name", None) or f"higher_order::{getattr(func, '__name__', func)}")
+        full = str(
+            getattr(packet, "_qualified_op_name", None)
+            or f"higher_order::{getattr(func, '__name__', func)}"
+        )
         space, _, self.name = full.partition("::")
         plain = self.name if self.name.startswith("__") else self.name.rstrip("_")
         if plain.endswith("_copy") and plain not in ("_to_copy", "_foreach_copy", "index_copy"):
@@ -129,21 +165,36 @@ class Operator:
         self.func, self.plain = func, plain
         self.foreign = None if space in _ATEN else full
         self.kind = OPAQUE if self.foreign else _KINDS.get(plain, ARITHMETIC)
-        self.writes = tuple(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments) if schema else ()
+        self.writes = (
+            tuple(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+            if schema
+            else ()
+        )
         # a question about sizes, strides or layout
-        if self.kind == ARITHMETIC and schema and not any(self.writes) and not any("Tensor" in str(r.type) for r in schema.returns):
+        if (
+            self.kind == ARITHMETIC
+            and schema
+            and not any(self.writes)
+            and not any("Tensor" in str(r.type) for r in schema.returns)
+        ):
             self.kind = EXACT
         self.product = self.kind == PRODUCT and not plain.endswith("_backward")
         self.cast = self.name in ("_to_copy", "to", "type_as")
         self.lift = self.name in _LIFTS
-        shares = schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
+        shares = (
+            schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
+        )
         self.view = shares and not any(self.writes) and not self.lift
-        self.factory = self.lift or (schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments))
+        self.factory = self.lift or (
+            schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments)
+        )
         self.before: Any = None
         self.after: Any = None
 
     def has_contract(self, base: str) -> bool:
-        """Whether a foreign operator is Isotype's own, or that of a quantisation library which the declared `base` asks for."""
+        """Whether a foreign operator is Isotype's own, or that of a quantisation library which the
+        declared `base` asks for.
+        """
         full = self.foreign or ""
         return full in CONTRACTED or base in QUANTISING.get(full.partition("::")[0], ())
 
@@ -151,8 +202,13 @@ class Operator:
         return self.func(*args, **kwargs)
 
     def operands(self, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor]]:
-        """Label (the schema's own name) and tensor of every floating operand, those in lists with their index."""
-        yield from floating([(a.name, value) for a, value in zip(self.func._schema.arguments, args)] + list(kwargs.items()))
+        """Label (the schema's own name) and tensor of every floating operand, those in lists with
+        their index.
+        """
+        yield from floating(
+            [(a.name, value) for a, value in zip(self.func._schema.arguments, args)]
+            + list(kwargs.items())
+        )
 
 
 def floating(named: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
@@ -168,7 +224,9 @@ def floating(named: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def floating_operands(args: tuple) -> list[Tensor]:
-    """The floating tensors of positional arguments, one level into lists: the fast form of `Operator.operands`."""
+    """The floating tensors of positional arguments, one level into lists: the fast form of
+    `Operator.operands`.
+    """
     found = []
     for value in args:
         if isinstance(value, Tensor):

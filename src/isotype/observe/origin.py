@@ -1,5 +1,6 @@
-"""Who asked for an operator: the first frame of the Python stack that is neither PyTorch's nor an observer's, and whose code it is; and
-whose code an update runs."""
+"""Who asked for an operator: the first frame of the Python stack that is neither PyTorch's nor an
+observer's, and whose code it is; and whose code an update runs.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,28 @@ from ..finding import Place
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 _ISOTYPE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# rooms whose frames stand between an operator and the code that asked for it, or around a program that they run
-OBSERVERS = tuple(os.path.join(_ISOTYPE, room) + os.sep for room in ("observe", "doctor", "testing", "cli"))
+# rooms whose frames stand between an operator and the code that asked for it, or around a program
+# that they run
+OBSERVERS = tuple(
+    os.path.join(_ISOTYPE, room) + os.sep for room in ("observe", "doctor", "testing", "cli")
+)
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# libraries whose models and layers are what plain practice means here; models of the Hub lie in a folder of transformers' cache
-_PRACTICE = tuple(mark + name + os.sep for mark in _PACKAGES for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
-_GENERATED = ("<frozen ", "<eval_with_key>", "<__array_function__", "<attrs ", "<decorator-gen", "<built-in>")
+# libraries whose models and layers are what plain practice means here; models of the Hub lie in a
+# folder of transformers' cache
+_PRACTICE = tuple(
+    mark + name + os.sep
+    for mark in _PACKAGES
+    for name in ("transformers", "peft", "bitsandbytes", "accelerate")
+)
+_GENERATED = (
+    "<frozen ",
+    "<eval_with_key>",
+    "<__array_function__",
+    "<attrs ",
+    "<decorator-gen",
+    "<built-in>",
+)
 _TOOLS = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
 # compute an adapter's own products where `lora_branch` is fp32
 _BRANCH = ("add_branch_fp32", "branch_gradients_fp32")
@@ -78,7 +94,8 @@ class Caller(NamedTuple):
 def caller(*, asked: bool = False) -> Caller:
     """The caller of the operator that is being dispatched.
 
-    asked  whether to pass by a deferred tensor that became real for it, to the code that asked for the operator
+    asked  whether to pass by a deferred tensor that became real for it, to the code that asked for
+           the operator
     """
     frame: FrameType | None = sys._getframe(1)
     kind = file = function = ""
@@ -91,9 +108,17 @@ def caller(*, asked: bool = False) -> Caller:
                 kind, file, line = ENGINE, code.co_filename, frame.f_lineno
             compiled = compiled or code.co_name == "compile_wrapper"
         elif where == OPTIMIZER:
-            if not kind and not optimizer and code.co_name not in ("wrapper", "_use_grad", "profile_hook_step"):
+            if (
+                not kind
+                and not optimizer
+                and code.co_name not in ("wrapper", "_use_grad", "profile_hook_step")
+            ):
                 optimizer, file, line = True, code.co_filename, frame.f_lineno
-        elif where not in (_OBSERVER, _PYTHON) and not kind and not (asked and where == OURS and code.co_name in _HANDS_ON):
+        elif (
+            where not in (_OBSERVER, _PYTHON)
+            and not kind
+            and not (asked and where == OURS and code.co_name in _HANDS_ON)
+        ):
             kind = OPTIMIZER if optimizer else where
             if not optimizer:
                 file, line, function = code.co_filename, frame.f_lineno, code.co_name
@@ -104,21 +129,35 @@ def caller(*, asked: bool = False) -> Caller:
 
 
 def written_by_a_family(module: nn.Module) -> bool:
-    """Whether the forward of a module's class, and one that was set on the module itself, are code of transformers and its like."""
+    """Whether the forward of a module's class, and one that was set on the module itself, are code
+    of transformers and its like.
+    """
     files = set()
     for forward in (type(module).forward, module.__dict__.get("forward")):
-        function = inspect.unwrap(getattr(forward, "__func__", forward)) if forward is not None else None
+        function = (
+            inspect.unwrap(getattr(forward, "__func__", forward)) if forward is not None else None
+        )
         if (code := getattr(function, "__code__", None)) is not None:
             files.add(_room(code.co_filename))
     return files <= {PRACTICE, OURS}
 
 
-# libraries of optimizers: every state of theirs is in `optimizer.state` or in the settings of its groups
-_OF_OPTIMIZERS = ("torch.", "bitsandbytes.", "transformers.", "accelerate.", "schedulefree.", "prodigyopt.", "isotype.")
+# libraries of optimizers: every state of theirs is in `optimizer.state` or in the settings of its
+# groups
+_OF_OPTIMIZERS = (
+    "torch.",
+    "bitsandbytes.",
+    "transformers.",
+    "accelerate.",
+    "schedulefree.",
+    "prodigyopt.",
+    "isotype.",
+)
 
 
 def code_of_update(optimizer: Any) -> str | None:
-    """The name of a program's own code that an update of this optimizer runs: its class, a `step` that replaced it, or a hook of it.
+    """The name of a program's own code that an update of this optimizer runs: its class, a `step`
+    that replaced it, or a hook of it.
 
     A library that is not known counts as a program's own.
     """
@@ -129,21 +168,34 @@ def code_of_update(optimizer: Any) -> str | None:
     hooks: list[Any] = [optimizer.step]
     for of_one in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         hooks += getattr(optimizer, of_one, {}).values()
-    hooks += [*of_torch._global_optimizer_pre_hooks.values(), *of_torch._global_optimizer_post_hooks.values()]
+    hooks += [
+        *of_torch._global_optimizer_pre_hooks.values(),
+        *of_torch._global_optimizer_post_hooks.values(),
+    ]
     return next((_name(hook) for hook in hooks if not _of_an_optimizers_library(hook)), None)
 
 
 def hook_of_gradients(parameters: Iterable[Any]) -> str | None:
-    """The name of a program's own hook that runs when a gradient has arrived, as one that updates the weight in backward."""
-    hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+    """The name of a program's own hook that runs when a gradient has arrived, as one that updates
+    the weight in backward.
+    """
+    hooks = (
+        hook
+        for p in parameters
+        for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+    )
     return next((_name(hook) for hook in hooks if not _of_an_optimizers_library(hook)), None)
 
 
 def _of_an_optimizers_library(made: Any) -> bool:
-    """Whether a class, or a function and everything that it wraps, is of a library: `functools.wraps` copies the name of the module."""
+    """Whether a class, or a function and everything that it wraps, is of a library:
+    `functools.wraps` copies the name of the module.
+    """
     while isinstance(made, functools.partial):
         made = made.func
-    while (function := getattr(made, "__func__", made)) is not None and isinstance(getattr(function, "__globals__", None), dict):
+    while (function := getattr(made, "__func__", made)) is not None and isinstance(
+        getattr(function, "__globals__", None), dict
+    ):
         # the class of functions has a descriptor of that name
         if not f"{function.__globals__.get('__name__', '')}.".startswith(_OF_OPTIMIZERS):
             return False
@@ -182,13 +234,21 @@ class Site(NamedTuple):
 
 def here() -> Site | None:
     """The innermost running line that is neither PyTorch's, Python's nor an observer's."""
-    own = (frame for frame in running_frames() if _room(frame.f_code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON))
+    own = (
+        frame
+        for frame in running_frames()
+        if _room(frame.f_code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON)
+    )
     return next((Site(frame.f_code, frame.f_lineno) for frame in own), None)
 
 
 def callers(depth: int = 1) -> list[Site]:
     """Every line on the stack but an observer's, innermost first."""
-    return [Site(frame.f_code, frame.f_lineno) for frame in running_frames(depth + 1) if _room(frame.f_code.co_filename) != _OBSERVER]
+    return [
+        Site(frame.f_code, frame.f_lineno)
+        for frame in running_frames(depth + 1)
+        if _room(frame.f_code.co_filename) != _OBSERVER
+    ]
 
 
 def running_frames(depth: int = 1) -> Iterator[FrameType]:
@@ -200,7 +260,9 @@ def running_frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def place_of(site: Site | None, symbol: str | None = None) -> Place:
-    """Where a finding points to: the line, under `symbol`, or under its function where there is none."""
+    """Where a finding points to: the line, under `symbol`, or under its function where there is
+    none.
+    """
     if site is None:
         return Place(symbol=symbol or None)
     return Place(file=site.file, line=site.line, symbol=symbol or site.function)
@@ -221,7 +283,9 @@ def in_library(file: str) -> bool:
 
 
 def may_be_at_fault(file: str) -> bool:
-    """Whether code in this file may have a fault that a check finds: not torch, Triton, NumPy, the standard library or a checker."""
+    """Whether code in this file may have a fault that a check finds: not torch, Triton, NumPy, the
+    standard library or a checker.
+    """
     for mark in _PACKAGES:
         if mark in file:
             return file.rpartition(mark)[2].split(os.sep)[0] not in _TOOLS
@@ -243,7 +307,9 @@ def statement(site: Site) -> str:
     holding = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno <= site.line <= (node.end_lineno or node.lineno)
+        if isinstance(node, ast.stmt)
+        and not hasattr(node, "body")
+        and node.lineno <= site.line <= (node.end_lineno or node.lineno)
     ]
     if not holding:
         return site.text

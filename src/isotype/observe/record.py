@@ -1,5 +1,6 @@
-"""`Observation`: the dtypes found in one observation of a run, the ones that could not be observed and why, and the violations; and the
-part of `precision.json` that is made of them: the last observed state of each role, and every place that cannot be observed.
+"""`Observation`: the dtypes found in one observation of a run, the ones that could not be observed
+and why, and the violations; and the part of `precision.json` that is made of them: the last
+observed state of each role, and every place that cannot be observed.
 """
 
 from __future__ import annotations
@@ -15,19 +16,35 @@ from ..precision.precision import TASK_ROLES
 
 # role -> why no run of one process observes it
 UNSEEN = {
-    "norms": "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what leaves a norm is under compute",
+    "norms": (
+        "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what"
+        " leaves a norm is under compute"
+    ),
     "reduce": "one process: nothing was summed across ranks",
 }
 UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
 _FP16_ZEROS = "values that fp16 rounds to zero"
-ROUNDED_TO_ZERO = "they are not counted: a product is rounded inside its kernel, and a zero does not tell what it was"
+ROUNDED_TO_ZERO = (
+    "they are not counted: a product is rounded inside its kernel, and a zero does not tell what"
+    " it was"
+)
 FIND = "find the cast: isotype doctor trace shows it"
-FIX = "find the cast (isotype doctor trace shows it), or declare what you meant in the precision section"
+FIX = (
+    "find the cast (isotype doctor trace shows it), or declare what you meant in the precision"
+    " section"
+)
 TABLES = "buffers and tables are fp32, whatever precision.compute is"
-# role -> what gives such a thing another dtype; parameters of any other role had the declared one at first
-CHANGED = "something changed it after the precision was put on the model: a .to(), a hook, a callback or a library"
+# role -> what gives such a thing another dtype; parameters of any other role had the declared one
+# at first
+CHANGED = (
+    "something changed it after the precision was put on the model: a .to(), a hook, a callback or"
+    " a library"
+)
 _CAUSES = {
-    "compute": "its input has that dtype, or an autocast of the model's own code, a hook or a library gave it that dtype",
+    "compute": (
+        "its input has that dtype, or an autocast of the model's own code, a hook or a library gave"
+        " it that dtype"
+    ),
     "grads": "a hook, an autograd function or a library gave it that dtype",
     "optimizer": "the optimizer makes its states in that dtype, or something cast them afterwards",
     "loss": "the loss is computed, or handed over, in that dtype",
@@ -41,12 +58,16 @@ _CAUSES["generate"] = _CAUSES["compute"]
 class Observation:
     """The result of observing one step or one set of files.
 
-    dtypes       role -> dtype -> how many: parameters, gradients, states, products, norm calls, tensors of files
+    dtypes       role -> dtype -> how many: parameters, gradients, states, products, norm calls,
+                 tensors of files
     unseen       role -> reason -> how many things of that role could not be observed
-    total        role -> how many there are, counted independently; equal to the sum of `dtypes` and `unseen`
+    total        role -> how many there are, counted independently; equal to the sum of `dtypes` and
+                 `unseen`
     violations   findings where the dtype differs from the declared one
-    promotions   module outputs wider than `compute` that the declaration allows: (module, dtype), counted
-    arithmetic   arithmetic on activations in another dtype than `compute`, outside norms: (operator in module, dtype), counted
+    promotions   module outputs wider than `compute` that the declaration allows: (module, dtype),
+                 counted
+    arithmetic   arithmetic on activations in another dtype than `compute`, outside norms: (operator
+                 in module, dtype), counted
     unobserved   place -> why the arithmetic there cannot be observed
     """
 
@@ -64,18 +85,39 @@ class Observation:
         """Raises  DtypeError DT003 naming tensor, module and both dtypes."""
         if self.violations:
             worst = self.violations[0]
-            more = f" (and {len(self.violations) - 1} more: see precision.json)" if len(self.violations) > 1 else ""
+            more = (
+                f" (and {len(self.violations) - 1} more: see precision.json)"
+                if len(self.violations) > 1
+                else ""
+            )
             raise DtypeError(worst.render() + more, code=None)
 
-    def note(self, role: str, tensor: str, dtype: str, declared: str, *, allowed: tuple[str, ...] = (), **why: Any) -> None:
-        """Counts one thing of a role, and reports a violation if its dtype is neither the declared one nor in `allowed`.
+    def note(
+        self,
+        role: str,
+        tensor: str,
+        dtype: str,
+        declared: str,
+        *,
+        allowed: tuple[str, ...] = (),
+        **why: Any,
+    ) -> None:
+        """Counts one thing of a role, and reports a violation if its dtype is neither the declared
+        one nor in `allowed`.
 
         why  `report`'s cause, file and line
         """
         self.dtypes[role][dtype] += 1
         self.total[role] += 1
         if dtype != declared and dtype not in allowed:
-            self.report(role, f"{tensor} is {dtype}, declared {declared}", symbol=tensor, observed=dtype, declared=declared, **why)
+            self.report(
+                role,
+                f"{tensor} is {dtype}, declared {declared}",
+                symbol=tensor,
+                observed=dtype,
+                declared=declared,
+                **why,
+            )
 
     def unseen_thing(self, role: str, reason: str) -> None:
         """Counts one thing of a role that cannot be observed."""
@@ -83,9 +125,19 @@ class Observation:
         self.total[role] += 1
 
     def report(
-        self, role: str, message: str, *, symbol: str, observed: str, declared: str = "", rule: str = "", cause: str = "", fix: str = "",
-        file: str | None = None, line: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        role: str,
+        message: str,
+        *,
+        symbol: str,
+        observed: str,
+        declared: str = "",
+        rule: str = "",
+        cause: str = "",
+        fix: str = "",
+        file: str | None = None,
+        line: int | None = None,
+    ) -> None:
         """Adds a violation, unless one with the same message exists.
 
         declared  the role's dtype
@@ -110,36 +162,71 @@ class Observation:
         )
 
 
-LONGEST, EVALUATION, GENERATION = "a step on the longest rows", "an evaluation batch", "a generation"  # what a preflight rehearses
+# what a preflight rehearses
+LONGEST, EVALUATION, GENERATION = (
+    "a step on the longest rows",
+    "an evaluation batch",
+    "a generation",
+)
 
 
 def not_watched(record: Mapping[str, Any]) -> list[str]:
     """What no observation of the run looked at, in words."""
-    steps, places = ", ".join(map(str, record.get("observed_at", []))) or "none", record.get("places", {})
+    steps, places = (
+        ", ".join(map(str, record.get("observed_at", []))) or "none",
+        record.get("places", {}),
+    )
     watched = record.get("watched", [])
     said = [
-        f"what is computed in other steps than these: {steps}; between all steps, a sample of weights, states and buffers is compared",
-        "in that comparison: elements outside the sample, and all but 16 tensors of each kind in a step",
+        (
+            f"what is computed in other steps than these: {steps}; between all steps, a sample of"
+            " weights, states and buffers is compared"
+        ),
+        (
+            "in that comparison: elements outside the sample, and all but 16 tensors of each kind"
+            " in a step"
+        ),
         *(f"any {what.partition(' ')[2]}" for what in (LONGEST, EVALUATION) if what not in watched),
         *(["evaluations, but for one batch before step 1"] if EVALUATION in watched else []),
-        "generations, but for the first" if GENERATION in watched or "generate" in record.get("total", {}) else "any generation",
-        "values that leave PyTorch (NumPy, lists), and tensors kept beside parameters, buffers and the optimizer's states",
+        (
+            "generations, but for the first"
+            if GENERATION in watched or "generate" in record.get("total", {})
+            else "any generation"
+        ),
+        (
+            "values that leave PyTorch (NumPy, lists), and tensors kept beside parameters, buffers"
+            " and the optimizer's states"
+        ),
     ]
     foreign = sorted({place.split()[1] for place in places if place.startswith("operator ")})
-    return said + ([f"the inside of operators of other packages: {', '.join(foreign)}"] if foreign else [])
+    return said + (
+        [f"the inside of operators of other packages: {', '.join(foreign)}"] if foreign else []
+    )
 
 
 def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
-    """The record after one more observation. For each role that it counted, its counts replace those before."""
+    """The record after one more observation. For each role that it counted, its counts replace
+    those before.
+    """
     stepped = bool(seen.total.get("compute"))
 
     def newest(key: str, counts: Mapping[str, Counter[str]]) -> dict[str, Any]:
         counted = {role: dict(count) for role, count in counts.items() if count}
-        unchanged = {role: value for role, value in before.get(key, {}).items() if role not in seen.total and role not in counted}
+        unchanged = {
+            role: value
+            for role, value in before.get(key, {}).items()
+            if role not in seen.total and role not in counted
+        }
         return {**unchanged, **counted}
 
-    promotions = [{"module": module, "dtype": dtype, "times": n} for (module, dtype), n in seen.promotions.most_common()]
-    arithmetic = [{"operator": where, "dtype": dtype, "times": n} for (where, dtype), n in seen.arithmetic.most_common()]
+    promotions = [
+        {"module": module, "dtype": dtype, "times": n}
+        for (module, dtype), n in seen.promotions.most_common()
+    ]
+    arithmetic = [
+        {"operator": where, "dtype": dtype, "times": n}
+        for (where, dtype), n in seen.arithmetic.most_common()
+    ]
     return {
         "observed": newest("observed", seen.dtypes),
         "unseen": newest("unseen", seen.unseen),
@@ -161,7 +248,8 @@ def as_written(
     more: Mapping[str, str] | None = None,
     beside: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The record in the form of the file: `unobserved` names the roles and places that were not observed, each with the reason.
+    """The record in the form of the file: `unobserved` names the roles and places that were not
+    observed, each with the reason.
 
     compute  the declared dtype of products; of fp16 the record says what is not counted
     more     reasons of further roles, for those that were not observed
@@ -176,8 +264,13 @@ def as_written(
 
 
 def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The record of an earlier part of a run, up to `step`. A damaged file raises KeyError, TypeError or ValueError."""
-    counts = {key: {str(role): dict(count) for role, count in said.get(key, {}).items()} for key in ("observed", "unseen")}
+    """The record of an earlier part of a run, up to `step`. A damaged file raises KeyError,
+    TypeError or ValueError.
+    """
+    counts = {
+        key: {str(role): dict(count) for role, count in said.get(key, {}).items()}
+        for key in ("observed", "unseen")
+    }
     return {
         **counts,
         "total": {str(role): int(n) for role, n in said.get("total", {}).items()},
@@ -186,5 +279,9 @@ def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
         "arithmetic": list(said.get("arithmetic", [])),
         "observed_at": [int(at) for at in said["observed_at"] if int(at) <= step],
         "watched": [str(what) for what in said.get("watched", [])],
-        "places": {str(place): str(why) for place, why in said.get("unobserved", {}).items() if place not in (*UNSEEN, *TASK_ROLES)},
+        "places": {
+            str(place): str(why)
+            for place, why in said.get("unobserved", {}).items()
+            if place not in (*UNSEEN, *TASK_ROLES)
+        },
     }

@@ -1,7 +1,9 @@
-"""The tape: one dispatch mode and one function mode that show what runs to a reader, and the stack of modules that run.
+"""The tape: one dispatch mode and one function mode that show what runs to a reader, and the stack
+of modules that run.
 
-Readers: the contract of an observed step (`contract`), `isotype doctor trace` and `isotype doctor conform`. A reader gets each operator as
-a call that it has to make itself, so that it can look before, after and at an error, or compute otherwise.
+Readers: the contract of an observed step (`contract`), `isotype doctor trace` and `isotype doctor
+conform`. A reader gets each operator as a call that it has to make itself, so that it can look
+before, after and at an error, or compute otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +33,9 @@ Run = Callable[[Operator, tuple, dict], Any]
 
 
 def observing(hook: Any) -> Any:
-    """Marks a hook that changes nothing. Fused layers fall back to PEFT's code for other hooks, and must not do so in an observed step."""
+    """Marks a hook that changes nothing. Fused layers fall back to PEFT's code for other hooks, and
+    must not do so in an observed step.
+    """
     hook.observes = True
     return hook
 
@@ -44,11 +51,13 @@ class Tape(TorchDispatchMode):
     def __init__(self, run: Run, *, learned: Callable[[Operator], None] | None = None) -> None:
         super().__init__()
         self._run, self._learned = run, learned
-        self._known: dict[int, Operator] = {}  # by id: the hash of an operator is slow, and `Operator.func` keeps it alive
+        # by id: the hash of an operator is slow, and `Operator.func` keeps it alive
+        self._known: dict[int, Operator] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # else PyTorch wraps this mode and imports its compiler: a second and 148 MiB in a run that compiles nothing
+        # else PyTorch wraps this mode and imports its compiler: a second and 148 MiB in a run that
+        # compiles nothing
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +86,9 @@ def tape(run: Run) -> Tape:
 
 
 class Calls(TorchFunctionMode):
-    """Hands each call of PyTorch's functions, above the dispatcher, to `run(func, args, kwargs)`, which returns its result."""
+    """Hands each call of PyTorch's functions, above the dispatcher, to `run(func, args, kwargs)`,
+    which returns its result.
+    """
 
     def __init__(self, run: Callable[[Any, tuple, dict], Any]) -> None:
         super().__init__()
@@ -91,7 +102,8 @@ class Calls(TorchFunctionMode):
 
 @dataclass
 class Running:
-    """A running call of a module, with the dtypes of the sums, powers and roots in it and who first computed so.
+    """A running call of a module, with the dtypes of the sums, powers and roots in it and who first
+    computed so.
 
     autocast  whether autocast was on when it began
     """
@@ -129,7 +141,8 @@ class Modules:
 class Step(Modules):
     """The modules of one model that run, and the part of its step that runs.
 
-    A recomputation is a forward inside backward: its module is on the stack, so it counts as forward.
+    A recomputation is a forward inside backward: its module is on the stack, so it counts as
+    forward.
 
     given  called with what a module is called with from outside any other
     left   called with each call that ends
@@ -154,15 +167,19 @@ class Step(Modules):
         return self._after
 
     def in_a_part(self) -> bool:
-        """Whether the innermost running module that has weights is a part of the model: not the model itself, nor a wrapper around it."""
+        """Whether the innermost running module that has weights is a part of the model: not the
+        model itself, nor a wrapper around it.
+        """
         model = inner_model(self.model)
         call = self.inside(lambda module: next(module.parameters(), None) is not None)
         return call is not None and all(module is not model for module in call.module.modules())
 
     def switched_off_by_family(self) -> bool:
-        """Whether code of transformers has switched off, inside its module, the autocast under which that module was called.
+        """Whether code of transformers has switched off, inside its module, the autocast under
+        which that module was called.
 
-        So a family asks for fp32 whatever a run's precision is (Flint's scores, HY V4's mixing of streams).
+        So a family asks for fp32 whatever a run's precision is (Flint's scores, HY V4's mixing of
+        streams).
         """
         if torch.is_autocast_enabled(self._device_type):
             return False
@@ -176,9 +193,14 @@ class Step(Modules):
         for name, module in self.model.named_modules():
             with suppress(RuntimeError):  # a scripted module takes no hooks
                 entering = observing(self._entering(name or type(module).__name__))
-                hooks.append(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
+                hooks.append(
+                    module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
+                )
                 hooks.append(module.register_forward_hook(self._leaving, always_call=True))
-        hooks += [register_optimizer_step_pre_hook(self._update(1)), register_optimizer_step_post_hook(self._update(-1))]
+        hooks += [
+            register_optimizer_step_pre_hook(self._update(1)),
+            register_optimizer_step_post_hook(self._update(-1)),
+        ]
         try:
             yield
         finally:
@@ -190,7 +212,9 @@ class Step(Modules):
             self._after = LOSS
             if not self.stack:
                 self.given((args, kwargs))
-            self.stack.append(Running(name, module, autocast=torch.is_autocast_enabled(self._device_type)))
+            self.stack.append(
+                Running(name, module, autocast=torch.is_autocast_enabled(self._device_type))
+            )
 
         return hook
 

@@ -1,4 +1,6 @@
-"""What an observed step computes with: tensors in nested values, their memory, what each was computed from, and one call of an operator."""
+"""What an observed step computes with: tensors in nested values, their memory, what each was
+computed from, and one call of an operator.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ INPUT, WEIGHT, BUFFER, FLOAT_INPUT = 1, 2, 4, 8
 BOUND = 1e4  # numbers beyond it fill masks
 SMALL = 1 << 20  # most elements of a tensor that is computed again to check it for loss
 
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
 
 
 def float_word(dtype: torch.dtype) -> str | None:
@@ -50,7 +56,9 @@ def floating_tensors(output: object) -> list[Tensor]:
 
 
 def stored(tensor: Tensor) -> Tensor | None:
-    """The tensor whose storage holds its values: itself, or the values of a sparse one. None for oneDNN's layout, which has no storage."""
+    """The tensor whose storage holds its values: itself, or the values of a sparse one. None for
+    oneDNN's layout, which has no storage.
+    """
     if tensor.layout is torch.strided:
         return tensor
     if tensor.layout is torch.sparse_coo:
@@ -59,8 +67,10 @@ def stored(tensor: Tensor) -> Tensor | None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether its class computes itself, with other tensors than its dtype says, as those of quantisation libraries do. PyTorch's own
-    (sharded tensors, rows of several lengths) and Isotype's have the dtype that they say."""
+    """Whether its class computes itself, with other tensors than its dtype says, as those of
+    quantisation libraries do. PyTorch's own (sharded tensors, rows of several lengths) and
+    Isotype's have the dtype that they say.
+    """
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter:
         return False
@@ -69,7 +79,9 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """Its values as a dense tensor, to look at them. None for the meta device, rows of several lengths and oneDNN's layout."""
+    """Its values as a dense tensor, to look at them. None for the meta device, rows of several
+    lengths and oneDNN's layout.
+    """
     values = stored(tensor)
     return None if values is None or values.is_nested or values.device.type == "meta" else values
 
@@ -98,7 +110,9 @@ class Lineage:
 
     @property
     def activation(self) -> bool:
-        """Whether it depends on both the model's inputs and its weights, as every hidden state does, or was given as floats."""
+        """Whether it depends on both the model's inputs and its weights, as every hidden state
+        does, or was given as floats.
+        """
         return bool(self.from_ & FLOAT_INPUT) or (self.from_ & (INPUT | WEIGHT)) == INPUT | WEIGHT
 
 
@@ -112,14 +126,19 @@ def joined(parts: list[Lineage]) -> Lineage:
     from_ = 0
     for part in parts:
         from_ |= part.from_
-    return Lineage(from_, max(part.added for part in parts), frozenset().union(*(part.products for part in parts)))
+    return Lineage(
+        from_,
+        max(part.added for part in parts),
+        frozenset().union(*(part.products for part in parts)),
+    )
 
 
 class Lineages:
     """Storage -> lineage.
 
-    The record belongs to a storage, not to a tensor, so that views and in-place operators need no rules of their own. A weak reference
-    keeps the storage's address from being reused, but not its memory from being freed.
+    The record belongs to a storage, not to a tensor, so that views and in-place operators need no
+    rules of their own. A weak reference keeps the storage's address from being reused, but not its
+    memory from being freed.
     """
 
     def __init__(self) -> None:
@@ -139,10 +158,15 @@ class Lineages:
         if not key or values is None:
             return
         found = self._known.get(key)
-        self._known[key] = (found[0] if found else StorageWeakRef(values.untyped_storage()), lineage)
+        self._known[key] = (
+            found[0] if found else StorageWeakRef(values.untyped_storage()),
+            lineage,
+        )
 
     def set_weights(self, model: nn.Module) -> None:
-        """Of weights, their gradients, and a quantised weight's scales, which may be quantised themselves."""
+        """Of weights, their gradients, and a quantised weight's scales, which may be quantised
+        themselves.
+        """
         tensors = [*gathered_weights(model)]
         for parameter in model.parameters():
             tensors += [parameter] if parameter.grad is None else [parameter, parameter.grad]
@@ -160,14 +184,24 @@ class Call:
     contract  the reader of the tape (`contract.Contract`)
     """
 
-    def __init__(self, contract: Any, op: Operator | None, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def __init__(
+        self,
+        contract: Any,
+        op: Operator | None,
+        args: tuple,
+        kwargs: dict,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
         self.op: Any = op
         self.args, self.kwargs, self.inputs, self.outputs = args, kwargs, inputs, outputs
         self.seen: Observation = contract.seen
         self.region: str = contract.step.now()
         self.module: str = contract.step.module
         self.where = self.module or self.region
-        self.role = {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(self.region, contract.role)
+        self.role = {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(
+            self.region, contract.role
+        )
         self._precision = contract.precision
 
     @cached_property
@@ -181,11 +215,17 @@ class Call:
         return plain_tensors([*written, self.kwargs.get("out")], [])
 
     def dtype(self) -> str | None:
-        """The dtype of the arithmetic: the requested one, else the dtype to which the operands are promoted; None if none is floating."""
+        """The dtype of the arithmetic: the requested one, else the dtype to which the operands are
+        promoted; None if none is floating.
+        """
         asked = self.kwargs.get("dtype")
         if asked is not None and self.op.kind in (SUM, CREATE):
             return float_word(asked)
-        if self.op.plain in ("_softmax", "_log_softmax") and len(self.args) > 2 and self.args[2] is True:
+        if (
+            self.op.plain in ("_softmax", "_log_softmax")
+            and len(self.args) > 2
+            and self.args[2] is True
+        ):
             return "fp32"
         floats = [t for t in self.inputs if float_word(t.dtype)]
         if not floats:
@@ -197,13 +237,23 @@ class Call:
         return float_word(dtype)
 
     def numbers(self) -> list[Any]:
-        """The numbers that an operator writes: its arguments of the type Scalar, and single numbers in a wider tensor."""
+        """The numbers that an operator writes: its arguments of the type Scalar, and single numbers
+        in a wider tensor.
+        """
         schema = getattr(self.op.func, "_schema", None)
         arguments = schema.arguments if schema is not None else []
         given = {**dict(zip((a.name for a in arguments), self.args)), **self.kwargs}
-        found = [given[a.name] for a in arguments if "number" in str(a.type) and isinstance(given.get(a.name), int | float | complex)]
+        found = [
+            given[a.name]
+            for a in arguments
+            if "number" in str(a.type) and isinstance(given.get(a.name), int | float | complex)
+        ]
         own = self.outputs[0]
-        wider = [t for t in self.inputs if not t.dim() and t.is_floating_point() and t.itemsize > own.itemsize and not t.is_meta]
+        wider = [
+            t
+            for t in self.inputs
+            if not t.dim() and t.is_floating_point() and t.itemsize > own.itemsize and not t.is_meta
+        ]
         return found + [float(t) for t in wider if own.dim()]
 
     def holds(self, number: complex) -> bool:
@@ -213,12 +263,19 @@ class Call:
 
     def rounds_numbers(self) -> bool:
         """Whether a number that it writes is rounded."""
-        return any(_rounds(number, self.outputs[0].dtype) and self.holds(number) for number in self.numbers())
+        return any(
+            _rounds(number, self.outputs[0].dtype) and self.holds(number)
+            for number in self.numbers()
+        )
 
     def is_rounded_ramp(self) -> bool:
         """Whether the same ramp in fp32 has other values."""
         own = self.outputs[0]
-        out = {"out": torch.empty_like(own, dtype=torch.float32)} if "out" in self.kwargs else {"dtype": torch.float32}
+        out = (
+            {"out": torch.empty_like(own, dtype=torch.float32)}
+            if "out" in self.kwargs
+            else {"dtype": torch.float32}
+        )
         try:
             exact = self.op(*self.args, **{**self.kwargs, **out})
         except (RuntimeError, TypeError):
@@ -234,7 +291,9 @@ class Call:
             return tensor.float() if tensor.is_floating_point() else tensor
 
         try:
-            args, kwargs = torch.utils._pytree.tree_map_only(Tensor, widened, (self.args, self.kwargs))
+            args, kwargs = torch.utils._pytree.tree_map_only(
+                Tensor, widened, (self.args, self.kwargs)
+            )
             exact = self.op(*args, **kwargs)
         except (RuntimeError, TypeError):
             return True
@@ -251,14 +310,24 @@ class Call:
         asked = float_word(torch.get_autocast_dtype(device))
         if asked == word:
             return f"an autocast to {word} is on there"
-        return f"its operands have that dtype, and the autocast to {asked} that is on there does not cast them for this operator"
+        return (
+            f"its operands have that dtype, and the autocast to {asked} that is on there does not"
+            " cast them for this operator"
+        )
 
     def report(self, role: str, message: str, *, observed: str, cause: str, rule: str = "") -> None:
         place = f" at {self.by.place}" if self.by.kind != ENGINE else ""
         self.seen.report(
-            role, f"{message} ({self.where}{place})", symbol=self.where, observed=observed, rule=rule, cause=cause,
-            declared=getattr(self._precision, role), file=self.by.file, line=self.by.line,
-        )  # fmt: skip
+            role,
+            f"{message} ({self.where}{place})",
+            symbol=self.where,
+            observed=observed,
+            rule=rule,
+            cause=cause,
+            declared=getattr(self._precision, role),
+            file=self.by.file,
+            line=self.by.line,
+        )
 
 
 def _rounds(number: complex, dtype: torch.dtype) -> bool:

@@ -1,6 +1,8 @@
-"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and `cpu.cpp`.
+"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and
+`cpu.cpp`.
 
-Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without torch.
+Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without
+torch.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def __getattr__(name: str) -> Any:
 
 class _Ops(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        # importing the folder isotype.ops.rope would bind its module to the name of the op: the op keeps it
+        # importing the folder isotype.ops.rope would bind its module to the name of the op: the op
+        # keeps it
         if not (name in _LAZY and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

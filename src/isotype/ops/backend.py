@@ -1,7 +1,9 @@
-"""How an op runs: in autocast's dtype, which it reads before it switches autocast off, and on one of its paths.
+"""How an op runs: in autocast's dtype, which it reads before it switches autocast off, and on one
+of its paths.
 
-The paths: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch. An op has one derivative: `torch.func`, forward-mode AD and
-`create_graph=True` are refused, and its reference, which is plain PyTorch, has derivatives of any order.
+The paths: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch. An op has one derivative:
+`torch.func`, forward-mode AD and `create_graph=True` are refused, and its reference, which is plain
+PyTorch, has derivatives of any order.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
 
 
-# Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype` still answers as outside): a context manager
-# in C++, which PyTorch's own compiled graphs use too
+# Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype`
+# still answers as outside): a context manager in C++, which PyTorch's own compiled graphs use too
 now_without_autocast = torch._C._DisableAutocast
 
 
@@ -77,31 +79,42 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd function's forward.
+    """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd
+    function's forward.
 
-    In a graph of torch 2.11 an output that comes from a `.to` that changes nothing, or goes into one, has no gradient: its share of every
-    input's is zero, without an error.
+    In a graph of torch 2.11 an output that comes from a `.to` that changes nothing, or goes into
+    one, has no gradient: its share of every input's is zero, without an error.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` in another shape, on its own memory: how an autograd function's forward shapes its result.
+    """`x` in another shape, on its own memory: how an autograd function's forward shapes its
+    result.
 
-    A view made there cannot be written to in place, as models do (OLMo clamps its queries); this is what `F.linear` itself returns.
+    A view made there cannot be written to in place, as models do (OLMo clamps its queries); this is
+    what `F.linear` itself returns.
     """
     reshaped: Tensor = _UNSAFE_VIEW(x, list(shape))
     return reshaped
 
 
 def empty_rows_like(x_BNSD: Tensor) -> Tensor:
-    """In the order of x in memory: a projection's [B S N D], seen as [B N S D], needs no copy on its way back."""
+    """In the order of x in memory: a projection's [B S N D], seen as [B N S D], needs no copy on
+    its way back.
+    """
     y_BNSD = torch.empty_like(x_BNSD)
-    return y_BNSD if y_BNSD.stride(-1) == 1 else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
+    return (
+        y_BNSD
+        if y_BNSD.stride(-1) == 1
+        else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
+    )
 
 
 def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
-    """The dtype a matrix product of these tensors has, decided once: autocast's where it is on (fp64 is exempt), else the promoted one."""
+    """The dtype a matrix product of these tensors has, decided once: autocast's where it is on
+    (fp64 is exempt), else the promoted one.
+    """
     dtype = x.dtype
     for other in others:
         dtype = torch.promote_types(dtype, other.dtype)
@@ -122,7 +135,9 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device: for tests and comparisons."""
+    """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device:
+    for tests and comparisons.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")
     token = _forced.set(backend)
@@ -137,10 +152,11 @@ _answers: dict[torch.device, str] = {}
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question compiles and launches a tiny kernel: a Triton
-    that imports may lack a C compiler or a driver.
+    """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question
+    compiles and launches a tiny kernel: a Triton that imports may lack a C compiler or a driver.
 
-    A failure is kept if it will come again: a missing package or compiler. Any other, such as a lack of memory, is of this moment.
+    A failure is kept if it will come again: a missing package or compiler. Any other, such as a
+    lack of memory, is of this moment.
     """
     if device in _answers:
         return _answers[device]
@@ -165,10 +181,16 @@ def _probed(device: torch.device) -> tuple[str, bool]:
         # a mode would be asked to run the probe: a fake one computes nothing
         with _disable_current_modes():
             probe(device)
-    except Exception as error:  # whatever fails (the compiler, the driver, a missing header), the kernels do not run
+    # whatever fails (the compiler, the driver, a missing header), the kernels do not run
+    except Exception as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        lasts = isinstance(error, ImportError | OSError | SubprocessError) or type(error).__module__.startswith("triton")
-        return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200], lasts or "compiler" in first
+        lasts = isinstance(error, ImportError | OSError | SubprocessError) or type(
+            error
+        ).__module__.startswith("triton")
+        return (
+            f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200],
+            lasts or "compiler" in first,
+        )
     return "", True
 
 
@@ -178,9 +200,11 @@ def _say_once(why: str) -> None:
 
 
 def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Path:
-    """How an op runs on these tensors; `out_dtype` is its result's where it is another. Asked once a call, also for its backward.
+    """How an op runs on these tensors; `out_dtype` is its result's where it is another. Asked once
+    a call, also for its backward.
 
-    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula, which is plain PyTorch too.
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the
+    formula, which is plain PyTorch too.
     """
     if torch.compiler.is_dynamo_compiling():
         return "graph"
@@ -200,7 +224,9 @@ def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | Non
 
 
 def triton_runs(x: Tensor) -> bool:
-    """Whether the op's kernels run on `x`: not for fp64, as they compute in fp32, and not in a graph, where Inductor fuses the formula."""
+    """Whether the op's kernels run on `x`: not for fp64, as they compute in fp32, and not in a
+    graph, where Inductor fuses the formula.
+    """
     if torch.compiler.is_compiling():
         return False
     forced = _forced.get()
@@ -210,13 +236,19 @@ def triton_runs(x: Tensor) -> bool:
 
 
 def fused_runs(x: Tensor) -> bool:
-    """`triton_runs`, or a plan for a device where it will be so: for ops whose kernel is one library op with its own fake results."""
-    return triton_runs(x) or (is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64)
+    """`triton_runs`, or a plan for a device where it will be so: for ops whose kernel is one
+    library op with its own fake results.
+    """
+    return triton_runs(x) or (
+        is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64
+    )
 
 
 @cache
 def widens_products(operand: torch.dtype, kind: str, index: int | None) -> bool:
-    """Whether a product of bf16 or fp16 may return its fp32 sums (`out_dtype`): on CUDA, and for bf16 from compute capability 8.0 on."""
+    """Whether a product of bf16 or fp16 may return its fp32 sums (`out_dtype`): on CUDA, and for
+    bf16 from compute capability 8.0 on.
+    """
     if kind != "cuda" or operand not in (torch.bfloat16, torch.float16):
         return False
     if operand == torch.float16 or not torch.cuda.is_available():
@@ -232,14 +264,22 @@ def keeps_fp32_sums(operand: torch.dtype, device: torch.device) -> bool:
 
 
 def rows_can_be_counted(x: Tensor) -> bool:
-    """Whether asking how many elements of `x` fulfil a condition costs nothing: on any device but a CPU the host would wait for it."""
+    """Whether asking how many elements of `x` fulfil a condition costs nothing: on any device but a
+    CPU the host would wait for it.
+    """
     return stands_for(x.device) == "cpu"
 
 
 def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
-    """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and only where a compiler built them."""
+    """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and
+    only where a compiler built them.
+    """
     if torch.compiler.is_compiling():
-        return kernels.in_graphs and kernels.built and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
+        return (
+            kernels.in_graphs
+            and kernels.built
+            and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
+        )
     x, forced = tensors[0], _forced.get()
     if forced not in (None, "cpp"):
         return False
@@ -253,7 +293,9 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:
-    """`applied` of this function, for calls that are neither under torch.func nor in a graph: no call in Python."""
+    """`applied` of this function, for calls that are neither under torch.func nor in a graph: no
+    call in Python.
+    """
     of_this: Any = function
     direct: Any = super(Function, of_this)
     made: Callable[..., Any] = direct.apply
@@ -263,8 +305,9 @@ def apply_of(function: type[Function]) -> Callable[..., Any]:
 def applied(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, for a function without `setup_context`.
 
-    Outside torch.func and compiled graphs `apply` looks into every argument for a tensor that a transform has left behind, which PyTorch's
-    dispatcher does again: 150 calls a decoder layer with adapters, of 20 arguments 28 us instead of 15.
+    Outside torch.func and compiled graphs `apply` looks into every argument for a tensor that a
+    transform has left behind, which PyTorch's dispatcher does again: 150 calls a decoder layer with
+    adapters, of 20 arguments 28 us instead of 15.
     """
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -274,8 +317,9 @@ def applied(function: type[Function], *args: Any) -> Any:
 
 
 def refuse_second_derivative(op: str) -> None:
-    """In a backward whose result has no graph of its own: refuses `create_graph=True`. PyTorch's `once_differentiable` refuses it only
-    where a later `backward` meets its node; `torch.autograd.grad` takes the missing part for zero.
+    """In a backward whose result has no graph of its own: refuses `create_graph=True`. PyTorch's
+    `once_differentiable` refuses it only where a later `backward` meets its node;
+    `torch.autograd.grad` takes the missing part for zero.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError(

@@ -1,4 +1,6 @@
-"""OpContract: the declared dtype rule of a differentiable function. Imports no torch, so that the doctor can read it."""
+"""OpContract: the declared dtype rule of a differentiable function. Imports no torch, so that the
+doctor can read it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ from typing import Literal
 
 from ..dtypes import TensorSpec
 
-# ignored: the op's dtypes are the same with autocast on; follows: a free letter becomes the autocast dtype, as a matmul's does;
-# fp32: the output is fp32 under autocast, as torch's own cross_entropy's is
+# ignored: the op's dtypes are the same with autocast on; follows: a free letter becomes the
+# autocast dtype, as a matmul's does; fp32: the output is fp32 under autocast, as torch's own
+# cross_entropy's is
 Autocast = Literal["ignored", "follows", "fp32"]
 
 
 @dataclass(frozen=True)
 class OpContract:
-    """`OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F"}, autocast="ignored")`
+    """`OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F"},
+    autocast="ignored")`
 
     signature  inputs `name: spec` in call order, `->`, one output spec or several
     inside     dtype of the arithmetic (fp64 when the inputs are fp64)
@@ -31,7 +35,10 @@ class OpContract:
     def __post_init__(self) -> None:
         unknown = set(self.grads) - set(self.inputs)
         if unknown:
-            raise ValueError(f"grads name {', '.join(sorted(unknown))}, which the signature {self.signature!r} has not")
+            raise ValueError(
+                f"grads name {', '.join(sorted(unknown))}, which the signature {self.signature!r}"
+                " has not"
+            )
         assert self.outputs, "a contract has at least one output"
 
     @property

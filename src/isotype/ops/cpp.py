@@ -1,8 +1,8 @@
-"""An op's C++ kernels on a CPU: built when first needed, once per machine, and called. Where that fails, plain PyTorch runs, and the
-manifest says so.
+"""An op's C++ kernels on a CPU: built when first needed, once per machine, and called. Where that
+fails, plain PyTorch runs, and the manifest says so.
 
-A row-wise formula in plain PyTorch reads and writes wide tensors at every step; a fused kernel reads and writes each narrow tensor once.
-Libraries are stored on disk and shared by processes.
+A row-wise formula in plain PyTorch reads and writes wide tensors at every step; a fused kernel
+reads and writes each narrow tensor once. Libraries are stored on disk and shared by processes.
 """
 
 from __future__ import annotations
@@ -40,18 +40,29 @@ class BuildError(Exception):
 @cache
 def cpu_compiler() -> str | None:
     """The C++ compiler, from CXX or by its name, or None."""
-    return shutil.which(os.environ.get("CXX", "")) or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    return shutil.which(os.environ.get("CXX", "")) or next(
+        filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None
+    )
 
 
 def folder() -> Path:
-    """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary one where neither can be written.
+    """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a
+    temporary one where neither can be written.
 
-    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), stores them in the temporary one, since a library must be a file.
+    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), stores them in the temporary one,
+    since a library must be a file.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     given = os.environ.get("ISOTYPE_CACHE")
-    folders = [] if given == "none" else [Path(given).expanduser(), home / "isotype"] if given else [home / "isotype"]
-    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has no numbers for users
+    folders = (
+        []
+        if given == "none"
+        else [Path(given).expanduser(), home / "isotype"]
+        if given
+        else [home / "isotype"]
+    )
+    # Windows has no numbers for users
+    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
     for place in (*folders, Path(tempfile.gettempdir()) / f"isotype-{user}"):
         try:
             # of this user alone: what lies there is run
@@ -66,23 +77,32 @@ def folder() -> Path:
 @cache
 def machine(compiler: str) -> str:
     """What `-march=native` and the compiler make of a source, apart from the source."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=False
+    ).stdout
     try:
-        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
+        features = next(
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith(("flags", "Features"))
+        )
     except (OSError, StopIteration):
         features = platform.processor()
     return "\n".join((version, platform.machine(), platform.system(), features))
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """`source`, built with its headers where no build of the same text, compiler and processor is kept.
+    """`source`, built with its headers where no build of the same text, compiler and processor is
+    kept.
 
     Raises  BuildError
     """
     compiler = cpu_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or clang++) was found")
-    text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(HEADERS.glob("*.h")))
+    text = source.read_bytes() + b"".join(
+        header.read_bytes() for header in sorted(HEADERS.glob("*.h"))
+    )
     key = hashlib.sha256(text + "\n".join((*FLAGS, machine(compiler))).encode()).hexdigest()[:16]
     built = folder() / f"{source.parent.name}-{key}.so"
     for last in (False, True):
@@ -104,8 +124,8 @@ def library(source: Path) -> ctypes.CDLL:
 def locked(path: Path) -> Iterator[None]:
     """One process builds while the others of this machine (the ranks of a run, test workers) wait.
 
-    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the last one replaces the others and no file
-    is incomplete.
+    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the
+    last one replaces the others and no file is incomplete.
     """
     try:
         import fcntl
@@ -119,7 +139,11 @@ def locked(path: Path) -> Iterator[None]:
 
 @cache
 def say_building(folder: Path) -> None:
-    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {folder}", file=sys.stderr, flush=True)
+    print(
+        f"isotype: compiling C++ kernels for this processor, once; they are kept in {folder}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def build(compiler: str, source: Path, built: Path) -> None:
@@ -127,7 +151,9 @@ def build(compiler: str, source: Path, built: Path) -> None:
     aside = built.with_suffix(f".{os.getpid()}.tmp")
     command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(aside)]
     start = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         _, errors = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -135,8 +161,14 @@ def build(compiler: str, source: Path, built: Path) -> None:
         _, errors = process.communicate()
     if process.returncode:
         aside.unlink(missing_ok=True)
-        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or [f"exit code {process.returncode}"]
-        raise BuildError(f"{Path(compiler).name} failed after {time.monotonic() - start:.0f} s: {lines[0][:160]}")
+        lines = (
+            [line for line in errors.splitlines() if "error" in line]
+            or errors.splitlines()
+            or [f"exit code {process.returncode}"]
+        )
+        raise BuildError(
+            f"{Path(compiler).name} failed after {time.monotonic() - start:.0f} s: {lines[0][:160]}"
+        )
     aside.replace(built)
 
 
@@ -154,29 +186,42 @@ def fallbacks() -> dict[str, str]:
 
 
 class CppKernels:
-    """The functions of the C++ source beside the module `file`; each is declared as a string of its arguments' kinds.
+    """The functions of the C++ source beside the module `file`; each is declared as a string of its
+    arguments' kinds.
 
-    p  a tensor, or None for a null pointer     a  an array or address     d  a dtype     i  an int     f  a float
+    p  a tensor, or None for a null pointer     a  an array or address     d  a dtype     i  an int
+          f  a float
     Every function takes the number of threads last, which is torch's.
 
-    in_graphs  whether compiled graphs call them too, where a compiler had built them before. The row-wise formulas are left to PyTorch's
-               compiler, which fuses them with what stands beside them.
+    in_graphs  whether compiled graphs call them too, where a compiler had built them before. The
+               row-wise formulas are left to PyTorch's compiler, which fuses them with what stands
+               beside them.
     """
 
-    def __init__(self, file: str, *, source: str = "cpu.cpp", in_graphs: bool = False, **functions: str) -> None:
+    def __init__(
+        self, file: str, *, source: str = "cpu.cpp", in_graphs: bool = False, **functions: str
+    ) -> None:
         self.in_graphs, self.built = in_graphs, False
         self.source = Path(file).with_name(source)
         self.op = self.source.parent.name
         _kernels[self.op] = self
         self.functions = functions
         # positions of what is no number yet: asked for at every call, 16 times a layer
-        self.pointers = {name: [i for i, kind in enumerate(kinds) if kind == "p"] for name, kinds in functions.items()}
-        self.dtypes = {name: [i for i, kind in enumerate(kinds) if kind == "d"] for name, kinds in functions.items()}
+        self.pointers = {
+            name: [i for i, kind in enumerate(kinds) if kind == "p"]
+            for name, kinds in functions.items()
+        }
+        self.dtypes = {
+            name: [i for i, kind in enumerate(kinds) if kind == "d"]
+            for name, kinds in functions.items()
+        }
         self.library: ctypes.CDLL | None = None
         self.calls: dict[str, Any] = {}
 
     def native(self) -> bool:
-        """What the library's function `native` answers, whether this processor multiplies bf16; False where nothing is built."""
+        """What the library's function `native` answers, whether this processor multiplies bf16;
+        False where nothing is built.
+        """
         if not self.loaded():
             return False
         # no tensor, which would be one without data while memory is planned
@@ -191,10 +236,22 @@ class CppKernels:
             except (BuildError, OSError) as error:
                 _fallbacks[self.op] = str(error)
                 return False
-            kinds = {"p": ctypes.c_void_p, "a": ctypes.c_void_p, "d": ctypes.c_int64, "i": ctypes.c_int64, "f": ctypes.c_float}
+            kinds = {
+                "p": ctypes.c_void_p,
+                "a": ctypes.c_void_p,
+                "d": ctypes.c_int64,
+                "i": ctypes.c_int64,
+                "f": ctypes.c_float,
+            }
             for name, arguments in self.functions.items():
                 function = getattr(self.library, name)
-                function.argtypes, function.restype = [*(kinds[kind] for kind in arguments), ctypes.c_int], None
+                function.argtypes, function.restype = (
+                    [
+                        *(kinds[kind] for kind in arguments),
+                        ctypes.c_int,
+                    ],
+                    None,
+                )
                 self.calls[name] = function
             self.built = True
         return self.library is not None
@@ -210,14 +267,18 @@ class CppKernels:
 
 
 def missing(*ops: str) -> str:
-    """Why an op of these has no C++ kernels on this machine, or "". Builds, side by side, what was never built on it: 2 to 5 s."""
+    """Why an op of these has no C++ kernels on this machine, or "". Builds, side by side, what was
+    never built on it: 2 to 5 s.
+    """
     with ThreadPoolExecutor() as pool:
         list(pool.map(CppKernels.loaded, [_kernels[op] for op in ops]))
     return next((_fallbacks[op] for op in ops if op in _fallbacks), "")
 
 
 def as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one shape as [rows, columns] whose columns are adjacent: one long row where all are contiguous."""
+    """Tensors of one shape as [rows, columns] whose columns are adjacent: one long row where all
+    are contiguous.
+    """
     whole = True
     for t in tensors:
         whole = whole and t.is_contiguous()

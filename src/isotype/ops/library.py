@@ -1,4 +1,6 @@
-"""Registers functions as ops of PyTorch, so that compiled graphs, tracers, fake tensors and dispatch modes see one op and its outputs."""
+"""Registers functions as ops of PyTorch, so that compiled graphs, tracers, fake tensors and
+dispatch modes see one op and its outputs.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """The decorated function as `torch.ops.isotype.NAME`, for any device; `fake` gives its outputs without values.
+    """The decorated function as `torch.ops.isotype.NAME`, for any device; `fake` gives its outputs
+    without values.
 
-    It has no autograd of its own: an op's autograd.Function calls it. `torch.library.custom_op` does the same, and imports torch._dynamo at
-    its first call: 1.2 s and 148 MiB in a process that compiles nothing; it takes 8 us a call, this 2.
+    It has no autograd of its own: an op's autograd.Function calls it. `torch.library.custom_op`
+    does the same, and imports torch._dynamo at its first call: 1.2 s and 148 MiB in a process that
+    compiles nothing; it takes 8 us a call, this 2.
     """
     name = schema[: schema.index("(")]
     _OPS.define(schema)

@@ -1,4 +1,6 @@
-"""`linear_log_probs`: per-token values of a head's logits with gradients, and its autograd function. T tokens, H hidden, V vocabulary."""
+"""`linear_log_probs`: per-token values of a head's logits with gradients, and its autograd
+function. T tokens, H hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from .backend import applied, autocast_off, product_dtype, refuse_second_derivat
 from .contract import OpContract
 from .cross_entropy.op import rule_logits
 from .cross_entropy.rows import Again, Cpp, Source, row_paths
-from .cross_entropy.rule import RULE, LossRule, RowValues, RuleArguments, Upstream, Wanted, check_targets, room
+from .cross_entropy.rule import (
+    RULE,
+    LossRule,
+    RowValues,
+    RuleArguments,
+    Upstream,
+    Wanted,
+    check_targets,
+    room,
+)
 from .library import library_op
 from .linear_cross_entropy.chunked import (
     Chunks,
@@ -34,7 +45,8 @@ from .linear_cross_entropy.chunked import (
 from .linear_cross_entropy.op import reference_logits
 
 LINEAR_LOG_PROBS = OpContract(
-    "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[*n], fp32|fp64[*n], fp32|fp64[*n]",
+    "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[*n], fp32|fp64[*n],"
+    " fp32|fp64[*n]",
     inside="fp32",
     grads={"hidden": "X", "weight": "W"},
     autocast="fp32",
@@ -52,7 +64,9 @@ def linear_log_probs_reference(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """What `linear_log_probs` computes, every output of it, differentiated by PyTorch (log_probs, entropy and logsumexp have gradients)."""
+    """What `linear_log_probs` computes, every output of it, differentiated by PyTorch (log_probs,
+    entropy and logsumexp have gradients).
+    """
     rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     with autocast_off(hidden):
         z = rule_logits(reference_logits(hidden, weight, bias), rule) / temperature
@@ -70,8 +84,10 @@ def linear_log_probs_reference(
 
 
 class Forward(NamedTuple):
-    """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was not asked for. `again` are the logits
-    that the C++ kernels made again; empty where they made none."""
+    """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was
+    not asked for. `again` are the logits that the C++ kernels made again; empty where they made
+    none.
+    """
 
     values: RowValues
     dhidden_TH: Tensor
@@ -79,7 +95,9 @@ class Forward(NamedTuple):
 
 
 def rounds(hidden_TH: Tensor) -> bool:
-    """Whether a product of these rows loses its fp32 sums, and C++ kernels may make some logits again."""
+    """Whether a product of these rows loses its fp32 sums, and C++ kernels may make some logits
+    again.
+    """
     return hidden_TH.dtype == torch.bfloat16 and stands_for(hidden_TH.device) == "cpu"
 
 
@@ -88,7 +106,9 @@ def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str, again: bool) -> Fo
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return Forward(
         room(hidden_TH.shape[0], wide(hidden_TH.dtype), hidden_TH.device, wanted),
-        torch.zeros(hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device),
+        torch.zeros(
+            hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device
+        ),
         Again.room(hidden_TH.shape[0] if again else 0, hidden_TH.device),
     )
 
@@ -122,8 +142,9 @@ def _fake_forward(hidden_TH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 @library_op(
-    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE}, int chunk, bool[] wanted, "
-    "str gradient_of) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE},"
+    " int chunk, bool[] wanted, str gradient_of) -> (Tensor, Tensor, Tensor, Tensor, Tensor,"
+    " Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
@@ -145,12 +166,18 @@ def _forward(
     rule, wanted = LossRule.from_arguments(ignore_index, factors), Wanted(*wanted)
     out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
-    into, back = gradient_factors(chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
+    into, back = gradient_factors(
+        chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
+    )
     compute = row_paths(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         ignored = targets_T[rows] == rule.ignore_index
         targets_N = targets_T[rows].masked_fill(ignored, 0)
-        more: dict[str, Any] = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if compute is Cpp else {}
+        more: dict[str, Any] = (
+            {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)}
+            if compute is Cpp
+            else {}
+        )
         values = compute.row_values(z_NV, targets_N, rule, wanted, **more)
         for whole, part in zip(out.values, values):
             if whole.numel():
@@ -164,7 +191,11 @@ def _forward(
         if not gradient_of:
             continue
         one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
-        upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
+        upstream = (
+            Upstream(one_N, None, None, None)
+            if gradient_of == "log_probs"
+            else Upstream(None, one_N, None, None)
+        )
         lse_N = values.logsumexp.masked_fill(ignored, torch.inf)
         compute.row_value_gradients(z_NV, targets_N, lse_N, upstream, rule, g_NV, **given)
         chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
@@ -172,9 +203,9 @@ def _forward(
 
 
 @library_op(
-    "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor? entropy, "
-    f"Tensor at, Tensor exact, Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> "
-    "(Tensor, Tensor, Tensor)",
+    "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor"
+    " lse, Tensor? entropy, Tensor at, Tensor exact, Tensor? dlog_probs, Tensor? dlse, Tensor?"
+    f" dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
     fake=like_gradients,
 )
 def _backward(
@@ -194,28 +225,51 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias; empty where not wanted. dlog_probs, dlse and dentropy are upstream ones or None."""
+    """Gradients of hidden, weight and bias; empty where not wanted. dlog_probs, dlse and dentropy
+    are upstream ones or None.
+    """
     rule = LossRule.from_arguments(ignore_index, factors)
     fp32 = wide(hidden_TH.dtype)
     rows = rows_to_compute(targets_T, rule)
     ignored = targets_T[rows] == rule.ignore_index
-    targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
+    targets_N, lse_N = (
+        targets_T[rows].masked_fill(ignored, 0),
+        lse_T[rows].masked_fill(ignored, torch.inf),
+    )
     entropy_N = None if entropy_T is None else entropy_T[rows]
-    again_N = Again(at_T9[rows].contiguous(), exact_T9[rows].contiguous()) if at_T9.numel() else None
-    given = [None if u is None else u[rows].to(fp32).masked_fill(ignored, 0) for u in (dlog_probs_T, dlse_T, dentropy_T)]
+    again_N = (
+        Again(at_T9[rows].contiguous(), exact_T9[rows].contiguous()) if at_T9.numel() else None
+    )
+    given = [
+        None if u is None else u[rows].to(fp32).masked_fill(ignored, 0)
+        for u in (dlog_probs_T, dlse_T, dentropy_T)
+    ]
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         scaled = [u if u is None or factor is None else u * factor for u in given]
         compute = row_paths(z)
         more: dict[str, Any] = {"again": again_N} if compute is Cpp and again_N else {}
-        compute.row_value_gradients(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first, **more)
+        compute.row_value_gradients(
+            z,
+            targets_N,
+            lse_N,
+            Upstream(scaled[0], scaled[1], scaled[2], entropy_N),
+            rule,
+            out,
+            first,
+            **more,
+        )
 
     unit = largest(*(u for u in given if u is not None))
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, rows, unit, gradient, want_dhidden, want_dweight)
+    return by_vocabulary(
+        hidden_TH, weight_VH, bias_V, rows, unit, gradient, want_dhidden, want_dweight
+    )
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Decides the dtype of the product once and switches autocast off. Outputs without an upstream gradient cost nothing in backward."""
+    """Decides the dtype of the product once and switches autocast off. Outputs without an upstream
+    gradient cost nothing in backward.
+    """
 
     @staticmethod
     def forward(
@@ -235,33 +289,55 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         now = first if want[0] and not (want[1] or want[2]) else ""
         with autocast_off(hidden_TH):
-            made = _forward(*cast(dtype, hidden_TH, weight_VH, bias_V), targets_T, *rule, chunk, wanted, now)
+            made = _forward(
+                *cast(dtype, hidden_TH, weight_VH, bias_V), targets_T, *rule, chunk, wanted, now
+            )
         *values, dhidden_TH, at_T9, exact_T9 = made
         ctx.rule, ctx.dtype, ctx.want, ctx.now = rule, dtype, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         _, lse_T, entropy_T, *without_gradient = values
         entropy, made_TH = entropy_T if wanted.entropy else None, dhidden_TH if now else None
-        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy, made_TH, at_T9, exact_T9)
+        ctx.save_for_backward(
+            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy, made_TH, at_T9, exact_T9
+        )
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
 
     @staticmethod
-    def backward(ctx: Any, dlog_probs_T: Tensor | None, dlse_T: Tensor | None, dentropy_T: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any,
+        dlog_probs_T: Tensor | None,
+        dlse_T: Tensor | None,
+        dentropy_T: Tensor | None,
+        *_: Any,
+    ) -> tuple[Any, ...]:
         refuse_second_derivative("linear_log_probs")
-        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH, *again = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH, *again = (
+            ctx.saved_tensors
+        )
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
             return (*grads, None, None, None, None, None, None, None)
         with autocast_off(hidden_TH):
-            own, other = (dlog_probs_T, dlse_T) if ctx.now == "log_probs" else (dlse_T, dlog_probs_T)
+            own, other = (
+                (dlog_probs_T, dlse_T) if ctx.now == "log_probs" else (dlse_T, dlog_probs_T)
+            )
             if made_TH is not None and other is None and dentropy_T is None:
                 assert own is not None
                 grads[0] = scaled(made_TH, own.unsqueeze(-1), ctx.dtypes[0])
             else:
-                upstream = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
+                upstream = (
+                    None if u is None else u.contiguous()
+                    for u in (dlog_probs_T, dlse_T, dentropy_T)
+                )
                 heads = cast(ctx.dtype, hidden_TH, weight_VH, bias_V)
-                made = _backward(*heads, targets_T, lse_T, entropy_T, *again, *upstream, *ctx.rule, *ctx.want[:2])
-                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+                made = _backward(
+                    *heads, targets_T, lse_T, entropy_T, *again, *upstream, *ctx.rule, *ctx.want[:2]
+                )
+                grads = [
+                    grad.to(dtype) if wanted else None
+                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                ]
         return (*grads, None, None, None, None, None, None, None)
 
 
@@ -278,23 +354,30 @@ def linear_log_probs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> TokenLogProbs:
-    """Per-token log-probabilities of `F.linear(hidden, weight, bias)`, and what else `outputs` names, without tokens x vocabulary logits.
+    """Per-token log-probabilities of `F.linear(hidden, weight, bias)`, and what else `outputs`
+    names, without tokens x vocabulary logits.
 
     hidden   X[*n H]   any float dtype
     weight   W[V H]    any float dtype, frozen or trainable
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
     ->       TokenLogProbs of fp32[*n]; fp64 for fp64 inputs
-    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the rest in fp32, on
-             softcap * tanh(logit_scale * logits / softcap) / temperature
-    grads    hidden: X   weight: W   bias: B   through log_probs, entropy and logsumexp, for any upstream gradient a token
-    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
-    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the rest in
+             fp32, on softcap * tanh(logit_scale * logits / softcap) / temperature
+    grads    hidden: X   weight: W   bias: B   through log_probs, entropy and logsumexp, for any
+             upstream gradient a token
+    chunk is the number of rows whose logits exist at once; by default it follows from V and a
+    budget of bytes, never from free memory.
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
+             UsageError
     """
     check_head(hidden, weight, bias, chunk)
     unknown = set(outputs) - set(OUTPUTS)
     if unknown or not outputs:
-        raise UsageError(f"outputs names {', '.join(sorted(unknown)) or 'nothing'}: expected some of {', '.join(OUTPUTS)}")
+        raise UsageError(
+            f"outputs names {', '.join(sorted(unknown)) or 'nothing'}: expected some of"
+            f" {', '.join(OUTPUTS)}"
+        )
     if not temperature > 0.0:
         raise UsageError(f"temperature is {temperature}: expected a positive number")
     rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
@@ -303,11 +386,26 @@ def linear_log_probs(
     want = gradients_wanted(hidden, weight, bias)
     chunk = chunk_of(targets.numel(), weight, (dtype,), False) if chunk is None else chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
-    rule = replace(rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature)
-    wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))
+    rule = replace(
+        rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature
+    )
+    wanted = Wanted(
+        *(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1"))
+    )
     log_probs, lse, entropy, squares, mean, top1 = applied(
-        LinearLogProbs, hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
-        next((name for name in ("log_probs", "logsumexp") if name in outputs), ""), want,
-    )  # fmt: skip
+        LinearLogProbs,
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets.reshape(-1),
+        rule.arguments,
+        dtype,
+        chunk,
+        wanted,
+        next((name for name in ("log_probs", "logsumexp") if name in outputs), ""),
+        want,
+    )
     every = (log_probs, entropy, lse, squares, mean, top1)
-    return TokenLogProbs(*(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, every)))
+    return TokenLogProbs(
+        *(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, every))
+    )

@@ -1,8 +1,9 @@
 """What a recomputed layer leaves out: results that backward does not need, or that were kept.
 
-A layer under checkpointing runs twice: for its output, and again inside backward for what its gradients need. Ops ask here which run it is.
-Nothing is left out where a hook reads what a layer gives: it would read values that were never computed. Nor in a compiled graph, which is
-the same for both runs.
+A layer under checkpointing runs twice: for its output, and again inside backward for what its
+gradients need. Ops ask here which run it is. Nothing is left out where a hook reads what a layer
+gives: it would read values that were never computed. Nor in a compiled graph, which is the same for
+both runs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def _as_is(x: Any) -> Any:
 class RecomputedLayer:
     """One call of one layer. `run` it first for the forward, then for every recompute.
 
-    results  of the attentions in the forward, in order, where they are kept: output and logsumexp, 8 KiB and 128 bytes a token with
-             32 heads of 128 in bf16; `put` takes each away and `get` brings it back
+    results  of the attentions in the forward, in order, where they are kept: output and logsumexp,
+             8 KiB and 128 bytes a token with 32 heads of 128 in bf16; `put` takes each away and
+             `get` brings it back
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class RecomputedLayer:
         self.keep_attention, self.put, self.get = keep_attention, put, get
         self.results = list[tuple[Any, ...]]()
         self.again = self.hooked = False
-        # products whose output can be left out, by the autograd node that each made; the position of the one that is not needed again
+        # products whose output can be left out, by the autograd node that each made; the position
+        # of the one that is not needed again
         self.nodes, self.unused = list[int](), -1
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -50,7 +53,10 @@ class RecomputedLayer:
             layers_running.pop()
         if not self.recomputing:
             node = None if self.hooked else _last_term(output)
-            self.unused = max((i for i, made in enumerate(self.nodes) if node is not None and made == id(node)), default=-1)
+            self.unused = max(
+                (i for i, made in enumerate(self.nodes) if node is not None and made == id(node)),
+                default=-1,
+            )
             self.nodes = []
         return output
 
@@ -61,13 +67,16 @@ def _now() -> RecomputedLayer | None:
 
 
 def is_recomputed() -> bool:
-    """Whether what runs now is a layer's forward that will be run again: what it saves for backward is dropped."""
+    """Whether what runs now is a layer's forward that will be run again: what it saves for backward
+    is dropped.
+    """
     layer = _now()
     return layer is not None and not layer.recomputing
 
 
 def output_is_unused(node: Any) -> bool:
-    """Asked once by each product whose output can be left out: whether this is a recompute in which nobody will look at it.
+    """Asked once by each product whose output can be left out: whether this is a recompute in which
+    nobody will look at it.
 
     node  the autograd function's own context, which becomes the output's `grad_fn`
     """
@@ -108,7 +117,8 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 def _last_term(output: Any) -> Any:
-    """The node of the product that the layer's output, a sum, has as one of its terms, as it came: a sum saves nothing for backward.
+    """The node of the product that the layer's output, a sum, has as one of its terms, as it came:
+    a sum saves nothing for backward.
 
     Gemma's form, a norm of the MLP's output, is none: the norm saves its input.
     """
@@ -119,7 +129,9 @@ def _last_term(output: Any) -> Any:
     node = first.grad_fn if isinstance(first, Tensor) else None
     if node is None or type(node).__name__ != "AddBackward0":
         return None
-    found = [term for term in map(_below_views, node.next_functions) if type(term).__name__ in _LEFT_OUT]
+    found = [
+        term for term in map(_below_views, node.next_functions) if type(term).__name__ in _LEFT_OUT
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -138,7 +150,8 @@ _zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares.
+    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata
+    is what checkpointing compares.
 
     That element is made once: filling it is a launch, 416 in a step of 32 layers.
     """

@@ -1,8 +1,10 @@
-"""Tensors that backward makes again instead of keeping them: an op notes how its output follows from what is saved anyway.
+"""Tensors that backward makes again instead of keeping them: an op notes how its output follows
+from what is saved anyway.
 
-gelu(x) of an MLP is four times as wide as the stream, and the layer that reads it needs it in backward for its adapter's gradient. x is
-saved in any case. So that layer saves x, and computes gelu(x) again. `remember` puts the note on the tensor itself: a reader that was
-given another tensor (a view, a copy) finds none, and saves what it was given.
+gelu(x) of an MLP is four times as wide as the stream, and the layer that reads it needs it in
+backward for its adapter's gradient. x is saved in any case. So that layer saves x, and computes
+gelu(x) again. `remember` puts the note on the tensor itself: a reader that was given another tensor
+(a view, a copy) finds none, and saves what it was given.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ class Way(NamedTuple):
 class _Chain:
     """`make` of inputs some of which are made again first.
 
-    ways  for each input the function that makes it, or None for one that is kept, and of how many tensors
+    ways  for each input the function that makes it, or None for one that is kept, and of how many
+          tensors
     """
 
-    def __init__(self, make: Callable[..., Tensor], ways: list[tuple[Callable[..., Tensor] | None, int]]) -> None:
+    def __init__(
+        self, make: Callable[..., Tensor], ways: list[tuple[Callable[..., Tensor] | None, int]]
+    ) -> None:
         self.make, self.ways = make, ways
 
     def __call__(self, *tensors: Tensor) -> Tensor:
@@ -52,16 +57,25 @@ def remember(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Ten
     """
     if not made.requires_grad or torch.compiler.is_compiling():
         return made
-    ways = [None if (way := getattr(t, _WAY, None)) is None or way.version != t._version else way for t in tensors]
+    ways = [
+        None if (way := getattr(t, _WAY, None)) is None or way.version != t._version else way
+        for t in tensors
+    ]
     if any(ways):
-        make = _Chain(make, [(None, 1) if way is None else (way.make, len(way.tensors)) for way in ways])
-        tensors = tuple(kept for t, way in zip(tensors, ways) for kept in ((t,) if way is None else way.tensors))
+        make = _Chain(
+            make, [(None, 1) if way is None else (way.make, len(way.tensors)) for way in ways]
+        )
+        tensors = tuple(
+            kept for t, way in zip(tensors, ways) for kept in ((t,) if way is None else way.tensors)
+        )
     setattr(made, _WAY, Way(make, tensors, made._version))
     return made
 
 
 def way_of(x: Tensor) -> Way | None:
-    """How `x` can be made again; None where nobody has noted it, or someone has written to `x` since."""
+    """How `x` can be made again; None where nobody has noted it, or someone has written to `x`
+    since.
+    """
     if torch.compiler.is_compiling():
         # a graph's own partitioner decides what is computed again
         return None
@@ -74,15 +88,23 @@ def follow(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tenso
     return remember(made, make, *tensors) if any(way_of(t) is not None for t in tensors) else made
 
 
-def kept_for(x: Tensor, saved: Tensor | None) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
-    """(how x is made in backward or None, what is saved for it): `saved`, which is x in the shape and dtype that backward reads, or what x
-    is made from. Nothing is made again where backward reads nothing (`saved` is None)."""
+def kept_for(
+    x: Tensor, saved: Tensor | None
+) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
+    """(how x is made in backward or None, what is saved for it): `saved`, which is x in the shape
+    and dtype that backward reads, or what x is made from. Nothing is made again where backward
+    reads nothing (`saved` is None).
+    """
     way = None if saved is None else way_of(x)
     return (None, (saved,)) if way is None else (way.make, way.tensors)
 
 
-def kept_for_each(*tensors: Tensor) -> tuple[list[tuple[Callable[..., Tensor] | None, int]], list[Tensor]]:
-    """`kept_for` several tensors: for each (how it is made in backward or None, of how many saved tensors), and all saved tensors."""
+def kept_for_each(
+    *tensors: Tensor,
+) -> tuple[list[tuple[Callable[..., Tensor] | None, int]], list[Tensor]]:
+    """`kept_for` several tensors: for each (how it is made in backward or None, of how many saved
+    tensors), and all saved tensors.
+    """
     ways: list[tuple[Callable[..., Tensor] | None, int]] = []
     kept: list[Tensor] = []
     graph = torch.compiler.is_compiling()

@@ -1,11 +1,13 @@
-"""`isotype.optimize(model, precision)` replaces modules of a model by Isotype's ops; `isotype.restore(model)` undoes it.
+"""`isotype.optimize(model, precision)` replaces modules of a model by Isotype's ops;
+`isotype.restore(model)` undoes it.
 
 place       the walk over a model
 manifest    the list of replaced modules, and the reasons why others were not replaced
 instances   probes, and forwards over private globals
 layers, norms, gated, rotary, attention, head, denoiser, joint_attention
             one kind of module each: recognise it by structure, probe it, replace it on the instance
-forwards    what runs in the modules that were replaced, and the question once a step whether they still are what they were
+forwards    what runs in the modules that were replaced, and the question once a step whether they
+            still are what they were
 deferred, deferred_tensor, deferred_values
             logits not yet computed, for losses in other people's loops
 generation  `model.generate` in the middle of training
@@ -26,7 +28,9 @@ __all__ = ["Manifest", "check_placed", "deferring", "optimize", "restore"]
 
 
 class _Callable(ModuleType):
-    """`isotype.optimize` is this package once it is imported, and the function before: both are called alike."""
+    """`isotype.optimize` is this package once it is imported, and the function before: both are
+    called alike.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Manifest:
         return optimize(*args, **kwargs)

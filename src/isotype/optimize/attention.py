@@ -1,8 +1,11 @@
-"""Attention: transformers' function of it, which a forward finds in a table of its globals, becomes one that calls `attention`.
+"""Attention: transformers' function of it, which a forward finds in a table of its globals, becomes
+one that calls `attention`.
 
-On a CPU PyTorch's own takes three to four times as long in bf16. On a GPU the op takes packed documents, sliding windows and softcaps
-without a mask of positions x positions; its output and logsumexp can be kept for a recompute. Whatever the op does not compute (dropout,
-a bias, few queries as in generation, a compiled graph) goes to the original, call by call; so does every other implementation.
+On a CPU PyTorch's own takes three to four times as long in bf16. On a GPU the op takes packed
+documents, sliding windows and softcaps without a mask of positions x positions; its output and
+logsumexp can be kept for a recompute. Whatever the op does not compute (dropout, a bias, few
+queries as in generation, a compiled graph) goes to the original, call by call; so does every other
+implementation.
 """
 
 from __future__ import annotations
@@ -36,12 +39,16 @@ BEYOND = ("position_bias", "cache", "s_aux", "output_attentions")
 
 
 def implementation_of(module: nn.Module) -> str | None:
-    """Under which name the module's forward looks its attention function up in transformers' table; None where it does not."""
+    """Under which name the module's forward looks its attention function up in transformers' table;
+    None where it does not.
+    """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or TABLE not in forward.__code__.co_names:
         return None
     table, config = forward.__globals__.get(TABLE), getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) if hasattr(table, "get_interface") else None
+    return (
+        getattr(config, "_attn_implementation", None) if hasattr(table, "get_interface") else None
+    )
 
 
 def softcap_of(module: nn.Module) -> float | None:
@@ -49,18 +56,28 @@ def softcap_of(module: nn.Module) -> float | None:
 
 
 def is_candidate(module: nn.Module, device_type: str) -> bool:
-    """Whether the module's attention function is "sdpa", or on a GPU the only other one that computes its softcap."""
+    """Whether the module's attention function is "sdpa", or on a GPU the only other one that
+    computes its softcap.
+    """
     found = implementation_of(module)
-    return found == "sdpa" or (found == "eager" and device_type != "cpu" and softcap_of(module) is not None)
+    return found == "sdpa" or (
+        found == "eager" and device_type != "cpu" and softcap_of(module) is not None
+    )
 
 
-def place(path: str, module: nn.Module, device_type: str, replacements: list[Replacement]) -> Placement:
-    """Adds a replacement of the table to those with which the module's forward will be rebuilt; the reason names a GPU's back ends."""
+def place(
+    path: str, module: nn.Module, device_type: str, replacements: list[Replacement]
+) -> Placement:
+    """Adds a replacement of the table to those with which the module's forward will be rebuilt; the
+    reason names a GPU's back ends.
+    """
     reason = taken(module) or why_not_rebuilt(type(module).forward)
     if reason is not None:
         return placement(PART, path, module, None, reason)
     replacements.append(Replacement(TABLE, Functions))
-    return placement(PART, path, module, "attention", "" if device_type == "cpu" else back_ends(module))
+    return placement(
+        PART, path, module, "attention", "" if device_type == "cpu" else back_ends(module)
+    )
 
 
 def back_ends(module: nn.Module) -> str:
@@ -68,9 +85,14 @@ def back_ends(module: nn.Module) -> str:
     device = next((p.device for p in module.parameters()), torch.device("meta"))
     device = device if device.type == "cuda" else torch.device("meta")
     config: Any = getattr(module, "config", None)
-    if getattr(config, "is_heterogeneous", False):  # transformers refuses to read from all layers what differs between them
+    # transformers refuses to read from all layers what differs between them
+    if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[cast(int, module.layer_idx)]
-    depth = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    depth = (
+        getattr(module, "head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
     x = torch.empty(1, 1, 128, depth, dtype=torch.bfloat16, device="meta")
     options: dict[str, Any] = {
         "causal": True,
@@ -79,7 +101,10 @@ def back_ends(module: nn.Module) -> str:
         "softcap": softcap_of(module),
     }
     with nullcontext() if device.type == "cuda" else planned_for("cuda"):
-        row, packed = (on_a_gpu(x.dtype, x, x, **options, packed=packed, device=device) for packed in (False, True))
+        row, packed = (
+            on_a_gpu(x.dtype, x, x, **options, packed=packed, device=device)
+            for packed in (False, True)
+        )
     return f"{row} in bf16" if row == packed else f"{row} in bf16, {packed} for packed documents"
 
 
@@ -88,7 +113,9 @@ def _no_default(*_: Any, **__: Any) -> Any:
 
 
 class Functions:
-    """transformers' table of attention functions, with another one for "sdpa", and for "eager" where that is asked for with a softcap."""
+    """transformers' table of attention functions, with another one for "sdpa", and for "eager"
+    where that is asked for with a softcap.
+    """
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -100,7 +127,11 @@ class Functions:
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original: Callable[..., Any] = self.table.get_interface(implementation, default)
         # a user may have registered another function under that name
-        own = "transformers.integrations.sdpa_attention" if implementation == "sdpa" else getattr(default, "__module__", None)
+        own = (
+            "transformers.integrations.sdpa_attention"
+            if implementation == "sdpa"
+            else getattr(default, "__module__", None)
+        )
         known = implementation in ("sdpa", "eager") and getattr(original, "__module__", None) == own
         if not known:
             return original
@@ -113,9 +144,11 @@ class Functions:
 
 
 def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> Callable[..., Any]:
-    """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by `attention` where it serves.
+    """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by
+    `attention` where it serves.
 
-    eager  the original is the model's own function, which is used by default or because only it computes softcaps
+    eager  the original is the model's own function, which is used by default or because only it
+           computes softcaps
     """
 
     def forward(
@@ -129,26 +162,46 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
         is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        options = {"dropout": dropout, "scaling": scaling} | ({} if eager else {"is_causal": is_causal}) | others
+        options = (
+            {"dropout": dropout, "scaling": scaling}
+            | ({} if eager else {"is_causal": is_causal})
+            | others
+        )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         beyond = dropout or query.shape[2] < FEW
         for name in BEYOND:
-            beyond = beyond or (name in others and others[name] is not None and others[name] is not False)
+            beyond = beyond or (
+                name in others and others[name] is not None and others[name] is not False
+            )
         if isinstance(attention_mask, DocumentMask):
             if beyond or not causal:
                 raise UsageError(
-                    "a mask of documents reached an attention that cannot read it", fix="model.attention: flash, or no packing"
+                    "a mask of documents reached an attention that cannot read it",
+                    fix="model.attention: flash, or no packing",
                 )
             window = others.get("sliding_window")
             window = None if window is None or window >= query.shape[2] else window
-            documents = None if attention_mask.documents.whole_rows and window is None else attention_mask.documents
+            documents = (
+                None
+                if attention_mask.documents.whole_rows and window is None
+                else attention_mask.documents
+            )
             made = attention(
-                query, key, value, causal=True, scale=scaling, window=window, softcap=others.get("softcap"), documents=documents
+                query,
+                key,
+                value,
+                causal=True,
+                scale=scaling,
+                window=window,
+                softcap=others.get("softcap"),
+                documents=documents,
             )
             return made.transpose(1, 2).contiguous(), None
 
         def by_the_model() -> tuple[Tensor, None]:
-            none_to_keep = attention_mask is None or attention_mask.is_cpu or torch.compiler.is_compiling()
+            none_to_keep = (
+                attention_mask is None or attention_mask.is_cpu or torch.compiler.is_compiling()
+            )
             with nullcontext() if none_to_keep else no_cudnn_for(attention_mask):
                 return original(module, query, key, value, attention_mask, **options)
 
@@ -157,16 +210,24 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
         causal = causal and attention_mask is None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             return by_the_model()
-        fast = attention_by_kernels(query, key, value, mask=attention_mask, causal=causal, scale=scaling)
+        fast = attention_by_kernels(
+            query, key, value, mask=attention_mask, causal=causal, scale=scaling
+        )
         return by_the_model() if fast is None else (fast.transpose(1, 2).contiguous(), None)
 
     return forward
 
 
 def why_no_document_mask(model: nn.Module) -> str | None:
-    """Why bounds alone cannot keep documents apart in this model, or None: all its attention runs the op, and nothing else reads a mask."""
+    """Why bounds alone cannot keep documents apart in this model, or None: all its attention runs
+    the op, and nothing else reads a mask.
+    """
     language = language_part(inner_model(model))
-    layers = [(name, module) for name, module in language.named_modules() if implementation_of(module) is not None]
+    layers = [
+        (name, module)
+        for name, module in language.named_modules()
+        if implementation_of(module) is not None
+    ]
     for name, module in layers:
         forward = vars(module).get("forward")
         table = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get(TABLE)
@@ -224,7 +285,9 @@ def why_mask_is_read(model: Any) -> str | None:
 
 
 class MaskNeeds(NamedTuple):
-    """Why the model reads a mask of padding, and why it takes no mask of documents; None where it does not and where it does."""
+    """Why the model reads a mask of padding, and why it takes no mask of documents; None where it
+    does not and where it does.
+    """
 
     why_read: str | None
     why_no_documents: str | None
@@ -234,7 +297,9 @@ NEEDS = "_isotype_mask_needs"
 
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
-    """Decided once while the model trains and once while it does not; `optimize` and `restore` forget it."""
+    """Decided once while the model trains and once while it does not; `optimize` and `restore`
+    forget it.
+    """
     # past nn.Module's own __setattr__
     known: dict[bool, MaskNeeds] = vars(model).setdefault(NEEDS, {})
     if model.training not in known:

@@ -1,9 +1,12 @@
-"""Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
+"""Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for
+`pre * (...)`, not yet computed.
 
-Its cross-entropy is computed by `linear_cross_entropy`; a logit, a logsumexp or a log-probability of each row is computed without the
-others (`deferred_values`). Scale, softcap, casts that lose nothing, reshapes and row selections give deferred logits again. Any other
-operation computes the real tensor, once, as part of forward's graph. A wrapper tensor, it has the shape, dtype and device of the logits,
-and no memory. It can be read until an optimizer changes the head's weight. To keep the values, use `logits.detach().clone()`.
+Its cross-entropy is computed by `linear_cross_entropy`; a logit, a logsumexp or a log-probability
+of each row is computed without the others (`deferred_values`). Scale, softcap, casts that lose
+nothing, reshapes and row selections give deferred logits again. Any other operation computes the
+real tensor, once, as part of forward's graph. A wrapper tensor, it has the shape, dtype and device
+of the logits, and no memory. It can be read until an optimizer changes the head's weight. To keep
+the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations
@@ -33,10 +36,24 @@ materialised: Counter[str] = Counter()
 
 
 # besides names that end in one underscore: what needs the memory or the graph of the tensor itself
-_IN_PLACE = {"__setitem__", *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))}
+_IN_PLACE = {
+    "__setitem__",
+    *(
+        f"__i{op}__"
+        for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+    ),
+}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _VIEWS = {
-    *(Tensor.detach, torch.detach, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.__getitem__),
+    *(
+        Tensor.detach,
+        torch.detach,
+        Tensor.view,
+        Tensor.reshape,
+        torch.reshape,
+        Tensor.contiguous,
+        Tensor.__getitem__,
+    ),
     *(Tensor.flatten, torch.flatten),
 }  # what may share its argument's memory
 
@@ -56,12 +73,18 @@ class Recipe:
     dtype: torch.dtype  # of the logits as seen now
     pre: float = 1.0
     post: float | None = None  # None before a tanh
-    items: int | Tensor | None = None  # what a summed loss will be divided by, where the forward was given it
-    # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is made of these logits
+    # what a summed loss will be divided by, where the forward was given it
+    items: int | Tensor | None = None
+    # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is
+    # made of these logits
     reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
 
     def scaled(self, factor: float) -> Recipe:
-        return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
+        return (
+            replace(self, pre=self.pre * factor)
+            if self.post is None
+            else replace(self, post=self.post * factor)
+        )
 
     @property
     def scale_and_softcap(self) -> tuple[float, float | None]:
@@ -76,34 +99,57 @@ class Recipe:
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def check(self) -> None:
-        if self.weight.numel() and not self.weight.is_meta and not self.weight.untyped_storage().size():
+        if (
+            self.weight.numel()
+            and not self.weight.is_meta
+            and not self.weight.untyped_storage().size()
+        ):
             raise IsotypeError(
-                "the head's weight is sharded, and its memory was freed before the logits were computed",
-                fix="fully_shard(..., reshard_after_forward=False) for the FSDP unit that has the head",
+                "the head's weight is sharded, and its memory was freed before the logits were"
+                " computed",
+                fix=(
+                    "fully_shard(..., reshard_after_forward=False) for the FSDP unit that has the"
+                    " head"
+                ),
             )
         if change_count(self.source) != self.changes:
             raise IsotypeError(
-                "these logits were not computed before the head's weight changed, and now cannot be",
-                fix="keep outputs.logits.detach().clone(), or read outputs.logits, before what changes the weights: optimizer.step(), "
-                "also in a hook of backward(), or your own code",
+                "these logits were not computed before the head's weight changed, and now"
+                " cannot be",
+                fix=(
+                    "keep outputs.logits.detach().clone(), or read outputs.logits, before what"
+                    " changes the weights: optimizer.step(), also in a hook of backward(), or your"
+                    " own code"
+                ),
             )
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
         """Once checked: autocast and gradients as they were when the head was called."""
         self.check()
-        with planned.autocast(self.hidden.device.type, self.cast), torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+        with (
+            planned.autocast(self.hidden.device.type, self.cast),
+            torch.set_grad_enabled(self.grad and torch.is_grad_enabled()),
+        ):
             yield
 
     def compute(self) -> Tensor:
-        """The real logits, in the dtypes in which the model would have made them, with their graph if the model would have made one."""
+        """The real logits, in the dtypes in which the model would have made them, with their graph
+        if the model would have made one.
+        """
         with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
             with self.as_then():
                 x = F.linear(self.hidden, self.weight, self.bias)
             with autocast_off(x):
-                x = x.to(self.dtype) if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits else x
+                x = (
+                    x.to(self.dtype)
+                    if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits
+                    else x
+                )
                 x = x if self.pre == 1.0 else x * self.pre
-                return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
+                return self._watched(
+                    (x if self.post is None else self.post * torch.tanh(x)).to(self.dtype)
+                )
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
@@ -111,9 +157,15 @@ class Recipe:
         with self.as_then():
             answered["linear_cross_entropy"] += 1
             loss: Tensor = linear_cross_entropy(
-                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap,
-                num_items=self.items if options.get("reduction") == "sum" else None, **options,
-            )  # fmt: skip
+                self.hidden,
+                self.weight,
+                targets,
+                bias=self.bias,
+                logit_scale=scale,
+                softcap=cap,
+                num_items=self.items if options.get("reduction") == "sum" else None,
+                **options,
+            )
             return self._watched(loss)
 
     def _watched(self, made: Tensor) -> Tensor:
@@ -133,17 +185,23 @@ class DeferredLogits(DeferredTensor):
     """See the module's docstring. Made by `defer`."""
 
     recipe: Recipe
-    memory: list[str]  # shared by deferred logits that would share memory: the functions that have written to one of them
+    # shared by deferred logits that would share memory: the functions that have written to one of
+    # them
+    memory: list[str]
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
 
         def make() -> DeferredLogits:
-            made: DeferredLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)
+            made: DeferredLogits = Tensor._make_wrapper_subclass(
+                cls, shape, dtype=recipe.dtype, device=recipe.hidden.device
+            )
             return made
 
-        made = in_graph(make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad)
+        made = in_graph(
+            make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad
+        )
         made.recipe, made.computed, made.memory = recipe, None, []
         return made
 
@@ -157,10 +215,13 @@ class DeferredLogits(DeferredTensor):
         return self.computed
 
     def check(self) -> None:
-        """Raises IsotypeError where other logits in the same memory were written to before these were computed."""
+        """Raises IsotypeError where other logits in the same memory were written to before these
+        were computed.
+        """
         if self.computed is None and self.memory:
             raise IsotypeError(
-                f"{self.memory[-1]}() on logits from which these were sliced or reshaped, or that were made from these",
+                f"{self.memory[-1]}() on logits from which these were sliced or reshaped, or that"
+                " were made from these",
                 fix="logits.clone() before what changes them in place, or isotype.restore(model)",
             )
 
@@ -187,32 +248,64 @@ class DeferredLogits(DeferredTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tensor | None = None) -> DeferredLogits:
-    """What `F.linear(hidden, weight, bias)` would be. items: what a loss that is summed over them will be divided by, where it is known."""
+def defer(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tensor | None = None
+) -> DeferredLogits:
+    """What `F.linear(hidden, weight, bias)` would be. items: what a loss that is summed over them
+    will be divided by, where it is known.
+    """
     grad, product = torch.is_grad_enabled(), product_dtype(hidden, weight)
     cast = autocast_dtype(hidden)
-    return DeferredLogits(Recipe(hidden, weight, bias, weight, change_count(weight), grad, cast, product, product, items=items))
+    return DeferredLogits(
+        Recipe(
+            hidden,
+            weight,
+            bias,
+            weight,
+            change_count(weight),
+            grad,
+            cast,
+            product,
+            product,
+            items=items,
+        )
+    )
 
 
 def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _HOOKS or kwargs.get("out") is not None
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name in _IN_PLACE
+        or name in _HOOKS
+        or kwargs.get("out") is not None
+    )
 
 
 def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
-    """Before a write in place: these become real, and others that would share their memory are refused from then on. A hook is refused."""
+    """Before a write in place: these become real, and others that would share their memory are
+    refused from then on. A hook is refused.
+    """
     for x in arguments:
         if isinstance(x, DeferredLogits):
             if name in _HOOKS:
-                raise IsotypeError(f"{name}() on deferred logits, which have no gradient of their own", fix="isotype.restore(model)")
+                raise IsotypeError(
+                    f"{name}() on deferred logits, which have no gradient of their own",
+                    fix="isotype.restore(model)",
+                )
             x.materialise(name)
             x.memory.append(name)
 
 
 def _caller() -> str:
-    """The innermost line outside torch, this package and the observer, which makes each call itself."""
+    """The innermost line outside torch, this package and the observer, which makes each call
+    itself.
+    """
     for frame in reversed(traceback.extract_stack()):
-        if not any(part in frame.filename for part in ("/torch/", "/isotype/optimize/deferred", "/isotype/observe/")):
+        if not any(
+            part in frame.filename
+            for part in ("/torch/", "/isotype/optimize/deferred", "/isotype/observe/")
+        ):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return "an unknown line"
 
@@ -226,29 +319,62 @@ def _with(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
 
 
 def _times(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
-    if rest or isinstance(other, bool) or not isinstance(other, (int, float)) or x.computed is not None:
+    if (
+        rest
+        or isinstance(other, bool)
+        or not isinstance(other, (int, float))
+        or x.computed is not None
+    ):
         return None
     return DeferredLogits(x.recipe.scaled(float(other)))
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
-    return lambda x, **rest: None if rest else x if x.dtype == dtype else _with(x, dtype=dtype) if loses_nothing(x, dtype) else None
+    return lambda x, **rest: (
+        None
+        if rest
+        else x
+        if x.dtype == dtype
+        else _with(x, dtype=dtype)
+        if loses_nothing(x, dtype)
+        else None
+    )
 
 
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
-    dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and set(kwargs) == {"dtype"} else None
+    dtype = (
+        args[0]
+        if len(args) == 1 and not kwargs
+        else kwargs.get("dtype")
+        if not args and set(kwargs) == {"dtype"}
+        else None
+    )
     return _cast(dtype)(x) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
     r = x.recipe
-    return _with(x, hidden=r.hidden.detach(), weight=r.weight.detach(), bias=None if r.bias is None else r.bias.detach())
+    return _with(
+        x,
+        hidden=r.hidden.detach(),
+        weight=r.weight.detach(),
+        bias=None if r.bias is None else r.bias.detach(),
+    )
 
 
 def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+    sizes = (
+        tuple(shape[0])
+        if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size))
+        else shape
+    )
     vocabulary = x.recipe.weight.shape[0]
-    if rest or len(sizes) < 2 or not all(isinstance(s, int) for s in sizes) or sizes[-1] != vocabulary:
+    if (
+        rest
+        or len(sizes) < 2
+        or not all(isinstance(s, int) for s in sizes)
+        or sizes[-1] != vocabulary
+    ):
         return None
     return _with(x, hidden=x.recipe.hidden.reshape(*sizes[:-1], x.recipe.hidden.shape[-1]))
 
@@ -264,7 +390,11 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
-    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)) or sum(type(p) is int for p in parts) > dims - 2:
+    if (
+        len(parts) > dims
+        or (len(parts) == dims and parts[-1] != slice(None))
+        or sum(type(p) is int for p in parts) > dims - 2
+    ):
         return None
     return _with(x, hidden=x.recipe.hidden[parts])
 
@@ -272,7 +402,11 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
 def _selected(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
     """Rows chosen by a mask of the leading dimensions, or by numbers along the first one."""
     leading = x.recipe.hidden.dim() - 1
-    plain = type(index) is Tensor and (index.dim() <= leading if index.dtype == torch.bool else index.dtype == torch.int64 and index.dim())
+    plain = type(index) is Tensor and (
+        index.dim() <= leading
+        if index.dtype == torch.bool
+        else index.dtype == torch.int64 and index.dim()
+    )
     return _with(x, hidden=x.recipe.hidden[index]) if plain and leading else None
 
 
@@ -283,34 +417,60 @@ def _unbind(x: DeferredLogits, dim: int = 0, **rest: Any) -> tuple[Tensor, ...] 
     return tuple(x[i] for i in range(len(x)))
 
 
-def _flatten(x: DeferredLogits, start_dim: int = 0, end_dim: int = -1, **rest: Any) -> DeferredLogits | None:
+def _flatten(
+    x: DeferredLogits, start_dim: int = 0, end_dim: int = -1, **rest: Any
+) -> DeferredLogits | None:
     dims = x.dim()
     start, end = (d + dims if d < 0 else d for d in (start_dim, end_dim))
-    return None if rest or not 0 <= start <= end < dims - 1 else _with(x, hidden=x.recipe.hidden.flatten(start, end))
+    return (
+        None
+        if rest or not 0 <= start <= end < dims - 1
+        else _with(x, hidden=x.recipe.hidden.flatten(start, end))
+    )
 
 
-def _index_select(x: DeferredLogits, dim: Any = None, index: Any = None, **rest: Any) -> DeferredLogits | None:
+def _index_select(
+    x: DeferredLogits, dim: Any = None, index: Any = None, **rest: Any
+) -> DeferredLogits | None:
     plain = not rest and dim == 0 and isinstance(index, Tensor) and x.recipe.hidden.dim() == 2
     return _with(x, hidden=x.recipe.hidden.index_select(0, index)) if plain else None
 
 
 def _cross_entropy(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
-    reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Tensor | None:  # fmt: skip
-    plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
-    if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    plain = (
+        weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
+    )
+    if (
+        not plain
+        or input.dim() != 2
+        or target.dim() != 1
+        or target.dtype != torch.int64
+        or input.computed is not None
+    ):
         return None
     recipe = input.recipe
     # PyTorch's own: autocast computes this loss in fp32
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
-    loss: Tensor = recipe.loss(target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    loss: Tensor = recipe.loss(
+        target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
+    )
     return loss.to(dtype)
 
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
-    """FSDP hooks what a unit returns, to gather its weights before the backward. It looks at no gradient, so that no logits are needed."""
+    """FSDP hooks what a unit returns, to gather its weights before the backward. It looks at no
+    gradient, so that no logits are needed.
+    """
     of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
     if x.computed is not None or not of_fsdp:
         return None
@@ -330,16 +490,23 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
     **dict.fromkeys(
         (Tensor.div, Tensor.__truediv__, torch.div),
-        lambda x, other, **rest: _times(x, 1.0 / other, **rest) if isinstance(other, int | float) and other else None,
+        lambda x, other, **rest: (
+            _times(x, 1.0 / other, **rest) if isinstance(other, int | float) and other else None
+        ),
     ),
     # the sign of a softcap is the op's to refuse; a second tanh is not of this form
-    **dict.fromkeys((Tensor.tanh, torch.tanh), lambda x: _with(x, post=1.0) if x.recipe.post is None else None),
+    **dict.fromkeys(
+        (Tensor.tanh, torch.tanh), lambda x: _with(x, post=1.0) if x.recipe.post is None else None
+    ),
     Tensor.float: _cast(torch.float32),
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.half: _cast(torch.float16),
     Tensor.to: _to,
     # DDP clones what a forward returns; a copy without a graph is one to keep
-    **dict.fromkeys((Tensor.clone, torch.clone), lambda x, **rest: None if rest or not _requires_grad(x) else _with(x)),
+    **dict.fromkeys(
+        (Tensor.clone, torch.clone),
+        lambda x, **rest: None if rest or not _requires_grad(x) else _with(x),
+    ),
     Tensor.contiguous: lambda x, **rest: None if rest else _with(x),
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),

@@ -1,4 +1,6 @@
-"""A tensor that is not yet computed: what deferred logits and deferred log-probabilities have in common."""
+"""A tensor that is not yet computed: what deferred logits and deferred log-probabilities have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,43 @@ T = TypeVar("T", bound="DeferredTensor")
 
 # functions that need no values
 _METADATA = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
-    *(Tensor.element_size, Tensor.is_contiguous, Tensor.__len__, torch.is_floating_point, torch.numel),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta", "_base")),
+    *(
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.get_device,
+    ),
+    *(
+        Tensor.element_size,
+        Tensor.is_contiguous,
+        Tensor.__len__,
+        torch.is_floating_point,
+        torch.numel,
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "ndim",
+            "is_cuda",
+            "layout",
+            "is_sparse",
+            "is_meta",
+            "_base",
+        )
+    ),
 }
 
 
 class Graph(torch.autograd.Function):
-    """The place of a deferred tensor in autograd's graph, for code that PyTorch does not show to `__torch_function__`: autograd functions,
-    `vmap` and other transforms, TorchScript. Backward computes the tensor again from its sources and differentiates that.
+    """The place of a deferred tensor in autograd's graph, for code that PyTorch does not show to
+    `__torch_function__`: autograd functions, `vmap` and other transforms, TorchScript. Backward
+    computes the tensor again from its sources and differentiates that.
 
     make     makes the deferred tensor
     sources  the tensors that it is made of, with their graphs
@@ -36,7 +66,13 @@ class Graph(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], Tensor], sources: list[Any], remake: Callable[..., Tensor], *tensors: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        make: Callable[[], Tensor],
+        sources: list[Any],
+        remake: Callable[..., Tensor],
+        *tensors: Any,
+    ) -> Tensor:
         ctx.sources, ctx.remake = sources, remake
         return make()
 
@@ -44,7 +80,10 @@ class Graph(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("what is made of deferred logits")
         needed = ctx.needs_input_grad[3:]
-        leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.sources, needed, strict=True)]
+        leaves = [
+            x if x is None else x.detach().requires_grad_(need)
+            for x, need in zip(ctx.sources, needed, strict=True)
+        ]
         with torch.enable_grad():
             made = ctx.remake(*leaves)
         wanted: list[Any] = [x for x, need in zip(leaves, needed, strict=True) if need]
@@ -52,19 +91,31 @@ class Graph(torch.autograd.Function):
         return None, None, None, *(next(found) if need else None for need in needed)
 
 
-def in_graph(make: Callable[[], T], sources: list[Any], remake: Callable[..., Tensor], *, grad: bool) -> T:
-    """`make()`, with gradients for its sources where `grad` and the sources ask for them. See `Graph`."""
-    wanted = grad and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in sources)
-    # a transform refuses this form of an autograd function, and gives what it differentiates to __torch_function__
-    if not wanted or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
+def in_graph(
+    make: Callable[[], T], sources: list[Any], remake: Callable[..., Tensor], *, grad: bool
+) -> T:
+    """`make()`, with gradients for its sources where `grad` and the sources ask for them. See
+    `Graph`.
+    """
+    wanted = (
+        grad and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in sources)
+    )
+    # a transform refuses this form of an autograd function, and gives what it differentiates to
+    # __torch_function__
+    if (
+        not wanted
+        or torch.is_inference_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+    ):
         return make()
     made: T = Graph.apply(make, sources, remake, *sources)
     return made
 
 
 def _in_an_autograd_function() -> bool:
-    """Whether the forward of an autograd function runs. What it computes of its inputs has to be real: a deferred tensor has a graph of its
-    own, past the function's backward."""
+    """Whether the forward of an autograd function runs. What it computes of its inputs has to be
+    real: a deferred tensor has a graph of its own, past the function's backward.
+    """
     frame: FrameType | None = sys._getframe(2)
     method: Any = torch.autograd.Function.apply
     apply = method.__func__.__code__
@@ -82,7 +133,8 @@ def _has_graph(x: Any) -> bool:
 
 
 class DeferredTensor(Tensor):
-    """A wrapper tensor: it has shape, dtype and device, and no memory. Every function that it does not answer gets the real tensor.
+    """A wrapper tensor: it has shape, dtype and device, and no memory. Every function that it does
+    not answer gets the real tensor.
 
     computed  the real tensor, once it was needed
     """
@@ -104,9 +156,17 @@ class DeferredTensor(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        hidden = not torch.is_grad_enabled() and any(_has_graph(x) for x in args) and _in_an_autograd_function()
+        hidden = (
+            not torch.is_grad_enabled()
+            and any(_has_graph(x) for x in args)
+            and _in_an_autograd_function()
+        )
         known = None if hidden else cls.answered(func, args, kwargs)
-        return cls._with_real_tensors(func, getattr(func, "__name__", str(func)), args, kwargs) if known is None else known
+        return (
+            cls._with_real_tensors(func, getattr(func, "__name__", str(func)), args, kwargs)
+            if known is None
+            else known
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
@@ -123,8 +183,9 @@ class DeferredTensor(Tensor):
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
 
-# id of a trained weight that was asked about -> steps. Not a weak reference: torch.utils.swap_tensors refuses a weight that has one. A new
-# tensor may get the id of a dead one: its count then begins above 0, and only differences matter.
+# id of a trained weight that was asked about -> steps. Not a weak reference:
+# torch.utils.swap_tensors refuses a weight that has one. A new tensor may get the id of a dead one:
+# its count then begins above 0, and only differences matter.
 _steps: dict[int, int] = {}
 
 
@@ -133,7 +194,9 @@ def change_count(weight: Tensor) -> tuple[int, int]:
     trained = weight.requires_grad and weight.is_leaf
     if trained:
         _watch()
-    return 0 if weight.is_inference() else weight._version, _steps.setdefault(id(weight), 0) if trained else 0
+    return 0 if weight.is_inference() else weight._version, (
+        _steps.setdefault(id(weight), 0) if trained else 0
+    )
 
 
 @cache

@@ -1,7 +1,9 @@
-"""Values of single rows of deferred logits, without the logits: selected logits, logsumexp, means, the most likely class.
+"""Values of single rows of deferred logits, without the logits: selected logits, logsumexp, means,
+the most likely class.
 
-Preference losses use these: TRL's ORPO and CPO gather a logit, subtract a logsumexp and log a mean. T rows, H hidden, V vocabulary.
-`x` is a `DeferredLogits` everywhere. Each function returns None where it needs the real logits.
+Preference losses use these: TRL's ORPO and CPO gather a logit, subtract a logsumexp and log a mean.
+T rows, H hidden, V vocabulary. `x` is a `DeferredLogits` everywhere. Each function returns None
+where it needs the real logits.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import linear_log_probs
-from ..ops.backend import autocast_dtype, autocast_off, product_dtype, refuse_second_derivative, wide
+from ..ops.backend import (
+    autocast_dtype,
+    autocast_off,
+    product_dtype,
+    refuse_second_derivative,
+    wide,
+)
 from .deferred_tensor import DeferredTensor, in_graph
 
 # how often each op computed a value of deferred logits
@@ -25,10 +33,14 @@ NEVER_IGNORED = -(2**31)
 
 
 class SelectedLogits(torch.autograd.Function):
-    """fp32[T]: the product of each hidden row with the head's row of its class; no V-sized tensor but a trainable head's gradient."""
+    """fp32[T]: the product of each hidden row with the head's row of its class; no V-sized tensor
+    but a trainable head's gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, classes_T: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, classes_T: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_VH, classes_T)
         ctx.dtype = dtype
         fp32 = wide(dtype)
@@ -44,7 +56,9 @@ class SelectedLogits(torch.autograd.Function):
             dhidden = (g_T1 * weight_VH[classes_T].to(ctx.dtype).to(g_T1.dtype)).to(hidden_TH.dtype)
         if ctx.needs_input_grad[1]:
             total_VH = torch.zeros(weight_VH.shape, dtype=g_T1.dtype, device=weight_VH.device)
-            dweight = total_VH.index_add_(0, classes_T, g_T1 * hidden_TH.to(ctx.dtype).to(g_T1.dtype)).to(weight_VH.dtype)
+            dweight = total_VH.index_add_(
+                0, classes_T, g_T1 * hidden_TH.to(ctx.dtype).to(g_T1.dtype)
+            ).to(weight_VH.dtype)
         return dhidden, dweight, None, None
 
 
@@ -74,7 +88,12 @@ def is_last(x: Any, dim: Any) -> bool:
 
 def one_class_a_row(x: Any, dim: Any, index: Any) -> Tensor | None:
     """index[*n 1] as classes[*n], where `gather` takes one logit of each row; None otherwise."""
-    plain = is_last(x, dim) and isinstance(index, Tensor) and index.dtype == torch.int64 and index.dim() == x.dim()
+    plain = (
+        is_last(x, dim)
+        and isinstance(index, Tensor)
+        and index.dtype == torch.int64
+        and index.dim() == x.dim()
+    )
     return index.squeeze(-1) if plain and tuple(index.shape) == (*x.shape[:-1], 1) else None
 
 
@@ -88,7 +107,9 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
         dtype = product_dtype(r.hidden, r.weight)
         with autocast_off(r.hidden):
             flat = classes.reshape(-1)
-            z = SelectedLogits.apply(r.hidden.reshape(-1, r.hidden.shape[-1]), r.weight, flat, dtype)
+            z = SelectedLogits.apply(
+                r.hidden.reshape(-1, r.hidden.shape[-1]), r.weight, flat, dtype
+            )
             if r.bias is not None:
                 z = z + r.bias.to(dtype).to(z.dtype)[flat]
             z = z if r.pre == 1.0 else z * r.pre
@@ -99,20 +120,33 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
 def per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
     """One of `linear_log_probs`'s outputs, for each row: [*n]; for any class where none is named."""
     r = x.recipe
-    classes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device) if classes is None else classes
+    classes = (
+        torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+        if classes is None
+        else classes
+    )
     with r.as_then():
         answered["linear_log_probs"] += 1
         scale, cap = r.scale_and_softcap
         values = linear_log_probs(
-            r.hidden, r.weight, classes, bias=r.bias, outputs=(output,), ignore_index=NEVER_IGNORED, logit_scale=scale, softcap=cap
+            r.hidden,
+            r.weight,
+            classes,
+            bias=r.bias,
+            outputs=(output,),
+            ignore_index=NEVER_IGNORED,
+            logit_scale=scale,
+            softcap=cap,
         )
         made: Tensor = getattr(values, output)
         return made
 
 
 def loses_nothing(x: Any, dtype: torch.dtype) -> bool:
-    """Whether an op's fp32 arithmetic stands for deferred logits cast to `dtype`: to fp32, or back to the product's own dtype where nothing
-    was done in between. Any other cast is made: a program's own fp16 logits have another loss, and an observer must see fp64 ones too."""
+    """Whether an op's fp32 arithmetic stands for deferred logits cast to `dtype`: to fp32, or back
+    to the product's own dtype where nothing was done in between. Any other cast is made: a
+    program's own fp16 logits have another loss, and an observer must see fp64 ones too.
+    """
     as_made = x.recipe.pre == 1.0 and x.recipe.post is None
     return dtype == torch.float32 or (as_made and dtype == x.recipe.product)
 
@@ -157,24 +191,31 @@ def argmax(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tenso
     return made.unsqueeze(-1) if keepdim else made
 
 
-# --- deferred log-probabilities: `factor * log_softmax(logits)`, not yet computed. Losses of users' own, and Trainer's label smoothing,
-# write `log_softmax(...)`, perhaps negated, and then gather one class a row or sum a row: both are known without the logits. Anything else
-# gets the real log-probabilities, computed once
+# --- deferred log-probabilities: `factor * log_softmax(logits)`, not yet computed. Losses of users'
+# own, and Trainer's label smoothing, write `log_softmax(...)`, perhaps negated, and then gather one
+# class a row or sum a row: both are known without the logits. Anything else gets the real
+# log-probabilities, computed once
 
 
 class DeferredLogProbs(DeferredTensor):
-    """See the module's docstring. Made by `log_softmax`. logits: a DeferredLogits; cast: log_softmax's own dtype, or None."""
+    """See the module's docstring. Made by `log_softmax`. logits: a DeferredLogits; cast:
+    log_softmax's own dtype, or None.
+    """
 
     logits: Any
     factor: float
     cast: torch.dtype | None
 
     @staticmethod
-    def __new__(cls, logits: Any, factor: float, cast: torch.dtype | None, dtype: torch.dtype) -> DeferredLogProbs:
+    def __new__(
+        cls, logits: Any, factor: float, cast: torch.dtype | None, dtype: torch.dtype
+    ) -> DeferredLogProbs:
         recipe = logits.recipe
 
         def make() -> DeferredLogProbs:
-            made: DeferredLogProbs = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=dtype, device=logits.device)
+            made: DeferredLogProbs = Tensor._make_wrapper_subclass(
+                cls, logits.shape, dtype=dtype, device=logits.device
+            )
             return made
 
         def remake(*sources: Any) -> Tensor:
@@ -188,28 +229,43 @@ class DeferredLogProbs(DeferredTensor):
         """The real log-probabilities, computed once, with the graph that the logits have."""
         if self.computed is None:
             with torch.set_grad_enabled(self.logits.recipe.grad):
-                made = F.log_softmax(self.logits.materialise(asked_by), -1, dtype=self.cast).to(self.dtype)
+                made = F.log_softmax(self.logits.materialise(asked_by), -1, dtype=self.cast).to(
+                    self.dtype
+                )
                 self.computed = made if self.factor == 1.0 else made * self.factor
         return self.computed
 
     @classmethod
     def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         rule, first = _RULES.get(func), args[0] if args else kwargs.get("input")
-        if rule is None or not isinstance(first, DeferredLogProbs) or first.computed is not None or first.logits.computed is not None:
+        if (
+            rule is None
+            or not isinstance(first, DeferredLogProbs)
+            or first.computed is not None
+            or first.logits.computed is not None
+        ):
             return None
         return rule(*args, **kwargs)
 
 
-def log_softmax(x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **rest: Any) -> DeferredLogProbs | None:
-    """F.log_softmax's third positional argument is a stack level without a meaning here; Tensor's is a dtype."""
+def log_softmax(
+    x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **rest: Any
+) -> DeferredLogProbs | None:
+    """F.log_softmax's third positional argument is a stack level without a meaning here; Tensor's
+    is a dtype.
+    """
     if args or set(rest) - {"_stacklevel"} or not is_last(x, dim) or x.computed is not None:
         return None
     if dtype is not None and not loses_nothing(x, dtype):
         return None
     # PyTorch's own: autocast computes it in fp32
-    narrow = x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None
+    narrow = (
+        x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None
+    )
     # logits of its own: a later write to x does not change what was computed before
-    return DeferredLogProbs(type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if narrow else x.dtype))
+    return DeferredLogProbs(
+        type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if narrow else x.dtype)
+    )
 
 
 def _times(x: DeferredLogProbs, by: Any, **rest: Any) -> DeferredLogProbs | None:
@@ -225,7 +281,14 @@ def _gather(x: DeferredLogProbs, dim: Any = None, index: Any = None, **rest: Any
     return (per_row(x.logits, "log_probs", classes) * x.factor).to(x.dtype).unsqueeze(-1)
 
 
-def _sum(x: DeferredLogProbs, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **rest: Any) -> Tensor | None:
+def _sum(
+    x: DeferredLogProbs,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    **rest: Any,
+) -> Tensor | None:
     """Of each row: V (mean of the logits - logsumexp)."""
     means = None if rest or not is_last(x, dim) else row_means(x.logits)
     if means is None:
@@ -247,10 +310,21 @@ def _rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None
 
 
 def _nll_loss(
-    x: DeferredLogProbs, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    x: DeferredLogProbs,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
     reduction: str = "mean",
-) -> Tensor | None:  # fmt: skip
-    if x.factor != 1.0 or weight is not None or size_average is not None or reduce is not None or x.dim() != 2:
+) -> Tensor | None:
+    if (
+        x.factor != 1.0
+        or weight is not None
+        or size_average is not None
+        or reduce is not None
+        or x.dim() != 2
+    ):
         return None
     return F.cross_entropy(x.logits, target, ignore_index=ignore_index, reduction=reduction)
 

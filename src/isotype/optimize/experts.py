@@ -1,6 +1,8 @@
-"""Stacked experts of a mixture: transformers gives them one signature and five flags, so that one forward on the instance reaches all.
+"""Stacked experts of a mixture: transformers gives them one signature and five flags, so that one
+forward on the instance reaches all.
 
-With adapters it is put on the outermost of PEFT's wrappers, one for each adapted stack, and takes A and B of each at the call.
+With adapters it is put on the outermost of PEFT's wrappers, one for each adapted stack, and takes A
+and B of each at the call.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from .instances import once_a_kind, placement, same_in_both_modes, stand_in, tak
 PART = "experts"
 # sizes of a probe: experts, hidden and inner features
 _EXPERTS, _HIDDEN, _INNER = 3, 6, 10
-_SIZES = {"num_experts": _EXPERTS} | dict.fromkeys(("hidden_dim", "hidden_size"), _HIDDEN) | dict.fromkeys(
-    ("intermediate_dim", "intermediate_size"), _INNER
-)  # fmt: skip
+_SIZES = (
+    {"num_experts": _EXPERTS}
+    | dict.fromkeys(("hidden_dim", "hidden_size"), _HIDDEN)
+    | dict.fromkeys(("intermediate_dim", "intermediate_size"), _INNER)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +66,18 @@ def _state(stack: Tensor) -> StackState | None:
 
 
 def _state_there(stack: Any) -> StackState | None:
-    """The same on the stack's device: a module that is moved takes the packed bytes along, and not what belongs to them."""
+    """The same on the stack's device: a module that is moved takes the packed bytes along, and not
+    what belongs to them.
+    """
     if _state(stack) is not None:
         stack.quant_state = stack.quant_state.moved(stack.device)
     return _state(stack)
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether this is a mixture's stacked experts, or the outermost wrapper of them: a caller meets the inner ones too."""
+    """Whether this is a mixture's stacked experts, or the outermost wrapper of them: a caller meets
+    the inner ones too.
+    """
     return has_stacks(unwrapped(module)[1])
 
 
@@ -82,20 +90,29 @@ def recognise(module: Any) -> ExpertsSettings | str:
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each expert"
     transposed, biased = module.is_transposed, module.has_bias
-    if any(not p.is_floating_point() and _state(p) is None for p in module._parameters.values() if p is not None):
+    if any(
+        not p.is_floating_point() and _state(p) is None
+        for p in module._parameters.values()
+        if p is not None
+    ):
         return "its weights are packed"
     gate = getattr(module, "act_fn", None)
     if isinstance(gate, nn.Module) and any(p.requires_grad for p in gate.parameters()):
         return "its activation has trained parameters"
     width = _INNER * (2 if module.has_gate else 1)
     sizes: dict[str, tuple[int, ...]] = {up: (_HIDDEN, width), "down_proj": (_INNER, _HIDDEN)}
-    shapes = {name: (_EXPERTS, *(size if transposed else size[::-1])) for name, size in sizes.items()}
+    shapes = {
+        name: (_EXPERTS, *(size if transposed else size[::-1])) for name, size in sizes.items()
+    }
     if biased:
         shapes |= {f"{name}_bias": (_EXPERTS, size[1]) for name, size in sizes.items()}
     if shapes.keys() != {name for name, p in module._parameters.items() if p is not None}:
         return "it has other weights than two stacks"
     generator = torch.Generator().manual_seed(0)
-    tiny = {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for name, shape in shapes.items()}
+    tiny = {
+        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for name, shape in shapes.items()
+    }
     twin: Any = stand_in(module, {}, tiny)
     for name, size in _SIZES.items():
         if hasattr(twin, name):
@@ -106,7 +123,13 @@ def recognise(module: Any) -> ExpertsSettings | str:
     own = inspect.unwrap(type(module).forward)
     for activation in _activations(module):
         found = ExpertsSettings(up, biased, transposed, activation)
-        if same_in_both_modes(twin, lambda: own(twin, x, index, weights), partial(compute, twin, {}, x, index, weights, found), x, weights):
+        if same_in_both_modes(
+            twin,
+            lambda: own(twin, x, index, weights),
+            partial(compute, twin, {}, x, index, weights, found),
+            x,
+            weights,
+        ):
             return found
     return "its output is not that of stacked experts on a probe"
 
@@ -119,10 +142,23 @@ def _activations(module: Any) -> list[Activation | None]:
     return ["silu", "gelu", "gelu_tanh", None]
 
 
-def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor, weights: Tensor, s: ExpertsSettings) -> Tensor:
+def compute(
+    module: Any,
+    adapters: dict[str, Adapter],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    s: ExpertsSettings,
+) -> Tensor:
     """The op over this module's own weights."""
     parameters = module._parameters
-    activation = s.activation if s.activation is not None else module._apply_gate if module.has_gate else module.act_fn
+    activation = (
+        s.activation
+        if s.activation is not None
+        else module._apply_gate
+        if module.has_gate
+        else module.act_fn
+    )
     return experts(
         x,
         index,
@@ -141,11 +177,17 @@ def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor,
 
 
 def adapter_of(wrapper: Any) -> Adapter:
-    """A [(E R) N] and B [O (R E)], as PEFT keeps them: the expert is A's slow index and B's fast one."""
+    """A [(E R) N] and B [O (R E)], as PEFT keeps them: the expert is A's slow index and B's fast
+    one.
+    """
     name = active_adapter(wrapper)
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     count = wrapper.num_experts
-    return Adapter(a.view(count, -1, a.shape[-1]), b.view(b.shape[0], -1, count).permute(2, 0, 1), float(wrapper.scaling[name]))
+    return Adapter(
+        a.view(count, -1, a.shape[-1]),
+        b.view(b.shape[0], -1, count).permute(2, 0, 1),
+        float(wrapper.scaling[name]),
+    )
 
 
 def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) -> str | None:
@@ -161,13 +203,22 @@ def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) ->
         if wrapper.merged_adapters:
             return "the adapter is merged into the weight"
         if not wrapper._disable_adapters and active_adapter(wrapper) is None:
-            return "several adapters are active" if len(wrapper.active_adapters) > 1 else "no active adapter"
+            return (
+                "several adapters are active"
+                if len(wrapper.active_adapters) > 1
+                else "no active adapter"
+            )
     return None
 
 
 def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     settings: ExpertsSettings = self.__dict__[MARK][0]
-    fits = len(args) == 2 and not kwargs and hidden_states.dim() == 2 and not torch.compiler.is_dynamo_compiling()
+    fits = (
+        len(args) == 2
+        and not kwargs
+        and hidden_states.dim() == 2
+        and not torch.compiler.is_dynamo_compiling()
+    )
     wrappers, module = unwrapped(self)
     why = why_not(wrappers, module, settings)
     if why is not None and wrappers and _state(module.down_proj) is not None:
@@ -175,12 +226,17 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     if not fits or why is not None:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    adapters = {name: adapter_of(wrapper) for name, wrapper in wrappers.items() if not wrapper._disable_adapters}
+    adapters = {
+        name: adapter_of(wrapper)
+        for name, wrapper in wrappers.items()
+        if not wrapper._disable_adapters
+    }
     return compute(module, adapters, hidden_states, args[0], args[1], settings)
 
 
 def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """In place of the forward of transformers' stacked experts whose stacks are packed, from when they are loaded.
+    """In place of the forward of transformers' stacked experts whose stacks are packed, from when
+    they are loaded.
 
     hidden_states  F[... K]
     index          int[... C], the experts of each token
@@ -189,17 +245,26 @@ def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Ten
     """
     x_TK = hidden_states.reshape(-1, hidden_states.shape[-1])
     settings = ExpertsSettings("gate_up_proj", self.has_bias, self.is_transposed, None)
-    total = compute(self, {}, x_TK, index.reshape(len(x_TK), -1), weights.reshape(len(x_TK), -1), settings)
+    total = compute(
+        self, {}, x_TK, index.reshape(len(x_TK), -1), weights.reshape(len(x_TK), -1), settings
+    )
     return total.view(hidden_states.shape)
 
 
 def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
-    """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it gives their output."""
+    """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it
+    gives their output.
+    """
     wrappers, base = unwrapped(module)
     others = [  # `packed_forward` is no other library's
-        m for m in (*wrappers.values(), base) if MARK in vars(m) or getattr(vars(m).get("forward"), "function", None) is not packed_forward
+        m
+        for m in (*wrappers.values(), base)
+        if MARK in vars(m)
+        or getattr(vars(m).get("forward"), "function", None) is not packed_forward
     ]
-    found = next((why for part in others if (why := taken(part)) is not None), None) or recognise(base)
+    found = next((why for part in others if (why := taken(part)) is not None), None) or recognise(
+        base
+    )
     if not isinstance(found, str):
         found = why_not(wrappers, base, found) or found
     if isinstance(found, str):
@@ -207,5 +272,8 @@ def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     put(module, experts_forward, found)
     said = [f"with LoRA on {' and '.join(sorted(wrappers))}"] if wrappers else []
     if wrappers and branch_fp32:
-        said.append("lora_branch: fp32 does not reach adapters on experts: they have the products' dtype, as in PEFT")
+        said.append(
+            "lora_branch: fp32 does not reach adapters on experts: they have the products' dtype,"
+            " as in PEFT"
+        )
     return placement(PART, path, base, "experts", "; ".join(said))

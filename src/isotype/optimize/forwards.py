@@ -1,6 +1,8 @@
-"""What runs in the modules in which `optimize` has placed an op, and the question once a step whether they are what they were.
+"""What runs in the modules in which `optimize` has placed an op, and the question once a step
+whether they are what they were.
 
-One forward a kind of module: norm, decoder layer, gated MLP, rotation. `norms`, `layers`, `gated` and `rotary` find the modules for them.
+One forward a kind of module: norm, decoder layer, gated MLP, rotation. `norms`, `layers`, `gated`
+and `rotary` find the modules for them.
 """
 
 from __future__ import annotations
@@ -31,17 +33,23 @@ logger = logging.get_logger(__name__)
 
 
 def check_placed(model: nn.Module) -> None:
-    """Whether the model is still what `optimize` placed ops in: asked once a step, by the training loop and by an attached trainer.
+    """Whether the model is still what `optimize` placed ops in: asked once a step, by the training
+    loop and by an attached trainer.
 
-    A LoRA layer that has got a hook or another part inside runs PEFT's code from now on, or the fused code again.
+    A LoRA layer that has got a hook or another part inside runs PEFT's code from now on, or the
+    fused code again.
     Raises  UsageError where a class was given another forward since
     """
     for module in vars(model).get(PLACED, ()):
         method = method_of(module)
         if method is not None and not method.stands:
             raise UsageError(
-                f"{type(module).__name__}.{method.name} was replaced after isotype.optimize(), which no longer computes it",
-                fix="isotype.restore(model) before a class is patched, and isotype.optimize(model) after it",
+                f"{type(module).__name__}.{method.name} was replaced after isotype.optimize(),"
+                " which no longer computes it",
+                fix=(
+                    "isotype.restore(model) before a class is patched, and isotype.optimize(model)"
+                    " after it"
+                ),
             )
         if is_fused(module):
             look_again(module)
@@ -54,7 +62,8 @@ USUAL_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class NormSettings:
-    """eps     the attribute that has it, read at every call: it may be changed afterwards; None where it is written in the class's code
+    """eps     the attribute that has it, read at every call: it may be changed afterwards; None
+               where it is written in the class's code
     remade  a LoRA layer or an attention that reads the output saves the norm's input in its place
     """
 
@@ -64,8 +73,16 @@ class NormSettings:
     remade: bool = False
 
 
-def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: list[Tensor | None] | None = None, **kwargs: Any) -> Tensor:
-    """beside  one tensor that is added to the input first, or None: the call leaves the sum there, whose gradient comes back too"""
+def norm_forward(
+    self: Any,
+    hidden_states: Tensor,
+    *args: Any,
+    beside: list[Tensor | None] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """beside  one tensor that is added to the input first, or None: the call leaves the sum there,
+    whose gradient comes back too
+    """
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
@@ -74,21 +91,32 @@ def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: list[Tens
     # read once: `torch.nn.utils.parametrize` makes it anew at every reading
     weight: Tensor = self._parameters["weight"] if beside is not None else self.weight
     if beside is not None:
-        made, beside[0] = add_rms_norm(hidden_states, beside[0], weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+        made, beside[0] = add_rms_norm(
+            hidden_states, beside[0], weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype
+        )
         return made
     if not s.remade:
-        return rms_norm(hidden_states, weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+        return rms_norm(
+            hidden_states, weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype
+        )
     norm = partial(rms_norm, eps=eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
     return remember(norm(hidden_states, weight), norm, hidden_states, weight)
 
 
 def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees the call."""
+    """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees
+    the call.
+    """
     method = norm.__dict__.get("forward")
-    ours = type(method) is InstanceMethod and method.function is norm_forward and not torch.compiler.is_dynamo_compiling()
+    ours = (
+        type(method) is InstanceMethod
+        and method.function is norm_forward
+        and not torch.compiler.is_dynamo_compiling()
+    )
     hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     if not ours or "weight" not in norm._parameters or (hooks and changed_before(norm)):
-        # no wrapper around it, on a weight that is its parameter and not made from others; a hook may change what the norm is given
+        # no wrapper around it, on a weight that is its parameter and not made from others; a hook
+        # may change what the norm is given
         total = x if residual is None else residual + x
         return norm(total), total
     beside = [residual]
@@ -100,7 +128,9 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
 def changed_before(norm: nn.Module) -> bool:
     """Whether a hook may change what the norm is given, or its gradients."""
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-    return any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values())
+    return any(
+        not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values()
+    )
 
 
 # --- decoder layers of two halves
@@ -136,7 +166,9 @@ class LayerSettings:
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The form, with gradient checkpointing as the class's forward has it; that one, where it was called in another way."""
+    """The form, with gradient checkpointing as the class's forward has it; that one, where it was
+    called in another way.
+    """
     s: LayerSettings = settings_of(self)
     recomputed = self.training and not _call_recomputes() and bool(self.gradient_checkpointing)
     if len(args) > len(s.names) or (recomputed and self._can_checkpoint_with_cache):
@@ -150,25 +182,36 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
 
 @cache
 def _call_recomputes() -> bool:
-    """Whether transformers puts checkpointing around a layer's call, as 5.17 does, and not around its `forward`."""
+    """Whether transformers puts checkpointing around a layer's call, as 5.17 does, and not around
+    its `forward`.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return "__call__" in vars(GradientCheckpointingLayer)
 
 
 def without_cache(given: dict[str, Any]) -> None:
-    """A recompute would fill the cache a second time. transformers' layers take it away too, and say so once."""
-    taken = [name for name in CACHES if given.get(name) is not None] + (["use_cache"] if given.get("use_cache") else [])
+    """A recompute would fill the cache a second time. transformers' layers take it away too, and
+    say so once.
+    """
+    taken = [name for name in CACHES if given.get(name) is not None] + (
+        ["use_cache"] if given.get("use_cache") else []
+    )
     if taken:
         given.update({name: False if name == "use_cache" else None for name in taken})
-        logger.warning_once(f"Caching is incompatible with gradient checkpointing: training goes on without {', '.join(taken)}.")
+        logger.warning_once(
+            "Caching is incompatible with gradient checkpointing: training goes on without"
+            f" {', '.join(taken)}."
+        )
 
 
 def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
     half, children = s.attention, cast(Any, self._modules)
     attention, mlp = children[half.part], children[s.mlp.part]
     residual: Tensor | None
-    normed, residual = (x, x) if half.before is None else with_residual(children[half.before], x, None)
+    normed, residual = (
+        (x, x) if half.before is None else with_residual(children[half.before], x, None)
+    )
     if layers_running and has_hooks(attention):
         hooks_read_here()
     x = attention(hidden_states=normed, **given)[0]
@@ -178,7 +221,9 @@ def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -
     if half.before is None or s.scale is not None:
         # no norm reads this sum, or its terms are not added as they are
         x, residual = _sum(self, s, residual, x), None
-    normed, total = (x, x) if half.before is None else with_residual(children[half.before], x, residual)
+    normed, total = (
+        (x, x) if half.before is None else with_residual(children[half.before], x, residual)
+    )
     if layers_running and has_hooks(mlp):
         hooks_read_here()
     made = mlp(normed)[0] if s.mlp_first else mlp(normed)
@@ -188,7 +233,11 @@ def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -
 
 def _sum(self: nn.Module, s: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
     """residual + scale * term, rounded once: the class's own code rounds the product too."""
-    made: Tensor = residual + term if s.scale is None else torch.add(residual, term, alpha=getattr(self, s.scale))
+    made: Tensor = (
+        residual + term
+        if s.scale is None
+        else torch.add(residual, term, alpha=getattr(self, s.scale))
+    )
     return made
 
 
@@ -197,7 +246,10 @@ def _sum(self: nn.Module, s: LayerSettings, residual: Tensor, term: Tensor) -> T
 ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "silu_mul": (F.silu, silu_mul),
     "gelu_mul exact": (F.gelu, gelu_mul),
-    "gelu_mul tanh": (lambda x: F.gelu(x, approximate="tanh"), lambda gate, up: gelu_mul(gate, up, approximate="tanh")),
+    "gelu_mul tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda gate, up: gelu_mul(gate, up, approximate="tanh"),
+    ),
 }
 
 
@@ -222,12 +274,20 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     # an activation that was exchanged, or has hooks that the op would not call
     activation: Any = children.get(s.activation) or self.__dict__.get(s.activation)
     another = activation is not s.function
-    if not another and isinstance(activation, nn.Module) and (activation._forward_hooks or HOOKS_OF_ALL or PRE_HOOKS_OF_ALL):
+    if (
+        not another
+        and isinstance(activation, nn.Module)
+        and (activation._forward_hooks or HOOKS_OF_ALL or PRE_HOOKS_OF_ALL)
+    ):
         another = has_hooks(activation)
     if args or kwargs or another:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    layers = (children[s.gate], children[s.down]) if s.up is None else (children[s.gate], children[s.up], children[s.down])
+    layers = (
+        (children[s.gate], children[s.down])
+        if s.up is None
+        else (children[s.gate], children[s.up], children[s.down])
+    )
     together = run_gated(layers, hidden_states, s.op)
     return compute_gated(self, hidden_states, s) if together is None else together
 
@@ -248,7 +308,8 @@ def compute_gated(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
 
 
 Form = Literal["runs", "values", "once"]
-# which dimensions a function turns together: d and d + R, 2d and 2d + 1, or those of the second into the order of the first
+# which dimensions a function turns together: d and d + R, 2d and 2d + 1, or those of the second
+# into the order of the first
 Pairs = Literal["halves", "neighbours", "neighbours to halves"]
 
 
@@ -259,7 +320,9 @@ def narrow(table: Tensor, form: Form) -> Tensor:
     return table[..., ::2] if form == "values" else table[..., : table.shape[-1] // 2]
 
 
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: Form) -> tuple[Tensor, Tensor]:
+def rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: Form
+) -> tuple[Tensor, Tensor]:
     if pairs == "neighbours to halves":
         # DeepSeek-V3's: one copy into the order of halves
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
@@ -270,7 +333,8 @@ def replacement(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
     names = tuple(inspect.signature(original).parameters)[:4]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        # any other call is the original's: with more arguments (unsqueeze_dim, position ids of older models), or without keys
+        # any other call is the original's: with more arguments (unsqueeze_dim, position ids of
+        # older models), or without keys
         if len(args) != 4 or kwargs:
             if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
                 return original(*args, **kwargs)
@@ -287,12 +351,15 @@ def replacement(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
 
 
 class SeesTraining:
-    """Forward hook of the input embeddings, which every forward calls (TRL's fused loss never calls the head). An object, for deepcopy."""
+    """Forward hook of the input embeddings, which every forward calls (TRL's fused loss never calls
+    the head). An object, for deepcopy.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def __call__(self, embeddings: nn.Module, args: Any, output: Any) -> None:
-        # reading the generator would break a compiled graph; a compiled model's samples then come from training's generators
+        # reading the generator would break a compiled graph; a compiled model's samples then come
+        # from training's generators
         if not torch.compiler.is_compiling() and embeddings.training and torch.is_grad_enabled():
             self.stream.trained = torch.get_rng_state()

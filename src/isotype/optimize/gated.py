@@ -1,4 +1,6 @@
-"""Gated MLPs: two layers (H to I and back) and an activation, whose forward is down(activation(gate(x)) * up(x)), in any naming."""
+"""Gated MLPs: two layers (H to I and back) and an activation, whose forward is
+down(activation(gate(x)) * up(x)), in any naming.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,33 @@ def linears(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {
         name: (inner, outer)
         for name, child in module.named_children()
-        if isinstance(inner := getattr(child, "in_features", None), int) and isinstance(outer := getattr(child, "out_features", None), int)
+        if isinstance(inner := getattr(child, "in_features", None), int)
+        and isinstance(outer := getattr(child, "out_features", None), int)
     }
 
 
 def activations(module: nn.Module) -> list[str]:
-    """Names of what could be the activation: a child or an attribute that is called and has no weights."""
-    children = [n for n, c in module.named_children() if not list(c.parameters()) and n not in linears(module)]
-    return children + [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and n != "forward"]
+    """Names of what could be the activation: a child or an attribute that is called and has no
+    weights.
+    """
+    children = [
+        n
+        for n, c in module.named_children()
+        if not list(c.parameters()) and n not in linears(module)
+    ]
+    return children + [
+        n
+        for n, v in vars(module).items()
+        if callable(v) and not n.startswith("_") and n != "forward"
+    ]
 
 
 def is_candidate(module: nn.Module) -> bool:
-    if len(linears(module)) not in (2, 3) or not activations(module) or next(module.parameters(recurse=False), None) is not None:
+    if (
+        len(linears(module)) not in (2, 3)
+        or not activations(module)
+        or next(module.parameters(recurse=False), None) is not None
+    ):
         return False
     return len({down for _, _, down in candidates(module)}) == 1
 
@@ -44,15 +61,22 @@ def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
     sizes = linears(module)
     if len(sizes) == 2:
         return [(a, None, b) for a, b in permutations(sizes, 2) if sizes[a][1] == 2 * sizes[b][0]]
-    return [(a, b, c) for a, b, c in permutations(sizes, 3) if sizes[a] == sizes[b] == sizes[c][::-1]]
+    return [
+        (a, b, c) for a, b, c in permutations(sizes, 3) if sizes[a] == sizes[b] == sizes[c][::-1]
+    ]
 
 
 def recognise(module: nn.Module) -> GatedSettings | str:
-    """The settings with which a gated product gives this module's output on a probe, or why none do."""
+    """The settings with which a gated product gives this module's output on a probe, or why none
+    do.
+    """
     x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
     for gate, up, down in candidates(module):
         generator = torch.Generator().manual_seed(0)
-        tiny: dict[str, nn.Module] = {gate: nn.Linear(_HIDDEN, 2 * _INNER if up is None else _INNER), down: nn.Linear(_INNER, _HIDDEN)}
+        tiny: dict[str, nn.Module] = {
+            gate: nn.Linear(_HIDDEN, 2 * _INNER if up is None else _INNER),
+            down: nn.Linear(_INNER, _HIDDEN),
+        }
         if up is not None:
             tiny[up] = nn.Linear(_HIDDEN, _INNER)
         for layer in tiny.values():
@@ -62,19 +86,30 @@ def recognise(module: nn.Module) -> GatedSettings | str:
         twin = stand_in(module, tiny, {})
         for activation in activations(module):
             for op in ACTIVATIONS:
-                settings = GatedSettings(gate, up, down, activation, op, getattr(module, activation))
-                if same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(compute_gated, twin, x, settings), x):
+                settings = GatedSettings(
+                    gate, up, down, activation, op, getattr(module, activation)
+                )
+                if same_in_both_modes(
+                    twin,
+                    partial(type(module).forward, twin, x),
+                    partial(compute_gated, twin, x, settings),
+                    x,
+                ):
                     return settings
     return "its output is not a gated product's on a probe"
 
 
 def place(path: str, module: nn.Module) -> Placement:
-    """Puts a gated product on the module at this path of the model, where it gives the module's output."""
+    """Puts a gated product on the module at this path of the model, where it gives the module's
+    output.
+    """
     found = taken(module) or recognise(module)
     if isinstance(found, str):
         return placement(PART, path, module, None, found)
     put(module, gated_forward, found)
-    layers = [getattr(module, name) for name in (found.gate, found.up, found.down) if name is not None]
+    layers = [
+        getattr(module, name) for name in (found.gate, found.up, found.down) if name is not None
+    ]
     reason = why_not_one(layers)
     if reason is None:
         return placement(PART, path, module, "lora_mlp", found.op)

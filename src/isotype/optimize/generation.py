@@ -1,10 +1,13 @@
-"""Makes `model.generate` during training return the same tokens as outside it, and leave training unchanged.
+"""Makes `model.generate` during training return the same tokens as outside it, and leave training
+unchanged.
 
-Generation and training can disturb each other in two ways. First, sampling uses the same random generators as dropout and the data order.
-Once a model has been trained, it therefore gets a random stream of its own, which a seed set before it restarts. Samples that are trained
-on (GRPO, OnlineDPO) draw from training's generators in a trainer that is attached (`from_training`). Second, a layer with gradient
-checkpointing in training mode discards the key-value cache and would see one token without the earlier ones. Gradient checkpointing is
-therefore switched off during generation. `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
+Generation and training can disturb each other in two ways. First, sampling uses the same random
+generators as dropout and the data order. Once a model has been trained, it therefore gets a random
+stream of its own, which a seed set before it restarts. Samples that are trained on (GRPO,
+OnlineDPO) draw from training's generators in a trainer that is attached (`from_training`). Second,
+a layer with gradient checkpointing in training mode discards the key-value cache and would see one
+token without the earlier ones. Gradient checkpointing is therefore switched off during generation.
+`linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ _STREAM = "_isotype_generation"
 
 
 class Stream:
-    """The generator states for sampling beside training: one random stream that continues from generation to generation and never repeats.
+    """The generator states for sampling beside training: one random stream that continues from
+    generation to generation and never repeats.
 
     trained  the CPU generator's state in the last training step; None where there was none
     left     the states that the last generation from the stream gave back
     ended    the states at its end
-    seeded   the states at the end of the last generation from a seed of the caller's own, which the next one continues
+    seeded   the states at the end of the last generation from a seed of the caller's own, which the
+             next one continues
     """
 
     def __init__(self) -> None:
@@ -47,7 +52,8 @@ class Stream:
 
     @contextmanager
     def apart(self, *, training: bool) -> Iterator[None]:
-        """Around a generation. A seed that the caller has set since the last training step is obeyed.
+        """Around a generation. A seed that the caller has set since the last training step is
+        obeyed.
 
         training  the model is in training mode, as it is in a trainer's loop before the first step
         """
@@ -55,8 +61,12 @@ class Stream:
         if _draws.from_training or (self.trained is None and not training):
             yield
             return
-        fresh = torch.equal(before[0], torch.Generator().manual_seed(torch.initial_seed()).get_state())
-        if self.trained is not None and (_equal(before, self.seeded) or (fresh and not torch.equal(before[0], self.trained))):
+        fresh = torch.equal(
+            before[0], torch.Generator().manual_seed(torch.initial_seed()).get_state()
+        )
+        if self.trained is not None and (
+            _equal(before, self.seeded) or (fresh and not torch.equal(before[0], self.trained))
+        ):
             yield
             self.seeded = generator_states()
             return
@@ -84,7 +94,9 @@ _draws = _Draws()
 
 @contextmanager
 def from_training() -> Iterator[None]:
-    """Within this block generation draws from training's generators: around a training step that trains on its own samples."""
+    """Within this block generation draws from training's generators: around a training step that
+    trains on its own samples.
+    """
     before, _draws.from_training = _draws.from_training, True
     try:
         yield
@@ -98,7 +110,10 @@ def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
 
 def generator_states() -> list[Tensor]:
     """The CPU's, and every GPU's that has been used."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    return [
+        torch.get_rng_state(),
+        *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []),
+    ]
 
 
 def set_generator_states(states: list[Tensor]) -> None:
@@ -119,8 +134,12 @@ def random_state_kept() -> Iterator[None]:
 
 @contextmanager
 def checkpointing_off(model: nn.Module) -> Iterator[None]:
-    """Within this block no layer recomputes: there are no gradients, and the key-value cache is used."""
-    switched: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    """Within this block no layer recomputes: there are no gradients, and the key-value cache is
+    used.
+    """
+    switched: list[Any] = [
+        m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True
+    ]
     for module in switched:
         module.gradient_checkpointing = False
     try:
@@ -164,7 +183,9 @@ def why_not(lm: Any) -> str | None:
 
 
 def input_embeddings(lm: Any) -> nn.Module | None:
-    """Its input embeddings; None where its class has none, as of a model of time series, which transformers says by an exception."""
+    """Its input embeddings; None where its class has none, as of a model of time series, which
+    transformers says by an exception.
+    """
     try:
         found: nn.Module | None = lm.get_input_embeddings()
     except NotImplementedError:
@@ -174,7 +195,9 @@ def input_embeddings(lm: Any) -> nn.Module | None:
 
 def take_back(module: nn.Module) -> bool:
     """Undoes `place` for one module of the model; whether there was a generate to undo."""
-    for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, SeesTraining)]:
+    for key in [
+        key for key, hook in module._forward_hooks.items() if isinstance(hook, SeesTraining)
+    ]:
         del module._forward_hooks[key]
     if _STREAM not in module.__dict__:
         return False

@@ -1,8 +1,8 @@
 """The head of a causal LM, with its loss.
 
-Our own loop gives the model's forward its targets (`Targets`): the head computes the loss by an op, and the model's output has it in place
-of logits. In other people's loops the head returns deferred logits, where the forward was given labels or `deferring` says so; else plain
-logits.
+Our own loop gives the model's forward its targets (`Targets`): the head computes the loss by an op,
+and the model's output has it in place of logits. In other people's loops the head returns deferred
+logits, where the forward was given labels or `deferring` says so; else plain logits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ PART = "head"
 IGNORED = -100
 _forwards = threading.local()
 
-BYPASSED = "TRL's fused head computes the loss from the head's weight, and never calls the head: its logits are not deferred"
+BYPASSED = (
+    "TRL's fused head computes the loss from the head's weight, and never calls the head: its"
+    " logits are not deferred"
+)
 
 
 def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
@@ -43,7 +46,9 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     if asked is not None and asked.loss is None and not has_backward_hooks(self):
         return asked.answered_by(self, hidden)
     # a graph holds real tensors, and a backward hook is given the gradient of real logits
-    wanted = getattr(_forwards, "depth", 0) or (getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled())
+    wanted = getattr(_forwards, "depth", 0) or (
+        getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled()
+    )
     if not wanted or torch.compiler.is_compiling() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
@@ -74,11 +79,14 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             warnings.warn(f"isotype.optimize: {BYPASSED}", stacklevel=2)
     if kwargs.get("labels") is not None:
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
-        # transformers sums the losses and divides by these: the op does before a gradient is rounded
+        # transformers sums the losses and divides by these: the op does before a gradient is
+        # rounded
         _forwards.items = kwargs.get("num_items_in_batch")
 
 
-def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def after_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     """Also called when forward raised, so that a failed step does not leave the head deferring."""
     if kwargs.get("labels") is not None:
         _forwards.depth, _forwards.items = max(0, getattr(_forwards, "depth", 0) - 1), None
@@ -86,9 +94,11 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextmanager
 def deferring(*, with_gradients: bool = False) -> Iterator[None]:
-    """Within this block optimized heads return deferred logits without labels: for a loop that computes its own loss.
+    """Within this block optimized heads return deferred logits without labels: for a loop that
+    computes its own loss.
 
-    with_gradients  only where gradients are on: rollouts and reference models of a training step read real logits
+    with_gradients  only where gradients are on: rollouts and reference models of a training step
+                    read real logits
     """
     name = "with_gradients" if with_gradients else "depth"
     setattr(_forwards, name, getattr(_forwards, name, 0) + 1)
@@ -99,7 +109,9 @@ def deferring(*, with_gradients: bool = False) -> Iterator[None]:
 
 
 def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
-    """Makes the head of the causal LM at this path return deferred logits, where nothing else owns the head or its loss."""
+    """Makes the head of the causal LM at this path return deferred logits, where nothing else owns
+    the head or its loss.
+    """
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if head is None:
@@ -113,13 +125,18 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
         place_fused_head(inner)
     # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
     if type(head) in (nn.Linear, PackedLinear):
-        put(head, head_forward, manifest)  # which gets a note where TRL's loss does not call the head
+        # which gets a note where TRL's loss does not call the head
+        put(head, head_forward, manifest)
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     if by_trl:
         return placement(PART, path, head, "linear_log_probs", "for TRL's fused head")
     why_none = place_targets(inner, head)
-    note = "the loss of targets, else deferred logits" if why_none is None else f"deferred logits; takes no targets: {why_none}"
+    note = (
+        "the loss of targets, else deferred logits"
+        if why_none is None
+        else f"deferred logits; takes no targets: {why_none}"
+    )
     return placement(PART, path, head, "linear_cross_entropy", note)
 
 
@@ -131,7 +148,8 @@ def why_not(model: nn.Module, head: nn.Module) -> str | None:
     reason = taken(head)
     if reason is not None:
         return reason
-    # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its class, and never calls the head
+    # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its
+    # class, and never calls the head
     other = why_no_fused_head(inner) if trls_forward(inner) is not None else foreign(model)
     if other is not None:
         return f"the model: {other}, which may have a loss of its own"
@@ -144,7 +162,11 @@ def remove_hooks(model: nn.Module) -> None:
     """By function, not by handle: a deep copy has the hooks and no handle."""
     for hooks, flags, ours in (
         (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,), before_forward),
-        (model._forward_hooks, (model._forward_hooks_with_kwargs, model._forward_hooks_always_called), after_forward),
+        (
+            model._forward_hooks,
+            (model._forward_hooks_with_kwargs, model._forward_hooks_always_called),
+            after_forward,
+        ),
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
@@ -160,7 +182,8 @@ class Targets:
     """What a loop wants of a causal LM in place of logits. N rows of its B x T.
 
     classes  int64[N]  the class of each row, or -100
-    rows     int64[N]  the places of the rows among the flattened B x T; None: all of these, in their order
+    rows     int64[N]  the places of the rows among the flattened B x T; None: all of these, in
+             their order
     divisor  of the summed cross-entropy; the op takes it, so that a gradient is rounded once
     each     fp32[N] log-probabilities are wanted, in place of the loss
     dtype    of the logits inside the loss, as `precision.loss`
@@ -172,26 +195,42 @@ class Targets:
     each: bool = False
     dtype: str = "fp32"
 
-    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def of_hidden(
+        self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
         """Without logits, by an op, in fp32."""
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
         if self.each:
             found = linear_log_probs(
-                x_NH, head_weight(head, x_NH), self.classes, bias=head.bias, logit_scale=scale, softcap=softcap
+                x_NH,
+                head_weight(head, x_NH),
+                self.classes,
+                bias=head.bias,
+                logit_scale=scale,
+                softcap=softcap,
             ).log_probs
             assert found is not None
             return found
         loss: Tensor = linear_cross_entropy(
-            x_NH, head_weight(head, x_NH), self.classes, bias=head.bias, logit_scale=scale, softcap=softcap, ignore_index=IGNORED,
-            reduction="mean" if self.divisor else "sum", num_items=self.divisor,
-        )  # fmt: skip
+            x_NH,
+            head_weight(head, x_NH),
+            self.classes,
+            bias=head.bias,
+            logit_scale=scale,
+            softcap=softcap,
+            ignore_index=IGNORED,
+            reduction="mean" if self.divisor else "sum",
+            num_items=self.divisor,
+        )
         return loss
 
     def of_logits(self, logits_BTV: Tensor) -> Tensor:
         """From logits, real or deferred, in `dtype`."""
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
-        logits_NV = (logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(to_torch(self.dtype))
+        logits_NV = (logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(
+            to_torch(self.dtype)
+        )
         if self.each:
             return F.log_softmax(logits_NV, -1).gather(-1, self.classes.unsqueeze(-1)).squeeze(-1)
         loss = F.cross_entropy(logits_NV, self.classes, ignore_index=IGNORED, reduction="sum")
@@ -201,7 +240,8 @@ class Targets:
 def loss_of(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
     """The loss of a forward, or its log-probabilities: see `Targets`.
 
-    A model that takes no targets (the manifest has the reason) gives deferred logits, or real ones where its head is no plain layer.
+    A model that takes no targets (the manifest has the reason) gives deferred logits, or real ones
+    where its head is no plain layer.
     """
     if targets.dtype != "fp32":
         return targets.of_logits(model(**inputs).logits)
@@ -218,7 +258,9 @@ def takes_targets(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AfterHead:
-    """What the model's forward makes of the head's product z: softcap * tanh(scale * z / softcap), or scale * z."""
+    """What the model's forward makes of the head's product z: softcap * tanh(scale * z / softcap),
+    or scale * z.
+    """
 
     scale: float
     softcap: float | None
@@ -235,12 +277,17 @@ class _Asked:
         """Logits of no class, which the rest of the forward may scale."""
         self.loss = self.targets.of_hidden(head, hidden, self.after.scale, self.after.softcap)
         return hidden.new_empty(
-            (*hidden.shape[:-1], 0), dtype=hidden.dtype if type(head) is PackedLinear else product_dtype(hidden, head.weight)
+            (*hidden.shape[:-1], 0),
+            dtype=(
+                hidden.dtype if type(head) is PackedLinear else product_dtype(hidden, head.weight)
+            ),
         )
 
 
 def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:
-    """The class's forward; with targets, its output has their loss, through which wrappers of the module reach the graph."""
+    """The class's forward; with targets, its output has their loss, through which wrappers of the
+    module reach the graph.
+    """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
     asked, before = _Asked(targets, settings_of(self)), getattr(_forwards, "asked", None)
@@ -269,7 +316,9 @@ class _Made:
 
 
 class _Backbone(nn.Module):
-    """Stands for the backbone, and for a part that the forward calls itself (OPT's decoder); has its numbers (Falcon H1's scale)."""
+    """Stands for the backbone, and for a part that the forward calls itself (OPT's decoder); has
+    its numbers (Falcon H1's scale).
+    """
 
     def __init__(self, hidden: Tensor, real: nn.Module) -> None:
         super().__init__()
@@ -297,18 +346,24 @@ class _Head(nn.Module):
 
 
 def after_head(model: Any, head: nn.Module) -> AfterHead | str:
-    """What the forward of this causal LM does with the head's product, from a run of its class's forward on a stub of its backbone; or why
-    it takes no targets."""
+    """What the forward of this causal LM does with the head's product, from a run of its class's
+    forward on a stub of its backbone; or why it takes no targets.
+    """
     embeddings, children = input_embeddings(model), dict(model.named_children())
     name = next((name for name, child in children.items() if child is head), None)
-    backbone = next((name for name, child in children.items() if any(m is embeddings for m in child.modules())), None)
+    backbone = next(
+        (name for name, child in children.items() if any(m is embeddings for m in child.modules())),
+        None,
+    )
     if name is None or backbone is None or backbone == name:
         return "head and backbone are not two children of the model"
     hidden, stub = torch.ones(1, 3, 4), _Head(4)
     twin = stand_in(model, {backbone: _Backbone(hidden, children[backbone]), name: stub}, {})
     try:
         with torch.no_grad():
-            output = type(model).forward(twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+            output = type(model).forward(
+                twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False
+            )
     except Exception as error:
         return f"its forward does not run on a probe ({type(error).__name__})"
     if not isinstance(output, dict):

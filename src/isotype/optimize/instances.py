@@ -1,4 +1,6 @@
-"""What another library has replaced already, probes against a class's own forward, and forwards rebuilt over private globals."""
+"""What another library has replaced already, probes against a class's own forward, and forwards
+rebuilt over private globals.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,26 @@ KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy
 
 
 def library_of(function: Any) -> str:
-    """The package in which a function or class was written; below decorators where that is a library of kernels."""
+    """The package in which a function or class was written; below decorators where that is a
+    library of kernels.
+    """
     layer, found = getattr(function, "__func__", function), []
     while layer is not None:
         # functools.wraps copies __module__: the globals tell where the wrapper itself is from
-        module = getattr(layer, "__globals__", {}).get("__name__") or getattr(layer, "__module__", None) or "another library"
+        module = (
+            getattr(layer, "__globals__", {}).get("__name__")
+            or getattr(layer, "__module__", None)
+            or "another library"
+        )
         found.append(str(module).split(".")[0])
         layer = None if inspect.isclass(layer) else getattr(layer, "__wrapped__", None)
     return next((package for package in found if package in KERNEL_LIBRARIES), found[0])
 
 
 def foreign(module: nn.Module) -> str | None:
-    """Why another library's kernels already run here (its class, or a forward that it put on the class or the instance), or None."""
+    """Why another library's kernels already run here (its class, or a forward that it put on the
+    class or the instance), or None.
+    """
     own = library_of(type(module))
     if own in KERNEL_LIBRARIES:
         return f"it is {own}'s {type(module).__name__}"
@@ -48,30 +58,53 @@ def taken(module: nn.Module) -> str | None:
     return "already optimized" if MARK in module.__dict__ else foreign(module)
 
 
-def placement(part: str, path: str, module: nn.Module, op: str | None, reason: str = "") -> Placement:
+def placement(
+    part: str, path: str, module: nn.Module, op: str | None, reason: str = ""
+) -> Placement:
     """The result for the module at this path of the model."""
     return Placement(part, path, type(module).__name__, op, reason)
 
 
-def put_found(part: str, path: str, module: nn.Module, found: Any, forward: Callable[..., Any], op: str, note: str = "") -> Placement:
-    """Puts `forward` on the module with the settings that were found for it, or tells the reason that was found."""
+def put_found(
+    part: str,
+    path: str,
+    module: nn.Module,
+    found: Any,
+    forward: Callable[..., Any],
+    op: str,
+    note: str = "",
+) -> Placement:
+    """Puts `forward` on the module with the settings that were found for it, or tells the reason
+    that was found.
+    """
     if isinstance(found, str):
         return placement(part, path, module, None, found)
     put(module, forward, found)
     return placement(part, path, module, op, note)
 
 
-def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:
-    """A shallow copy of the module with tiny children and parameters in fp64, whose class's own forward is the truth of a probe.
+def stand_in(
+    module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
+) -> nn.Module:
+    """A shallow copy of the module with tiny children and parameters in fp64, whose class's own
+    forward is the truth of a probe.
 
-    The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks 4-bit layers. Children that are not
-    replaced are copies too, so that the twin's mode can be set (`same_in_both_modes`).
+    The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks
+    4-bit layers. Children that are not replaced are copies too, so that the twin's mode can be set
+    (`same_in_both_modes`).
     """
     twin = copy.copy(module)
-    copies = {name: child if child is None else stand_in(child, {}, {}) for name, child in module._modules.items() if name not in modules}
+    copies = {
+        name: child if child is None else stand_in(child, {}, {})
+        for name, child in module._modules.items()
+        if name not in modules
+    }
     twin._modules = {**module._modules, **copies, **modules}
     twin._parameters = {**module._parameters, **parameters}
-    twin._forward_hooks, twin._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_pre_hooks)()
+    twin._forward_hooks, twin._forward_pre_hooks = (
+        type(module._forward_hooks)(),
+        type(module._forward_pre_hooks)(),
+    )
     return twin
 
 
@@ -79,7 +112,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
 class Rows(nn.Module):
-    """Stands for a projection, a norm or an MLP in a probe: a function of its own. first: it is the first of what the call gives."""
+    """Stands for a projection, a norm or an MLP in a probe: a function of its own. first: it is the
+    first of what the call gives.
+    """
 
     def __init__(self, shift: float, *, first: bool = False) -> None:
         super().__init__()
@@ -91,19 +126,31 @@ class Rows(nn.Module):
 
 
 def kind_of(module: Any) -> tuple[Any, ...]:
-    """What tells a module's code and settings from another's: two of one kind compute the same function of their weights."""
+    """What tells a module's code and settings from another's: two of one kind compute the same
+    function of their weights.
+    """
     parts = tuple((name, type(child), _settings(child)) for name, child in module.named_children())
-    weights = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
-    others = tuple(type(value).__call__ for name, value in vars(module).items() if name == "processor")
+    weights = tuple(
+        (name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items()
+    )
+    others = tuple(
+        type(value).__call__ for name, value in vars(module).items() if name == "processor"
+    )
     return type(module), type(module).forward, _settings(module), parts, weights, others
 
 
 def _settings(module: Any) -> tuple[Any, ...]:
-    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training")
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) and name != "training"
+    )
 
 
 def once_a_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
-    """`recognise(module)`, probed once for all modules of a kind: a large model has hundreds of each."""
+    """`recognise(module)`, probed once for all modules of a kind: a large model has hundreds of
+    each.
+    """
     known: dict[tuple[Any, ...], T] = {}
 
     @functools.wraps(recognise)
@@ -119,24 +166,31 @@ def once_a_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
     return look_up
 
 
-# an fp32 step inside the original (a norm's .float()) bounds how well the two can agree: 1.6e-7 in 30 families of transformers. A grid of
-# hundredths is 1e-4 of a probe's values, and no grid may be taken for rounding
+# an fp32 step inside the original (a norm's .float()) bounds how well the two can agree: 1.6e-7 in
+# 30 families of transformers. A grid of hundredths is 1e-4 of a probe's values, and no grid may be
+# taken for rounding
 _AGREE = 2e-6
-# a norm's gradient has more fp32 steps than its output; what a backward of its own keeps in 8 or 16 bits is 2e-4 of it or more
+# a norm's gradient has more fp32 steps than its output; what a backward of its own keeps in 8 or 16
+# bits is 2e-4 of it or more
 _GRADIENTS_AGREE = 2e-5
 
 
 def same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
-    """Whether the candidate reproduces the truth, and its gradients with respect to `inputs`; a candidate or a truth that raises does not.
+    """Whether the candidate reproduces the truth, and its gradients with respect to `inputs`; a
+    candidate or a truth that raises does not.
 
-    The gradients are compared because a model may have a backward of its own: an autograd function, or hooks on what autograd keeps.
+    The gradients are compared because a model may have a backward of its own: an autograd function,
+    or hooks on what autograd keeps.
     """
     try:
         with torch.no_grad():
             if not _close(f(), g(), _AGREE):
                 return False
         inputs = tuple(x for x in inputs if not x.is_inference())
-        return all(_close(*pair, _GRADIENTS_AGREE) for pair in zip(_gradients(f, inputs), _gradients(g, inputs), strict=True))
+        return all(
+            _close(*pair, _GRADIENTS_AGREE)
+            for pair in zip(_gradients(f, inputs), _gradients(g, inputs), strict=True)
+        )
     except Exception:
         return False
 
@@ -158,16 +212,24 @@ def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Te
             x.requires_grad_(True)
         with torch.enable_grad():
             made = f()
-            weights = torch.arange(1, made.numel() + 1, dtype=made.dtype, device=made.device).cos().view_as(made)
+            weights = (
+                torch.arange(1, made.numel() + 1, dtype=made.dtype, device=made.device)
+                .cos()
+                .view_as(made)
+            )
             return torch.autograd.grad(made, inputs, weights, allow_unused=True)
     finally:
         for x, trained in zip(inputs, before, strict=True):
             x.requires_grad_(trained)
 
 
-def same_in_both_modes(twin: nn.Module, f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
-    """`same`, also in the gradients of the inputs and of the twin's trained weights, while the twin trains and while it does not: a dropout
-    acts in training alone, and models are loaded in evaluation mode."""
+def same_in_both_modes(
+    twin: nn.Module, f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor
+) -> bool:
+    """`same`, also in the gradients of the inputs and of the twin's trained weights, while the twin
+    trains and while it does not: a dropout acts in training alone, and models are loaded in
+    evaluation mode.
+    """
     every = {id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))}
     return all(same(f, g, *every.values()) for _ in map(twin.train, (True, False)))
 
@@ -194,7 +256,11 @@ class Replacement:
 def why_not_rebuilt(forward: Any) -> str | None:
     """Why this forward cannot be rebuilt over other globals, or None."""
     plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
-    return None if plain else "its forward is decorated: rebuilt over other globals it would lose the decorator"
+    return (
+        None
+        if plain
+        else "its forward is decorated: rebuilt over other globals it would lose the decorator"
+    )
 
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
@@ -203,18 +269,44 @@ def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
 
 
 def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:
-    """A forward that does not read these globals is another one, which the class has by now; it stays."""
+    """A forward that does not read these globals is another one, which the class has by now; it
+    stays.
+    """
     if why_not_rebuilt(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward
-    name = ".".join(("isotype.optimize.globals_of", forward.__module__, *(r.form for r in replacements)))
+    name = ".".join(
+        ("isotype.optimize.globals_of", forward.__module__, *(r.form for r in replacements))
+    )
     module = sys.modules.get(name)
     if module is None:
-        module = ModuleType(name, f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)} replaced.")
+        module = ModuleType(
+            name,
+            f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)}"
+            " replaced.",
+        )
         # the copy includes __builtins__, which Dynamo needs
-        module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
-        module.__dict__.update({r.name: r.make(forward.__globals__[r.name], *r.options) for r in replacements})
+        module.__dict__.update(
+            {
+                k: v
+                for k, v in forward.__globals__.items()
+                if k not in ("__name__", "__loader__", "__spec__")
+            }
+        )
+        module.__dict__.update(
+            {r.name: r.make(forward.__globals__[r.name], *r.options) for r in replacements}
+        )
         sys.modules[name] = module
-    made = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__
+    made = FunctionType(
+        forward.__code__,
+        module.__dict__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    made.__kwdefaults__, made.__doc__, made.__annotations__ = (
+        forward.__kwdefaults__,
+        forward.__doc__,
+        forward.__annotations__,
+    )
     made.__qualname__ = forward.__qualname__
     return made

@@ -1,7 +1,9 @@
-"""Attention of diffusers' transformers, over a picture's tokens alone or joined with the text's: known by its children and a probe.
+"""Attention of diffusers' transformers, over a picture's tokens alone or joined with the text's:
+known by its children and a probe.
 
-The instance's forward becomes one that calls the same children, rotates by `rope` and attends by `attention`. What attention saves for
-backward are then the projections, from which the normed, joined and rotated query and key are made again.
+The instance's forward becomes one that calls the same children, rotates by `rope` and attends by
+`attention`. What attention saves for backward are then the projections, from which the normed,
+joined and rotated query and key are made again.
 
 B pictures, S tokens, N heads, D head size.
 """
@@ -54,7 +56,9 @@ class JointSettings:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether it is an attention layer of diffusers with a processor, whose query, key and value read one tensor."""
+    """Whether it is an attention layer of diffusers with a processor, whose query, key and value
+    read one tensor.
+    """
     return (
         type(module).__module__.startswith("diffusers.")
         and hasattr(module, "processor")
@@ -66,10 +70,16 @@ def is_candidate(module: nn.Module) -> bool:
 
 @once_a_kind
 def recognise(module: Any) -> tuple[JointSettings, type] | str:
-    """The settings with which `compute` gives this module's output on a probe, with its processor's class; or why none do."""
+    """The settings with which `compute` gives this module's output on a probe, with its processor's
+    class; or why none do.
+    """
     unknown = "its output is not that of one attention over all its tokens on a probe"
     width = _HEADS * _SIZE
-    names = [n for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out") if getattr(module, n, None) is not None]
+    names = [
+        n
+        for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out")
+        if getattr(module, n, None) is not None
+    ]
     stubs: dict[str, nn.Module] = {name: Rows(0.1 * (i + 1)) for i, name in enumerate(names)}
     has_out = getattr(module, "to_out", None) is not None
     if has_out:
@@ -77,17 +87,27 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     twin = stand_in(module, stubs, {})
     vars(twin).update(heads=_HEADS, head_dim=_SIZE)
     generator = torch.Generator().manual_seed(0)
-    picture, text = (torch.randn(1, n, width, generator=generator, dtype=torch.float64) for n in (3, 2))
+    picture, text = (
+        torch.randn(1, n, width, generator=generator, dtype=torch.float64) for n in (3, 2)
+    )
     joint = all(name in stubs for name in _TEXT)
-    angle = torch.randn(3 + 2 * joint, _SIZE // 2, generator=generator, dtype=torch.float64).repeat_interleave(2, -1)
+    angle = torch.randn(
+        3 + 2 * joint, _SIZE // 2, generator=generator, dtype=torch.float64
+    ).repeat_interleave(2, -1)
     given = {"hidden_states": picture} | ({"encoder_hidden_states": text} if joint else {})
-    takes = {name for name in inspect.signature(module.processor.__call__).parameters if "rot" in name}
+    takes = {
+        name for name in inspect.signature(module.processor.__call__).parameters if "rot" in name
+    }
     if takes - {_TABLES}:
         # tables under another name, as a call of the model will give
         return unknown
     for rotary, first, out, text_out in product((True, False), repeat=4):
         settings = JointSettings(joint, first, out, text_out, rotary)
-        lacks = (rotary and not takes) or (out and not has_out) or (text_out and "to_add_out" not in stubs)
+        lacks = (
+            (rotary and not takes)
+            or (out and not has_out)
+            or (text_out and "to_add_out" not in stubs)
+        )
         if lacks or (not joint and (first or text_out)):
             continue
         tables = (angle.cos(), angle.sin()) if rotary else None
@@ -105,7 +125,11 @@ def _in_one(make: Callable[[], Any]) -> Tensor:
 
 
 def compute(
-    module: Any, s: JointSettings, picture: Tensor, text: Tensor | None, tables: tuple[Tensor, Tensor] | None
+    module: Any,
+    s: JointSettings,
+    picture: Tensor,
+    text: Tensor | None,
+    tables: tuple[Tensor, Tensor] | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     queries, keys, values = ([getattr(module, name)(picture)] for name in _PICTURE)
     norms = {0: ["norm_q"], 1: ["norm_k"]}
@@ -124,20 +148,28 @@ def compute(
     out = attention(query, key, value).transpose(1, 2).flatten(2, 3).to(query.dtype)
     if text is None:
         return _out(module, out) if s.out else out
-    lengths = [text.shape[1], picture.shape[1]] if s.text_first else [picture.shape[1], text.shape[1]]
+    lengths = (
+        [text.shape[1], picture.shape[1]] if s.text_first else [picture.shape[1], text.shape[1]]
+    )
     parts = out.split(lengths, dim=1)
     of_text, of_picture = parts if s.text_first else parts[::-1]
-    return _out(module, of_picture) if s.out else of_picture, module.to_add_out(of_text) if s.text_out else of_text
+    return _out(module, of_picture) if s.out else of_picture, (
+        module.to_add_out(of_text) if s.text_out else of_text
+    )
 
 
 def joined(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
-    """[B N S D] of projections [B S_i N*D], one after the other, each normed by a child of the module where it has that."""
+    """[B N S D] of projections [B S_i N*D], one after the other, each normed by a child of the
+    module where it has that.
+    """
     heads = []
     for i, part in enumerate(parts):
         norm = getattr(module, norms[i], None) if norms else None
         x_BSND = part.unflatten(-1, (module.heads, -1))
         heads.append(x_BSND if norm is None else norm(x_BSND))
-    whole = heads[0] if len(heads) == 1 else follow(torch.cat(heads, 1), _one_after_the_other, *heads)
+    whole = (
+        heads[0] if len(heads) == 1 else follow(torch.cat(heads, 1), _one_after_the_other, *heads)
+    )
     return follow(whole.transpose(1, 2), _heads_first, whole)
 
 
@@ -167,25 +199,40 @@ def joint_forward(
     image_rotary_emb: Any = None,
     **others: Any,
 ) -> Any:
-    """The form; the class's forward for a call of another kind, a processor that was changed since, and fused projections."""
+    """The form; the class's forward for a call of another kind, a processor that was changed since,
+    and fused projections.
+    """
     s, processor = settings_of(self)
     told = {name: value for name, value in others.items() if value is not None}
     usual = attention_mask is None and not told and s.joint == (encoder_hidden_states is not None)
-    usual = usual and s.rotary == (image_rotary_emb is not None) and type(self.processor) is processor
+    usual = (
+        usual and s.rotary == (image_rotary_emb is not None) and type(self.processor) is processor
+    )
     usual = usual and not getattr(self, "fused_projections", False)
     for setting in ("_attention_backend", "_parallel_config"):
         usual = usual and getattr(self.processor, setting, None) is None
     if usual:
         return compute(self, s, hidden_states, encoder_hidden_states, image_rotary_emb)
     rotary = {} if image_rotary_emb is None else {_TABLES: image_rotary_emb}
-    return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **rotary, **others)
+    return type(self).forward(
+        self, hidden_states, encoder_hidden_states, attention_mask, **rotary, **others
+    )
 
 
 def said(model: nn.Module, compute: str, *, device_type: str) -> str:
-    """The back ends of a denoiser's attention in a training step, with the number of its layers that each computes; "" for other models."""
-    layers = [m for m in model.modules() if type(m).__module__.startswith("diffusers.") and hasattr(m, "processor")]
+    """The back ends of a denoiser's attention in a training step, with the number of its layers
+    that each computes; "" for other models.
+    """
+    layers = [
+        m
+        for m in model.modules()
+        if type(m).__module__.startswith("diffusers.") and hasattr(m, "processor")
+    ]
     found = Counter(_back_end(layer, to_torch(compute), device_type) for layer in layers)
-    return ", ".join(f"{name} ({count} of {len(layers)} layers)" if len(found) > 1 else name for name, count in found.most_common())
+    return ", ".join(
+        f"{name} ({count} of {len(layers)} layers)" if len(found) > 1 else name
+        for name, count in found.most_common()
+    )
 
 
 def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
@@ -194,7 +241,14 @@ def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
     weight = layer.to_q.weight
     depth = getattr(weight, "quant_state", weight).shape[0] // layer.heads
     with nullcontext() if device_type == "cpu" else planned_for(device_type):
-        x = torch.empty(1, layer.heads, 128, depth, dtype=dtype, device="cpu" if device_type == "cpu" else "meta")
+        x = torch.empty(
+            1,
+            layer.heads,
+            128,
+            depth,
+            dtype=dtype,
+            device="cpu" if device_type == "cpu" else "meta",
+        )
         return f"{backend_of(dtype, x, x, x, None, causal=False)} in {dtype_name(dtype)}"
 
 

@@ -15,13 +15,17 @@ from ..precision.quantised_base import MOST_UNQUANTISED, Quantisation, of_model,
 
 @dataclass(slots=True)
 class Manifest:
-    """What `optimize` changed in a model; `print(manifest)` prints one line for modules that are alike."""
+    """What `optimize` changed in a model; `print(manifest)` prints one line for modules that are
+    alike.
+    """
 
     precision: str = ""
     entries: list[Placement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unused: tuple[str, ...] = ()
-    """Layers whose result the model itself drops, by the beginning of their names: a weight or an adapter there gets no gradient."""
+    """Layers whose result the model itself drops, by the beginning of their names: a weight or an
+    adapter there gets no gradient.
+    """
 
     @property
     def replaced(self) -> list[Placement]:
@@ -37,8 +41,13 @@ class Manifest:
             alike.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
         shown = []
         for (part, kind, op, reason), modules in alike.items():
-            where = (modules[0] or "(the model)") + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
-            shown.append(f"{part:10s} {op or 'left alone':22s} {kind:24s} {where}" + (f"   {reason}" if reason else ""))
+            where = (modules[0] or "(the model)") + (
+                f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+            )
+            shown.append(
+                f"{part:10s} {op or 'left alone':22s} {kind:24s} {where}"
+                + (f"   {reason}" if reason else "")
+            )
         return shown + [f"note       {note}" for note in self.notes]
 
     def to_dict(self) -> dict[str, object]:
@@ -51,11 +60,21 @@ class Manifest:
 
     def __str__(self) -> str:
         precision = f" ({self.precision})" if self.precision else ""
-        return "\n".join([f"optimized: {len(self.replaced)} ops placed, {len(self.left)} left alone{precision}", *self.lines()])
+        return "\n".join(
+            [
+                (
+                    f"optimized: {len(self.replaced)} ops placed, {len(self.left)} left"
+                    f" alone{precision}"
+                ),
+                *self.lines(),
+            ]
+        )
 
 
 def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
-    """What the weights that were there before are, in a line each: how they were quantised, and what has another dtype than declared."""
+    """What the weights that were there before are, in a line each: how they were quantised, and
+    what has another dtype than declared.
+    """
     notes = []
     found = of_model(model)
     if found is not None:
@@ -68,12 +87,22 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
         return notes
     odd: dict[str, list[str]] = {}
     for full, parameter in model.named_parameters():
-        plain = not parameter.requires_grad and parameter.is_floating_point() and not is_quantised(parameter)
+        plain = (
+            not parameter.requires_grad
+            and parameter.is_floating_point()
+            and not is_quantised(parameter)
+        )
         if plain and parameter.dtype != to_torch(declared):
             odd.setdefault(name(parameter.dtype), []).append(full)
     for dtype, names in odd.items():
-        by = " (PEFT's prepare_model_for_kbit_training does this)" if found is not None and dtype == "fp32" else ""
-        notes.append(f"{len(names)} frozen tensors are {dtype}, declared {declared}: {names[0]} first{by}")
+        by = (
+            " (PEFT's prepare_model_for_kbit_training does this)"
+            if found is not None and dtype == "fp32"
+            else ""
+        )
+        notes.append(
+            f"{len(names)} frozen tensors are {dtype}, declared {declared}: {names[0]} first{by}"
+        )
     return notes
 
 

@@ -18,16 +18,32 @@ from ..ops.cpp import missing
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED
-from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_found, put_rebuilt, taken
+from .instances import (
+    KERNEL_LIBRARIES,
+    Replacement,
+    foreign,
+    library_of,
+    placement,
+    put_found,
+    put_rebuilt,
+    taken,
+)
 from .manifest import Manifest, base_notes
 
 
 def causal_lms(model: nn.Module) -> list[nn.Module]:
-    """The modules that own a head and a loss: the model itself, or what an adapter library has wrapped."""
+    """The modules that own a head and a loss: the model itself, or what an adapter library has
+    wrapped.
+    """
     models: list[Any] = [
-        m for m in model.modules() if hasattr(m, "loss_function") and hasattr(m, "get_output_embeddings") and hasattr(m, "config")
+        m
+        for m in model.modules()
+        if hasattr(m, "loss_function")
+        and hasattr(m, "get_output_embeddings")
+        and hasattr(m, "config")
     ]
-    # the inner model (LlamaModel in LlamaForCausalLM) has the same methods and no head; an adapter library's wrappers have the same head
+    # the inner model (LlamaModel in LlamaForCausalLM) has the same methods and no head; an adapter
+    # library's wrappers have the same head
     by_head: dict[int, nn.Module] = {}
     for m in models:
         found: nn.Module | None = m.get_output_embeddings()
@@ -36,20 +52,30 @@ def causal_lms(model: nn.Module) -> list[nn.Module]:
     return list(by_head.values()) or models[:1]
 
 
-def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None = None, lora_branch: str = "compute") -> Manifest:
-    """Places the ops in a causal LM of transformers, by structure and after a probe, on instances only.
+def optimize(
+    model: nn.Module,
+    precision: Any = None,
+    *,
+    device_type: str | None = None,
+    lora_branch: str = "compute",
+) -> Manifest:
+    """Places the ops in a causal LM of transformers, by structure and after a probe, on instances
+    only.
 
     model      a causal LM, or a PEFT model of one
-    precision  a Precision, a preset's name, `bf16-pure grads=bf16`, or the dtype alone: norms then give their output in its compute dtype;
-               without one, in their input's
-    device_type  where it will run, for a model that is not there yet; by default where its parameters are
+    precision  a Precision, a preset's name, `bf16-pure grads=bf16`, or the dtype alone: norms then
+               give their output in its compute dtype; without one, in their input's
+    device_type  where it will run, for a model that is not there yet; by default where its
+                 parameters are
     lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
     ->         the Manifest: print it
-    Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated MLPs `silu_mul` or `gelu_mul`, the head
-    with its loss `linear_cross_entropy`, LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, stacked experts with and without LoRA
-    `experts`, and 4-bit layers `linear_4bit`.
+    Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated
+    MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`, LoRA layers
+    `lora_linear`, gated MLPs of them `lora_mlp`, stacked experts with and without LoRA `experts`,
+    and 4-bit layers `linear_4bit`.
     `model.generate` may be called in a trainer's callback: see `generation`.
-    Raises  UsageError for something that is no module, an unknown precision, and an unknown lora_branch
+    Raises  UsageError for something that is no module, an unknown precision, and an unknown
+            lora_branch
     """
     if lora_branch not in ("compute", "fp32"):
         raise UsageError(f"lora_branch is {lora_branch!r}: expected compute or fp32")
@@ -58,22 +84,39 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     precision = declared(precision)
     vars(model).pop(attention.NEEDS, None)
     word = getattr(precision, "compute", precision)
-    # probes draw numbers, and a module's own dropout may; they have values, also while a model is outlined under torch.device("meta")
+    # probes draw numbers, and a module's own dropout may; they have values, also while a model is
+    # outlined under torch.device("meta")
     with generation.random_state_kept(), torch.device("cpu"):
         return _placed(model, precision, word, device_type=device_type, lora_branch=lora_branch)
 
 
 def _gpus(model: nn.Module, device_type: str | None) -> set[torch.device]:
-    """On which the model runs: where its parameters are, or will be once their blocks or parts come from the host."""
+    """On which the model runs: where its parameters are, or will be once their blocks or parts come
+    from the host.
+    """
     found = {p.device for p in model.parameters() if p.is_cuda}
-    waits = device_type == "cuda" and not found and any(p.device.type == "cpu" for p in model.parameters())
-    return {torch.device("cuda", torch.cuda.current_device())} if waits and torch.cuda.is_available() else found
+    waits = (
+        device_type == "cuda"
+        and not found
+        and any(p.device.type == "cpu" for p in model.parameters())
+    )
+    return (
+        {torch.device("cuda", torch.cuda.current_device())}
+        if waits and torch.cuda.is_available()
+        else found
+    )
 
 
-def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: str | None, lora_branch: str) -> Manifest:
+def _placed(
+    model: nn.Module, precision: Any, word: str | None, *, device_type: str | None, lora_branch: str
+) -> Manifest:
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
-    on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
+    on_cpu = (
+        device_type == "cpu"
+        if device_type
+        else all(p.device.type == "cpu" for p in model.parameters())
+    )
     ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
@@ -81,26 +124,41 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
         # without them the op is products of PyTorch's
         missing("experts")
     if why_not:
-        # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
+        # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the
+        # model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
-        manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
+        manifest.notes.append(
+            f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this"
+            f" CPU{but}"
+        )
     for device in sorted(_gpus(model, device_type), key=str):
         if fault := why_no_kernels(device):
-            manifest.notes.append(f"{device}: {fault}: norms, rotary, gated MLPs and losses run as plain PyTorch there")
+            manifest.notes.append(
+                f"{device}: {fault}: norms, rotary, gated MLPs and losses run as plain PyTorch"
+                " there"
+            )
     # first, because a gated MLP asks whether its layers are fused
     adapters = fuse_lora(model, branch_fp32=lora_branch == "fp32")
     if on_cpu and any(adapter.op for adapter in adapters):
         slower = why_not_native()
-        manifest.notes += [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
+        manifest.notes += (
+            [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
+        )
     tables, inner = rotary.tables_of(model), set[int]()
     for path, module in model.named_modules():
         if is_4bit(module):
             note = "for when the adapter's op does not run" if path.endswith(".base_layer") else ""
-            manifest.entries.append(put_found("4-bit", path, module, taken(module), forward_4bit, "linear_4bit", note))
+            manifest.entries.append(
+                put_found("4-bit", path, module, taken(module), forward_4bit, "linear_4bit", note)
+            )
         if not why_not or (out_dtype is not None and norms.is_candidate(module)):
             manifest.entries += _row_ops(path, module, out_dtype, remade=denoises)
         if not why_not:
-            manifest.entries += denoiser.place(path, module, out_dtype) if denoises else _attention(path, module, tables, on_cpu)
+            manifest.entries += (
+                denoiser.place(path, module, out_dtype)
+                if denoises
+                else _attention(path, module, tables, on_cpu)
+            )
         if not why_not and layers.is_candidate(module):
             manifest.entries.append(layers.place(path, module))
         if path and id(module) not in inner and experts.is_candidate(module):
@@ -120,16 +178,24 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
 
 def declared(precision: Any) -> Any:
     """The Precision for this argument, a dtype, or None."""
-    if precision is None or isinstance(precision, Precision) or (isinstance(precision, str) and precision in TRAINING_FLOATS):
+    if (
+        precision is None
+        or isinstance(precision, Precision)
+        or (isinstance(precision, str) and precision in TRAINING_FLOATS)
+    ):
         return precision
     if isinstance(precision, torch.dtype):
         return name(precision)
     if not isinstance(precision, str):
-        raise UsageError(f"optimize() takes a Precision or a preset's name, not a {type(precision).__name__}")
+        raise UsageError(
+            f"optimize() takes a Precision or a preset's name, not a {type(precision).__name__}"
+        )
     return Precision.parse(precision)
 
 
-def _row_ops(path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool) -> list[Placement]:
+def _row_ops(
+    path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool
+) -> list[Placement]:
     if library_of(type(module)) in KERNEL_LIBRARIES:
         return [placement("foreign", path, module, None, str(foreign(module)))]
     if norms.is_candidate(module):
@@ -137,7 +203,9 @@ def _row_ops(path: str, module: nn.Module, out_dtype: torch.dtype | None, *, rem
     return [gated.place(path, module)] if gated.is_candidate(module) else []
 
 
-def _attention(path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool) -> list[Placement]:
+def _attention(
+    path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
+) -> list[Placement]:
     """The two functions that an attention layer's forward calls, in one rebuilt forward."""
     device_type = "cpu" if on_cpu else "cuda"
     placements: list[Placement] = []
@@ -152,7 +220,9 @@ def _attention(path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
+    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of
+    the manifest that were undone.
+    """
     vars(model).pop(PLACED, None)
     vars(model).pop(attention.NEEDS, None)
     undone = unfuse_lora(model)

@@ -1,7 +1,8 @@
-"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals (`rebuilt`).
+"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward
+over private globals (`rebuilt`).
 
-It is known by its form, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe. One that is only named like a rotation is left
-alone, with a line in the manifest.
+It is known by its form, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe. One that
+is only named like a rotation is left alone, with a line in the manifest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 
 from ..instance_method import Placement
 from .forwards import Form, Pairs, replacement, rotated
-from .instances import KERNEL_LIBRARIES, Replacement, library_of, placement, same, taken, why_not_rebuilt
+from .instances import (
+    KERNEL_LIBRARIES,
+    Replacement,
+    library_of,
+    placement,
+    same,
+    taken,
+    why_not_rebuilt,
+)
 
 PART = "rotary"
 
@@ -28,7 +37,8 @@ PART = "rotary"
 class Tables:
     """The form of a model's tables of cos and sin.
 
-    form    the run of values stands twice in a row, each value does, or they stand `once`; None where it is unknown
+    form    the run of values stands twice in a row, each value does, or they stand `once`; None
+            where it is unknown
     reason  why it is unknown
     """
 
@@ -37,13 +47,19 @@ class Tables:
 
 
 def rotary_name(module: nn.Module) -> str | None:
-    """The global name under which the module's forward calls a rotation, or something named like one; the first has precedence."""
+    """The global name under which the module's forward calls a rotation, or something named like
+    one; the first has precedence.
+    """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
         return None
-    called = [n for n in forward.__code__.co_names if isinstance(forward.__globals__.get(n), FunctionType)]
+    called = [
+        n for n in forward.__code__.co_names if isinstance(forward.__globals__.get(n), FunctionType)
+    ]
     formed = [n for n in called if has_the_form(forward.__globals__[n])]
-    return next(iter(formed or [n for n in called if "rotary" in n or "rope" in n.split("_")]), None)
+    return next(
+        iter(formed or [n for n in called if "rotary" in n or "rope" in n.split("_")]), None
+    )
 
 
 def has_the_form(function: Callable[..., Any]) -> bool:
@@ -53,16 +69,24 @@ def has_the_form(function: Callable[..., Any]) -> bool:
 
 
 def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
-    """cos and sin as wide as transformers makes them: the angles twice, each of them repeated, or once."""
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] / (1.0 + torch.arange(pairs, dtype=torch.float64))
+    """cos and sin as wide as transformers makes them: the angles twice, each of them repeated, or
+    once.
+    """
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] / (
+        1.0 + torch.arange(pairs, dtype=torch.float64)
+    )
     if form != "once":
-        angle = angle.repeat_interleave(2, -1) if form == "values" else torch.cat((angle, angle), -1)
+        angle = (
+            angle.repeat_interleave(2, -1) if form == "values" else torch.cat((angle, angle), -1)
+        )
     return angle[None].cos(), angle[None].sin()
 
 
 @cache
 def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
-    """The pairs with which `rope` gives this function's output on tables of the model's own form; None where none do."""
+    """The pairs with which `rope` gives this function's output on tables of the model's own form;
+    None where none do.
+    """
     size, generator = 8, torch.Generator().manual_seed(0)
     q = torch.randn(2, 3, 5, size, generator=generator, dtype=torch.float64)
     k = torch.randn(2, 1, 5, size, generator=generator, dtype=torch.float64)
@@ -71,10 +95,14 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
         def agree(count: int, pairs: Pairs = pairs) -> bool:
             cos, sin = tables(5, count, form)
             return same(
-                lambda: torch.cat(original(q, k, cos, sin), 1), lambda: torch.cat(rotated(q, k, cos, sin, pairs, form), 1), q, k
-            )  # fmt: skip
+                lambda: torch.cat(original(q, k, cos, sin), 1),
+                lambda: torch.cat(rotated(q, k, cos, sin, pairs, form), 1),
+                q,
+                k,
+            )
 
-        # the whole head is enough for a function without partial rotation; a half must agree where it runs at all
+        # the whole head is enough for a function without partial rotation; a half must agree where
+        # it runs at all
         if agree(size // 2) and (agree(size // 4) or not _runs(original, q, k, size // 4, form)):
             found: Pairs = pairs
             return found
@@ -92,7 +120,9 @@ def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, form: 
 def tables_of(model: nn.Module) -> Tables:
     """The form of the tables that the model's own rotary module makes."""
     for module in model.modules():
-        buffers = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        buffers = [
+            name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")
+        ]
         if not buffers or isinstance(module, nn.ModuleList):
             continue
         module = with_values(module)
@@ -107,7 +137,8 @@ def tables_of(model: nn.Module) -> Tables:
                 continue
             if cos.dim() != 3:
                 return Tables(None, "its tables are not [B S D]")
-            # a single pair, or equal neighbours, would fit both kinds: the angles differ from one pair to the next
+            # a single pair, or equal neighbours, would fit both kinds: the angles differ from one
+            # pair to the next
             half = cos.shape[-1] // 2
             if torch.equal(cos[..., :half], cos[..., half:]):
                 return Tables("runs")
@@ -120,31 +151,44 @@ def tables_of(model: nn.Module) -> Tables:
 
 
 def with_values(module: nn.Module) -> nn.Module:
-    """The module itself, or a copy whose buffers have values, where those of a model outlined on the meta device have none."""
+    """The module itself, or a copy whose buffers have values, where those of a model outlined on
+    the meta device have none.
+    """
     if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
         return module
     filled = copy.copy(module)
-    # angles that differ from pair to pair, as every model's do: the form of the tables is asked for, not their values
+    # angles that differ from pair to pair, as every model's do: the form of the tables is asked
+    # for, not their values
     filled._buffers = {
-        name: buffer
-        if buffer is None or not buffer.is_meta
-        else (1.0 / torch.arange(1, buffer.numel() + 1)).view(buffer.shape).to(buffer.dtype)
+        name: (
+            buffer
+            if buffer is None or not buffer.is_meta
+            else (1.0 / torch.arange(1, buffer.numel() + 1)).view(buffer.shape).to(buffer.dtype)
+        )
         for name, buffer in module._buffers.items()
     }
     return filled
 
 
 def place(path: str, module: nn.Module, made: Tables, replacements: list[Replacement]) -> Placement:
-    """Adds a replacement of the rotary function to those with which the module's forward will be rebuilt."""
+    """Adds a replacement of the rotary function to those with which the module's forward will be
+    rebuilt.
+    """
     called, forward = rotary_name(module), type(module).forward
     assert called is not None
     original = inspect.unwrap(forward).__globals__[called]
     reason = taken(module) or why_not(called, original) or why_not_rebuilt(forward) or made.reason
     pairs = None if reason or made.form is None else recognise(original, made.form)
     if pairs is None:
-        return placement(PART, path, module, None, reason or "its output is not a rotation's on a probe")
+        return placement(
+            PART, path, module, None, reason or "its output is not a rotation's on a probe"
+        )
     replacements.append(Replacement(called, replacement, (pairs, made.form)))
-    said = {"halves": "", "neighbours": "interleaved pairs", "neighbours to halves": "interleaved pairs, turned into halves"}
+    said = {
+        "halves": "",
+        "neighbours": "interleaved pairs",
+        "neighbours to halves": "interleaved pairs, turned into halves",
+    }
     return placement(PART, path, module, "rope", said[pairs])
 
 
@@ -153,5 +197,8 @@ def why_not(called: str, original: Callable[..., Any]) -> str | None:
     if library_of(original) in KERNEL_LIBRARIES:
         return f"{called} was already replaced by {library_of(original)}"
     if not has_the_form(original):
-        return f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q, k, cos, sin)"
+        return (
+            f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q,"
+            " k, cos, sin)"
+        )
     return None

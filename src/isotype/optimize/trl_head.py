@@ -1,8 +1,9 @@
-"""TRL's fused head, answered by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)` gives the same fields.
+"""TRL's fused head, answered by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)`
+gives the same fields.
 
-SFT, DPO, KTO, GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs the backbone, projects the labelled
-positions and returns per-token values. Its settings (temperature, softcap, scale, fields) are read from its closure; without the flag TRL's
-runs.
+SFT, DPO, KTO, GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs
+the backbone, projects the labelled positions and returns per-token values. Its settings
+(temperature, softcap, scale, fields) are read from its closure; without the flag TRL's runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from ..ops.backend import autocast_off
 
 IGNORED = -100
 # TRL's name of a field -> the op's
-FIELDS = {"entropy": "entropy", "log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logits", "is_top1": "top1"}
+FIELDS = {
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_probs",
+    "mean_logits": "mean_logits",
+    "is_top1": "top1",
+}
 _NEEDED = {
     "temperature", "cast_lm_head_to_fp32", "outputs", "logit_scale", "final_logit_softcapping", "text_config", "backbone_attr",
     "original_forward",
@@ -48,7 +54,11 @@ def trls_forward(model: nn.Module) -> Any | None:
     written = getattr(function, "__globals__", {}).get("__name__")
     # functools.wraps renames it: its code keeps its name
     code = getattr(function, "__code__", None)
-    return bound if written == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward" else None
+    return (
+        bound
+        if written == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward"
+        else None
+    )
 
 
 def fused_head_of(model: nn.Module) -> FusedHead | None:
@@ -64,7 +74,11 @@ def why_no_fused_head(model: nn.Module) -> str | None:
     if missing:
         return f"TRL's fused head has another form here (no {', '.join(sorted(missing))})"
     unknown = set(options["outputs"]) - {"log_probs", *FIELDS}
-    return f"TRL's fused head has fields that the op has not: {', '.join(sorted(unknown))}" if unknown else None
+    return (
+        f"TRL's fused head has fields that the op has not: {', '.join(sorted(unknown))}"
+        if unknown
+        else None
+    )
 
 
 def place_fused_head(model: nn.Module) -> None:
@@ -91,7 +105,11 @@ def fused_head_forward(
     if not fused_lm_head or why_not:
         if why_not:
             head.calls[why_not] += 1
-        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        given = {
+            "labels": labels,
+            "shift_labels": shift_labels,
+            "num_items_in_batch": num_items_in_batch,
+        }
         kwargs |= {name: value for name, value in given.items() if value is not None}
         # by the function, so that a deep copy's calls its own model
         return head.before.__func__(self, *args, fused_lm_head=fused_lm_head, **kwargs)
@@ -120,8 +138,14 @@ def _why_trls_code(model: Any, labels: Any, shift_labels: Any) -> str | None:
 
 
 def _output(
-    model: Any, head: FusedHead, hidden: Tensor, labels: Tensor, num_items_in_batch: Any, made: Any, kwargs: dict[str, Any]
-) -> Any:  # fmt: skip
+    model: Any,
+    head: FusedHead,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Any,
+    made: Any,
+    kwargs: dict[str, Any],
+) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
 
     options = head.options
@@ -133,10 +157,18 @@ def _output(
     wide = options["cast_lm_head_to_fp32"]
     with autocast_off(hidden) if wide else nullcontext():
         values = linear_log_probs(
-            hidden.float() if wide else hidden, weight, labels, bias=bias,
-            outputs=("log_probs", *(ours for name, ours in FIELDS.items() if name in options["outputs"])),
-            logit_scale=options["logit_scale"], softcap=options["final_logit_softcapping"], temperature=options["temperature"],
-        )  # fmt: skip
+            hidden.float() if wide else hidden,
+            weight,
+            labels,
+            bias=bias,
+            outputs=(
+                "log_probs",
+                *(ours for name, ours in FIELDS.items() if name in options["outputs"]),
+            ),
+            logit_scale=options["logit_scale"],
+            softcap=options["final_logit_softcapping"],
+            temperature=options["temperature"],
+        )
     assert values.log_probs is not None
     mask = labels != IGNORED
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -148,9 +180,14 @@ def _output(
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         aux_loss = load_balancing_loss_func(
-            made.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
+            made.router_logits,
+            config.num_experts,
+            config.num_experts_per_tok,
+            kwargs.get("attention_mask"),
         )
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     fields = {name: getattr(values, ours) for name, ours in FIELDS.items()}
     fields["is_top1"] = None if values.top1 is None else (values.top1 == labels) & mask
-    return FusedCausalLMOutput(loss=loss, log_probs=values.log_probs, label_mask=mask, aux_loss=aux_loss, **fields)
+    return FusedCausalLMOutput(
+        loss=loss, log_probs=values.log_probs, label_mask=mask, aux_loss=aux_loss, **fields
+    )

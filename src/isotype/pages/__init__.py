@@ -1,6 +1,8 @@
-"""The page of a code: why it matters, an example, what to do instead. `isotype doctor explain CODE` prints it.
+"""The page of a code: why it matters, an example, what to do instead. `isotype doctor explain CODE`
+prints it.
 
-A page is `pages/CODE.md` here, or what `page(code)` of the module answers that reads the sheets of its rules. Imports no torch.
+A page is `pages/CODE.md` here, or what `page(code)` of the module answers that reads the sheets of
+its rules. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any, TypeVar
 
 from ..finding import Finding
 
-# Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() -> list[str]`.
+# Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() ->
+# list[str]`.
 FAMILIES = {
     "PR": "isotype.precision.resolve",
     "CF": "isotype.doctor.check.rules",
@@ -24,7 +27,11 @@ FAMILIES = {
 
 def codes() -> list[str]:
     """Every code that has a page."""
-    here = [f.name.removesuffix(".md") for f in resources.files(__name__).iterdir() if f.name.endswith(".md")]
+    here = [
+        f.name.removesuffix(".md")
+        for f in resources.files(__name__).iterdir()
+        if f.name.endswith(".md")
+    ]
     for module in FAMILIES.values():
         here += import_module(module).codes()
     return sorted(set(here))
@@ -55,7 +62,9 @@ def registered(
 ) -> Callable[[Callable[[Facts], Iterator[Finding]]], Callable[[Facts], Iterator[Finding]]]:
     """Decorates a rule: adds it to `rules` under its code, which its findings get."""
 
-    def register(function: Callable[[Facts], Iterator[Finding]]) -> Callable[[Facts], Iterator[Finding]]:
+    def register(
+        function: Callable[[Facts], Iterator[Finding]],
+    ) -> Callable[[Facts], Iterator[Finding]]:
         assert code not in rules, code
 
         @wraps(function)

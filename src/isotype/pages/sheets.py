@@ -1,15 +1,20 @@
-"""Rules as sheets of text: pages, and below each what is said when, in words that a reader of the page can read as well.
+"""Rules as sheets of text: pages, and below each what is said when, in words that a reader of the
+page can read as well.
 
-    # EX012 Title                      the page of a code begins; what follows is its text, and what stands above the first a remark
+    # EX012 Title                      the page of a code begins; what follows is its text, and what
+                                       stands above the first a remark
     = a section                        what is below holds for this section
-    let NAME if TEST: text             a word for the texts below; the first whose test holds, of several with one name
+    let NAME if TEST: text             a word for the texts below; the first whose test holds, of
+                                       several with one name
     - what is said
       RANK if TEST                     the first whose test holds; nothing is said where none does
       FIELD if TEST: text              likewise
 
-In texts `{name}` is a fact, and `{one|another|some words}` the first of these that is known, or the last as it stands; `\\n` is a line
-break. A test is made of terms joined by `and`, and those by `or`; a term may begin with `not`: `name` (known and not empty), `name = value,
-another value`, `name == other name`, `name ~ regex`. Which facts, ranks and fields there are is for the reader of a sheet to say.
+In texts `{name}` is a fact, and `{one|another|some words}` the first of these that is known, or the
+last as it stands; `\\n` is a line break. A test is made of terms joined by `and`, and those by
+`or`; a term may begin with `not`: `name` (known and not empty), `name = value, another value`,
+`name == other name`, `name ~ regex`. Which facts, ranks and fields there are is for the reader of a
+sheet to say.
 """
 
 from __future__ import annotations
@@ -24,7 +29,9 @@ from ..finding import Finding, Place, Severity
 
 
 class Facts:
-    """What is known by name; made: words that are handed over, and those that the sheet itself made."""
+    """What is known by name; made: words that are handed over, and those that the sheet itself
+    made.
+    """
 
     def __init__(self, made: Mapping[str, Any] | None = None) -> None:
         self.made: dict[str, Any] = dict(made or {})
@@ -40,7 +47,9 @@ class Facts:
     def __getitem__(self, key: str) -> Any:
         *names, last = key.split("|")
         if names:
-            return next((value for name in names if (value := self.get(name)) not in (None, "")), last)
+            return next(
+                (value for name in names if (value := self.get(name)) not in (None, "")), last
+            )
         value = self.get(last)
         if value is None and last not in self.made:
             raise KeyError(key)
@@ -50,7 +59,9 @@ class Facts:
         return text.format_map(self).replace("\\n", "\n")
 
     def holds(self, test: str | None) -> bool:
-        return test is None or any(all(map(self._term, part.split(" and "))) for part in test.split(" or "))
+        return test is None or any(
+            all(map(self._term, part.split(" and "))) for part in test.split(" or ")
+        )
 
     def _term(self, term: str) -> bool:
         if term.startswith("not "):
@@ -67,13 +78,19 @@ class Facts:
                 value = getattr(owner, attribute)
             if sign == " == ":
                 return bool(value == self.get(right))
-            return value is not None and (re.search(right, str(value)) is not None if sign == " ~ " else str(value) in right.split(", "))
+            return value is not None and (
+                re.search(right, str(value)) is not None
+                if sign == " ~ "
+                else str(value) in right.split(", ")
+            )
         return bool(self.get(term))
 
 
 @dataclass(slots=True)
 class Entry:
-    """A section's head, or one thing to be said: its title, its fields in order (name, test, text) and its ranks (test, word)."""
+    """A section's head, or one thing to be said: its title, its fields in order (name, test, text)
+    and its ranks (test, word).
+    """
 
     title: str
     fields: list[tuple[str, str | None, str]] = field(default_factory=list)
@@ -81,14 +98,23 @@ class Entry:
 
     def first(self, name: str, facts: Facts) -> str:
         """The first text of this field whose test holds, or ""."""
-        return next((facts.say(text) for known, test, text in self.fields if known == name and facts.holds(test)), "")
+        return next(
+            (
+                facts.say(text)
+                for known, test, text in self.fields
+                if known == name and facts.holds(test)
+            ),
+            "",
+        )
 
     def rank(self, facts: Facts) -> str:
         return next((word for test, word in self.ranks if facts.holds(test)), "")
 
     def make(self, facts: Facts, kind: str = "let") -> None:
         """Makes the words of a head."""
-        for name in dict.fromkeys(name for name, _, _ in self.fields if name.startswith(f"{kind} ")):
+        for name in dict.fromkeys(
+            name for name, _, _ in self.fields if name.startswith(f"{kind} ")
+        ):
             facts.made[name.partition(" ")[2]] = self.first(name, facts)
 
 
@@ -132,16 +158,33 @@ def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
 
 
 def texts(path: Path) -> Callable[..., Finding]:
-    """The findings of a sheet whose sections are codes: `say(code, place, details, **words)` makes the first entry whose rank holds."""
-    known = {s.code: s.entries for s in sections(path, ranks="error|warning|note", fields="cause|fix|declared|observed")}
+    """The findings of a sheet whose sections are codes: `say(code, place, details, **words)` makes
+    the first entry whose rank holds.
+    """
+    known = {
+        s.code: s.entries
+        for s in sections(path, ranks="error|warning|note", fields="cause|fix|declared|observed")
+    }
 
-    def say(code: str, place: Place, details: tuple[tuple[str, str], ...] = (), /, **words: Any) -> Finding:
+    def say(
+        code: str, place: Place, details: tuple[tuple[str, str], ...] = (), /, **words: Any
+    ) -> Finding:
         facts = Facts(words)
         head, *entries = known[code]
         head.make(facts)
         entry = next(entry for entry in entries if entry.rank(facts))
-        said: dict[str, Any] = {name: entry.first(name, facts) or None for name in ("cause", "fix", "declared", "observed")}
+        said: dict[str, Any] = {
+            name: entry.first(name, facts) or None
+            for name in ("cause", "fix", "declared", "observed")
+        }
         severity = Severity.parse(entry.rank(facts))
-        return Finding(code=code, severity=severity, message=facts.say(entry.title), place=place, details=details, **said)
+        return Finding(
+            code=code,
+            severity=severity,
+            message=facts.say(entry.title),
+            place=place,
+            details=details,
+            **said,
+        )
 
     return say

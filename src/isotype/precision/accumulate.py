@@ -1,14 +1,17 @@
 """Accumulates gradients in buffers that are wider than the weights.
 
-DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside `.grad`: a hook adds each gradient to
-its buffer and then frees it. Processes that train together sum theirs once per step, between `begin_sums` and `finish_sums`, without a
-wrapper around the model.
+DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside
+`.grad`: a hook adds each gradient to its buffer and then frees it. Processes that train together
+sum theirs once per step, between `begin_sums` and `finish_sums`, without a wrapper around the
+model.
 
-Sums gradients over processes in buckets, of which each can be sent while backward still computes the others.
+Sums gradients over processes in buckets, of which each can be sent while backward still computes
+the others.
 
-A bucket is sent as soon as all its gradients have arrived and the buckets before it are sent. So all processes send the same buckets in
-the same order, whichever gradient arrives first, and the sums have the same bits whether they are sent early or after the backward. The
-first step sends after its backward, and sees whether each gradient arrives once.
+A bucket is sent as soon as all its gradients have arrived and the buckets before it are sent. So
+all processes send the same buckets in the same order, whichever gradient arrives first, and the
+sums have the same bits whether they are sent early or after the backward. The first step sends
+after its backward, and sees whether each gradient arrives once.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from ..errors import RunError
 from .parts import local_part
 
 BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
-IN_FLIGHT = 4  # buckets that are sent and not received yet: the memory that the sums take besides the gradients
+# buckets that are sent and not received yet: the memory that the sums take besides the gradients
+IN_FLIGHT = 4
 
 
 class Processes(Protocol):
@@ -34,7 +38,9 @@ class Processes(Protocol):
     size: int
 
     def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to sum a tensor over all of them, in place; returns a function that waits for the sum."""
+        """Begins to sum a tensor over all of them, in place; returns a function that waits for the
+        sum.
+        """
 
 
 class BucketSums:
@@ -46,16 +52,23 @@ class BucketSums:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], gradients: GradientAccumulator, processes: Processes, dtype: torch.dtype
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: GradientAccumulator,
+        processes: Processes,
+        dtype: torch.dtype,
     ) -> None:
         self._gradients, self._processes, self._dtype = gradients, processes, dtype
         # backward makes the gradients of the last parameters first
         self._buckets = list(neighbours(list(reversed(parameters)), dtype))
-        self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
-        self._arrived: set[int] | None = None  # parameters whose gradients the last backward of a step has made; None: it does not run
+        self._bucket_of = {
+            id(p): number for number, bucket in enumerate(self._buckets) for p in bucket
+        }
+        # parameters whose gradients the last backward of a step has made; None: it does not run
+        self._arrived: set[int] | None = None
         self._missing: list[int] = []  # of each bucket, how many have not arrived
-        # whether buckets are sent early: not where a layer runs a backward of its own, which may make a gradient in several parts.
-        # None: the first step has not shown it yet
+        # whether buckets are sent early: not where a layer runs a backward of its own, which may
+        # make a gradient in several parts. None: the first step has not shown it yet
         self._early: bool | None = None
         self._parts = False
         self._sent = 0
@@ -67,15 +80,18 @@ class BucketSums:
         self._arrived, self._missing = set(), [len(bucket) for bucket in self._buckets]
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """A backward has made this parameter's gradient. Raises  RunError where it makes one again that was sent."""
+        """A backward has made this parameter's gradient. Raises  RunError where it makes one again
+        that was sent.
+        """
         if self._arrived is None:
             return
         number = self._bucket_of[id(parameter)]
         if id(parameter) in self._arrived:
             if number < self._sent:
                 raise RunError(
-                    f"backward made the gradient of a weight with shape {list(parameter.shape)} in two parts, unlike in the first step, "
-                    "and the first part was already summed over the processes",
+                    f"backward made the gradient of a weight with shape {list(parameter.shape)} in"
+                    " two parts, unlike in the first step, and the first part was already summed"
+                    " over the processes",
                     fix="parallel.kind: shard, or one process",
                 )
             self._parts = True
@@ -86,7 +102,9 @@ class BucketSums:
             self._send()
 
     def finish(self) -> list[torch.dtype]:
-        """Sends the other buckets and waits for all sums. Returns the dtype in which each bucket was sent."""
+        """Sends the other buckets and waits for all sums. Returns the dtype in which each bucket
+        was sent.
+        """
         if self._arrived is not None and self._early is None:
             self._early = not self._parts
         while self._sent < len(self._buckets):
@@ -128,7 +146,9 @@ class BucketSums:
                 gradient.copy_(summed.view_as(gradient))
 
 
-def neighbours(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
+def neighbours(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype
+) -> Iterator[list[nn.Parameter]]:
     """Neighbours of one device, together at most BUCKET bytes in `dtype`, or a single one."""
     bucket: list[nn.Parameter] = []
     size = 0
@@ -144,7 +164,9 @@ def neighbours(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterat
 
 
 class Summed(Protocol):
-    """Where gradients come from that are summed over the processes in every backward: each process holds its rows of a weight."""
+    """Where gradients come from that are summed over the processes in every backward: each process
+    holds its rows of a weight.
+    """
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         """The gradient that has just arrived, in the dtype of the sum: the own rows."""
@@ -154,14 +176,18 @@ class Summed(Protocol):
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Of an embedding with `sparse=True`, whose gradient has the rows that were looked up: neither clipping nor AdamW takes it."""
+    """Of an embedding with `sparse=True`, whose gradient has the rows that were looked up: neither
+    clipping nor AdamW takes it.
+    """
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 class GradientAccumulator:
-    """Holds the gradient of every trainable parameter in `dtype`; of a sharded one, this process's rows.
+    """Holds the gradient of every trainable parameter in `dtype`; of a sharded one, this process's
+    rows.
 
-    Parameters that already have `dtype` keep their gradient in `.grad`; the others get a buffer, allocated with their first gradient.
+    Parameters that already have `dtype` keep their gradient in `.grad`; the others get a buffer,
+    allocated with their first gradient.
 
     dtype      the dtype of the sum over micro-batches, `precision.grads`
     reduce     the dtype of the sum across ranks, `precision.reduce`
@@ -169,19 +195,33 @@ class GradientAccumulator:
     processes  of a replicated model, those that sum their gradients
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, dtype: str = "fp32", reduce: str = "fp32", summed: Summed | None = None,
-                 processes: Processes | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        dtype: str = "fp32",
+        reduce: str = "fp32",
+        summed: Summed | None = None,
+        processes: Processes | None = None,
+    ) -> None:
         self.summed = summed
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype, self.reduce_dtype = to_torch(dtype), to_torch(reduce)
-        self.sent: list[torch.dtype] = []  # of each bucket that the last step summed across processes, for whoever observes
+        # of each bucket that the last step summed across processes, for whoever observes
+        self.sent: list[torch.dtype] = []
         self._buffers: dict[int, Tensor] = {}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self.parameters if p.dtype != self.dtype]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._take)
+            for p in self.parameters
+            if p.dtype != self.dtype
+        ]
         self._sums: BucketSums | None = None
         if processes is not None and processes.size > 1:
             self._sums = BucketSums(self.parameters, self, processes, self.reduce_dtype)
             # after `_take`: hooks run in the order in which they were registered
-            self._hooks += [p.register_post_accumulate_grad_hook(self._sums.arrived) for p in self.parameters]
+            self._hooks += [
+                p.register_post_accumulate_grad_hook(self._sums.arrived) for p in self.parameters
+            ]
 
     def _take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "the hook runs after the gradient was accumulated"
@@ -194,7 +234,9 @@ class GradientAccumulator:
         parameter.grad = None
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The accumulated gradient in `dtype`, of a sharded parameter its own rows, or None where backward did not reach."""
+        """The accumulated gradient in `dtype`, of a sharded parameter its own rows, or None where
+        backward did not reach.
+        """
         if parameter.dtype != self.dtype:
             return self._buffers.get(id(parameter))
         if parameter.grad is None:
@@ -210,16 +252,22 @@ class GradientAccumulator:
         return [self.gradient(p) is not None for p in self.parameters]
 
     def begin_sums(self) -> None:
-        """Before the last backward of a step: its gradients are sent to the other processes while it computes."""
+        """Before the last backward of a step: its gradients are sent to the other processes while
+        it computes.
+        """
         if self._sums is not None:
             self._sums.begin()
 
     def finish_sums(self) -> None:
-        """Waits until every gradient is the sum over all processes, in the declared reduce dtype. One that is in no process is zero."""
+        """Waits until every gradient is the sum over all processes, in the declared reduce dtype.
+        One that is in no process is zero.
+        """
         self.sent = [] if self._sums is None else self._sums.finish()
 
     def drop_unreached(self, reached: Sequence[bool]) -> None:
-        """Frees the gradient of each parameter that is not reached, so that the optimizer does not touch it."""
+        """Frees the gradient of each parameter that is not reached, so that the optimizer does not
+        touch it.
+        """
         for parameter, is_reached in zip(self.parameters, reached):
             if not is_reached:
                 self._buffers.pop(id(parameter), None)

@@ -1,8 +1,9 @@
-"""Applies a `Precision` to a model: casts weights to their declared dtype, and computes products and the outputs of norms and embeddings
-in `compute`.
+"""Applies a `Precision` to a model: casts weights to their declared dtype, and computes products
+and the outputs of norms and embeddings in `compute`.
 
-It wraps the forward of the inner model, not that of a trainer's wrapper, so that generation, evaluation and callbacks compute as training
-does. It changes instances only and patches no class. A deepcopy of the model behaves the same.
+It wraps the forward of the inner model, not that of a trainer's wrapper, so that generation,
+evaluation and callbacks compute as training does. It changes instances only and patches no class. A
+deepcopy of the model behaves the same.
 """
 
 from __future__ import annotations
@@ -24,23 +25,37 @@ from .vision import is_of_vision, vision_parts
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of module lists whose class a diffusers model names in `_no_split_modules`, in the order of the model; of nested ones
-    the inner (a U-Net's resnet and transformer blocks). Empty for other models."""
+    """The members of module lists whose class a diffusers model names in `_no_split_modules`, in
+    the order of the model; of nested ones the inner (a U-Net's resnet and transformer blocks).
+    Empty for other models.
+    """
     for owner in model.modules():
-        if type(owner).__module__.startswith("diffusers.") and getattr(owner, "_no_split_modules", None):
+        if type(owner).__module__.startswith("diffusers.") and getattr(
+            owner, "_no_split_modules", None
+        ):
             classes = set(owner._no_split_modules)  # type: ignore[arg-type]  # a list of names, where there is one
             lists = [module for module in owner.modules() if isinstance(module, nn.ModuleList)]
-            members = {block for blocks in lists for block in blocks if type(block).__name__ in classes}
-            return [block for block in owner.modules() if members.intersection(block.modules()) == {block}]
+            members = {
+                block for blocks in lists for block in blocks if type(block).__name__ in classes
+            }
+            return [
+                block
+                for block in owner.modules()
+                if members.intersection(block.modules()) == {block}
+            ]
     return []
 
 
 def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
-    """The names that stay fp32 in a model of `dtype`. transformers keeps `_keep_in_fp32_modules` in fp16 only, and its strict list in bf16
-    too; diffusers keeps its one list in both."""
+    """The names that stay fp32 in a model of `dtype`. transformers keeps `_keep_in_fp32_modules` in
+    fp16 only, and its strict list in bf16 too; diffusers keeps its one list in both.
+    """
     if dtype not in (torch.float16, torch.bfloat16):
         return frozenset()
-    strict, plain = getattr(model, "_keep_in_fp32_modules_strict", ()), getattr(model, "_keep_in_fp32_modules", None) or ()
+    strict, plain = (
+        getattr(model, "_keep_in_fp32_modules_strict", ()),
+        getattr(model, "_keep_in_fp32_modules", None) or (),
+    )
     of_transformers = hasattr(type(model), "_keep_in_fp32_modules_strict")
     taken = set(strict or ())
     if not of_transformers or dtype == torch.float16:
@@ -57,18 +72,26 @@ def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
 def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
     """Every such module, and every module below one."""
     in_fp32 = names_kept_in_fp32(model, dtype)
-    return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)} if in_fp32 else set()
+    return (
+        {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)}
+        if in_fp32
+        else set()
+    )
 
 
 class _SumByBlock:
-    """Forward hook of a block, before it runs: each tensor that needs a gradient gets a view, where the gradients of its uses meet."""
+    """Forward hook of a block, before it runs: each tensor that needs a gradient gets a view, where
+    the gradients of its uses meet.
+    """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return (_met(args), _met(kwargs)) if torch.is_grad_enabled() else None
 
 
 def _met(given: Any) -> Any:
-    """The same with views in the place of tensors that need a gradient, inside tuples, lists and dictionaries too."""
+    """The same with views in the place of tensors that need a gradient, inside tuples, lists and
+    dictionaries too.
+    """
     if isinstance(given, Tensor):
         return given.view_as(given) if given.requires_grad else given
     if type(given) in (tuple, list):
@@ -82,8 +105,8 @@ _STATE = "_isotype_precision"
 
 
 class _State:
-    """The settings of a model's wrapped forwards. Each module that has one keeps them, so that deepcopy copies them too, with the forward
-    that the instance had, or None for its class's.
+    """The settings of a model's wrapped forwards. Each module that has one keeps them, so that
+    deepcopy copies them too, with the forward that the instance had, or None for its class's.
 
     methods   the forwards that were put in the place of others
     settings  (module, attribute, value before) of each attribute that was changed
@@ -105,7 +128,8 @@ class _State:
 
     def use(self, dtype: str) -> None:
         """Computes products in this dtype from now on."""
-        # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
+        # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32
+        # run
         self.dtype, self.cast = dtype, to_torch(dtype) if dtype != "fp32" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -121,7 +145,10 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def is_quantised(parameter: Tensor) -> bool:
-    return hasattr(parameter, "quant_state") or type(parameter).__name__ in ("Params4bit", "Int8Params")
+    return hasattr(parameter, "quant_state") or type(parameter).__name__ in (
+        "Params4bit",
+        "Int8Params",
+    )
 
 
 def quantised_word(parameter: Tensor) -> str:
@@ -131,11 +158,14 @@ def quantised_word(parameter: Tensor) -> str:
 
 
 def is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) or type(
+        module
+    ).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = None) -> None:
-    """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised parameters and buffers do not change.
+    """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised
+    parameters and buffers do not change.
 
     Parameters that the model's class keeps in fp32 (`precision.apply`) become or stay fp32.
 
@@ -147,23 +177,50 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
         if parameter.is_floating_point() and not is_quantised(parameter):
             dtype = to_torch(declared_dtype(model, full, parameter, precision))
             if parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype) if part is None else part.narrowed(parameter.data, dtype)
+                parameter.data = (
+                    parameter.data.to(dtype)
+                    if part is None
+                    else part.narrowed(parameter.data, dtype)
+                )
 
 
 def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
-    """The dtype that `precision` declares for one floating parameter of `model` that is not quantised."""
-    of_vision = precision.vision and not parameter.requires_grad and is_of_vision(inner_model(model), full)
-    of_text = precision.text_encoder and ".text_encoders." in f".{full}"  # of a diffusion run that trains them
-    frozen = precision.vision if of_vision else precision.text_encoder if of_text else precision.unquantised
+    """The dtype that `precision` declares for one floating parameter of `model` that is not
+    quantised.
+    """
+    of_vision = (
+        precision.vision and not parameter.requires_grad and is_of_vision(inner_model(model), full)
+    )
+    # of a diffusion run that trains them
+    of_text = precision.text_encoder and ".text_encoders." in f".{full}"
+    frozen = (
+        precision.vision
+        if of_vision
+        else precision.text_encoder
+        if of_text
+        else precision.unquantised
+    )
     word = precision.trainable if parameter.requires_grad else frozen
-    return "fp32" if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word))) else word
+    return (
+        "fp32"
+        if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word)))
+        else word
+    )
 
 
-def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True, part: Part | None = None) -> None:
+def apply_precision(
+    model: nn.Module,
+    precision: Precision,
+    *,
+    device_type: str,
+    cast: bool = True,
+    part: Part | None = None,
+) -> None:
     """Makes `model` follow `precision` in training, evaluation and generation.
 
-    Parameters are cast according to `requires_grad`, so attach adapters and freeze weights first. PEFT widens activations to the adapter's
-    dtype; this is switched off, and the small matrices A and B are narrowed instead.
+    Parameters are cast according to `requires_grad`, so attach adapters and freeze weights first.
+    PEFT widens activations to the adapter's dtype; this is switched off, and the small matrices A
+    and B are narrowed instead.
 
     cast  False if the caller has already cast the parameters
     part  as in `cast_parameters`
@@ -178,32 +235,48 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
         setattr(called, _STATE, (state, called.__dict__.get("forward")))
         state.put(InstanceMethod(_in_its_precision, called, arguments=()))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
-    # some decoder layers of transformers (Mamba, XGLM, JetMoE) widen the residual stream by themselves
-    for block in (block for stack in inner.modules() if isinstance(stack, nn.ModuleList) for block in stack if is_block(block)):
+    # some decoder layers of transformers (Mamba, XGLM, JetMoE) widen the residual stream by
+    # themselves
+    for block in (
+        block
+        for stack in inner.modules()
+        if isinstance(stack, nn.ModuleList)
+        for block in stack
+        if is_block(block)
+    ):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     for block in denoiser_blocks(inner):
         # a table of shifts and scales that is trained in fp32 widens the stream by itself
         block.register_forward_hook(_NarrowAll(to_torch(precision.compute)))
         block.register_forward_pre_hook(_SumByBlock(), with_kwargs=True)
-    module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
+    # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
+    module: Any
     for module in inner.modules():
-        if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
-            state.put(InstanceMethod(_multiplying_in, module, arguments=(to_torch(precision.compute),)))
+        if precision.compute != "fp32" and _has_stacked_weights(
+            module, to_torch(precision.compute)
+        ):
+            state.put(
+                InstanceMethod(_multiplying_in, module, arguments=(to_torch(precision.compute),))
+            )
         if is_narrowed(module, in_fp32):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
             state.change(module, "cast_input_dtype_enabled", False)
         if hasattr(module, "compute_type_is_set"):
-            # a 4-bit layer has its own dtype for products: the library's default, the file's, or that of the first input
+            # a 4-bit layer has its own dtype for products: the library's default, the file's, or
+            # that of the first input
             state.change(module, "compute_dtype", to_torch(precision.compute))
             state.change(module, "compute_type_is_set", True)
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
+            # bitsandbytes repacks the weight in place on the first forward without gradients, and
+            # later gradients are wrong
             state.change(module, "support_avx512bf16_for_cpu", False)
 
 
 def remove_precision(model: nn.Module) -> None:
-    """Undoes `apply_precision`, but for the dtypes of the parameters. A model without a precision stays as it is."""
+    """Undoes `apply_precision`, but for the dtypes of the parameters. A model without a precision
+    stays as it is.
+    """
     inner = inner_model(model)
     if _STATE not in inner.__dict__:
         return
@@ -216,30 +289,39 @@ def remove_precision(model: nn.Module) -> None:
         setattr(module, attribute, value)
     for module in inner.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Narrow | _SumByBlock)]:
+            for key in [
+                key for key, hook in hooks.items() if isinstance(hook, _Narrow | _SumByBlock)
+            ]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _called_alone(inner: nn.Module) -> list[nn.Module]:
-    """Parts of a transformers model whose forward is called past the whole model's: the model without its head, by some losses; the
-    encoder of an encoder-decoder model and a vision tower, by `generate`."""
+    """Parts of a transformers model whose forward is called past the whole model's: the model
+    without its head, by some losses; the encoder of an encoder-decoder model and a vision tower, by
+    `generate`.
+    """
     parts = [getattr(inner, "base_model", None)]
     encoder = getattr(inner, "get_encoder", None)
     if callable(encoder) and getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         parts.append(encoder())
     of_vision = vision_parts(inner)
     if of_vision is not None:
-        parts += [inner.get_submodule(path) for path in (*of_vision.towers, *of_vision.projectors(inner))]
+        parts += [
+            inner.get_submodule(path) for path in (*of_vision.towers, *of_vision.projectors(inner))
+        ]
     return [part for part in parts if isinstance(part, nn.Module) and part is not inner]
 
 
 def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
-    """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those that the model keeps in fp32, and
-    diffusers' FP32LayerNorm, answer in their input's dtype, which the model chose: some modulate the fp32 output and narrow the result
-    themselves."""
+    """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those
+    that the model keeps in fp32, and diffusers' FP32LayerNorm, answer in their input's dtype, which
+    the model chose: some modulate the fp32 output and narrow the result themselves.
+    """
     answers_as_asked = module in in_fp32 or type(module).__name__ == "FP32LayerNorm"
-    return (is_norm(module) and not answers_as_asked) or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return (is_norm(module) and not answers_as_asked) or isinstance(
+        module, nn.Embedding | nn.EmbeddingBag
+    )
 
 
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,13 +338,19 @@ def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Narrow:
-    """Forward hook that casts a floating output to the declared compute dtype. It is an object, so that deepcopy and pickle copy it."""
+    """Forward hook that casts a floating output to the declared compute dtype. It is an object, so
+    that deepcopy and pickle copy it.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.narrows_to = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.narrows_to:
+        if (
+            isinstance(output, Tensor)
+            and output.is_floating_point()
+            and output.dtype != self.narrows_to
+        ):
             return output.to(self.narrows_to)
         return output
 
@@ -286,26 +374,40 @@ class _NarrowAll(_Narrow):
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module of a list is a decoder layer, which passes on the residual stream: transformers' own, with weight matrices."""
-    return type(module).__module__.startswith("transformers.") and any(p.dim() > 1 for p in module.parameters())
+    """Whether a module of a list is a decoder layer, which passes on the residual stream:
+    transformers' own, with weight matrices.
+    """
+    return type(module).__module__.startswith("transformers.") and any(
+        p.dim() > 1 for p in module.parameters()
+    )
 
 
 def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
-    """Whether a module of transformers holds the weights of several experts in one tensor of another dtype. Autocast does not cast the
-    product of such a tensor."""
+    """Whether a module of transformers holds the weights of several experts in one tensor of
+    another dtype. Autocast does not cast the product of such a tensor.
+    """
     if not type(module).__module__.startswith("transformers.") or "forward" in module.__dict__:
         return False
-    stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.is_floating_point()]
+    stacked = [
+        p
+        for p in module._parameters.values()
+        if p is not None and p.dim() == 3 and p.is_floating_point()
+    ]
     return any(p.dtype != compute for p in stacked)
 
 
 def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
-    """Wraps `own`, a module's forward, so that it uses the module's floating weights cast to `compute`; gradients flow through the cast."""
+    """Wraps `own`, a module's forward, so that it uses the module's floating weights cast to
+    `compute`; gradients flow through the cast.
+    """
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = self._parameters
-        narrow = {k: p.to(compute) if p is not None and p.is_floating_point() else p for k, p in weights.items()}
+        narrow = {
+            k: p.to(compute) if p is not None and p.is_floating_point() else p
+            for k, p in weights.items()
+        }
         self._parameters = narrow  # type: ignore[assignment]  # read by attribute while the forward runs, never registered
         try:
             return own(self, *args, **kwargs)

@@ -1,7 +1,8 @@
-"""What config.json says of a checkpoint whose weights are packed: by which library, in which word of `precision.base`, in which blocks.
+"""What config.json says of a checkpoint whose weights are packed: by which library, in which word
+of `precision.base`, in which blocks.
 
-Which layers are packed, and how, is read off the file's tensors (`ops.packed.recognise`), not off the lists of ignored layers here.
-Imports no torch.
+Which layers are packed, and how, is read off the file's tensors (`ops.packed.recognise`), not off
+the lists of ignored layers here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 WORDS = ("fp8", "int8", "int4", "nvfp4", "mxfp4", "gguf")
-"""Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded. GGUF files mix blocks of several sizes."""
+"""Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded. GGUF files
+mix blocks of several sizes.
+"""
 ON_LOAD = ("fp8", "int8")
 """Those that a base that is not quantised may become when it is loaded, with a scale a channel."""
-READ = "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt, mxfp4, torchao and GGUF files"
+READ = (
+    "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt, mxfp4, torchao and"
+    " GGUF files"
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Packing:
     bits         of integers
     first_zero   what GPTQ's stored zero points lack
     activations  whether the file also asks for rounded activations
-    needs        a tensor that every packed weight has by the settings, and some files of the same library have not
+    needs        a tensor that every packed weight has by the settings, and some files of the same
+                 library have not
     """
 
     library: str
@@ -50,7 +57,9 @@ AGAIN = "give the model it was quantised from; nf4-lora quantises it when it is 
 
 
 class UnreadPacking(ValueError):
-    """Why a checkpoint's packing is not read: its library, format or version, or settings that are damaged."""
+    """Why a checkpoint's packing is not read: its library, format or version, or settings that are
+    damaged.
+    """
 
 
 def packing(found: Mapping[str, Any]) -> Packing:
@@ -66,7 +75,9 @@ def packing(found: Mapping[str, Any]) -> Packing:
     except UnreadPacking:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UnreadPacking(f"config.json, quantization_config: {type(error).__name__}: {error}") from None
+        raise UnreadPacking(
+            f"config.json, quantization_config: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _fp8(found: Mapping[str, Any]) -> Packing:
@@ -75,7 +86,13 @@ def _fp8(found: Mapping[str, Any]) -> Packing:
     if block is None:
         return Packing("fp8", "fp8", "a scale a tensor", activations=activations)
     rows, columns = _block(block)
-    return Packing("fp8", "fp8", f"a scale for each block of {rows} x {columns}", ((rows, columns),), activations=activations)
+    return Packing(
+        "fp8",
+        "fp8",
+        f"a scale for each block of {rows} x {columns}",
+        ((rows, columns),),
+        activations=activations,
+    )
 
 
 def _gptq(found: Mapping[str, Any]) -> Packing:
@@ -86,11 +103,22 @@ def _gptq(found: Mapping[str, Any]) -> Packing:
         raise UnreadPacking(f"GPTQ's checkpoint_format {version}: gptq and gptq_v2 are read")
     size = int(found["group_size"])
     needs = "g_idx" if found.get("desc_act") else ""
-    return Packing("gptq", f"int{bits}", _group_words(size), ((1, size),), bits, first_zero=int(version == "gptq"), needs=needs)
+    return Packing(
+        "gptq",
+        f"int{bits}",
+        _group_words(size),
+        ((1, size),),
+        bits,
+        first_zero=int(version == "gptq"),
+        needs=needs,
+    )
 
 
 def _awq(found: Mapping[str, Any]) -> Packing:
-    bits, version = int(found.get("bits", found.get("w_bit", 4))), str(found.get("version", "gemm")).lower()
+    bits, version = (
+        int(found.get("bits", found.get("w_bit", 4))),
+        str(found.get("version", "gemm")).lower(),
+    )
     if bits != 4 or version != "gemm":
         raise UnreadPacking(f"AWQ's version {version} with {bits} bits: gemm with 4 bits is read")
     size = int(found.get("group_size", found.get("q_group_size", 128)))
@@ -109,19 +137,31 @@ def _modelopt(found: Mapping[str, Any]) -> Packing:
 def _compressed(found: Mapping[str, Any]) -> Packing:
     if (sparsity := (found.get("sparsity_config") or {}).get("format")) not in (None, "dense"):
         raise UnreadPacking(f"compressed-tensors' sparsity {sparsity} is not read")
-    made = [_compressed_group(group, str(group.get("format") or found.get("format"))) for group in found["config_groups"].values()]
+    made = [
+        _compressed_group(group, str(group.get("format") or found.get("format")))
+        for group in found["config_groups"].values()
+    ]
     words = sorted({one.word for one in made})
     if len(words) != 1:
-        raise UnreadPacking(f"its layers are {' and '.join(words) or 'not quantised'}, and precision.base is one word")
+        raise UnreadPacking(
+            f"its layers are {' and '.join(words) or 'not quantised'}, and precision.base is one"
+            " word"
+        )
     layouts = list(dict.fromkeys(one.layout for one in made))
     blocks = tuple(dict.fromkeys(block for one in made for block in one.blocks))
     return Packing(
-        "compressed-tensors", words[0], " or ".join(layouts), blocks, made[0].bits, activations=any(one.activations for one in made),
+        "compressed-tensors",
+        words[0],
+        " or ".join(layouts),
+        blocks,
+        made[0].bits,
+        activations=any(one.activations for one in made),
         needs=made[0].needs if len(made) == 1 else "",
-    )  # fmt: skip
+    )
 
 
-# those whose files hold a number in a byte, with its scales beside it; the words of Int4WeightOnlyConfig lie as one kernel wants them
+# those whose files hold a number in a byte, with its scales beside it; the words of
+# Int4WeightOnlyConfig lie as one kernel wants them
 _TORCHAO = {
     "Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8", "IntxWeightOnlyConfig": "int8",
     "Int8DynamicActivationInt8WeightConfig": "int8", "Int8DynamicActivationIntxWeightConfig": "int8",
@@ -138,31 +178,61 @@ def _torchao(found: Mapping[str, Any]) -> Packing:
     grain = own.get("granularity") or own.get("weight_granularity") or {}
     grain = grain[-1] if isinstance(grain, list) else grain
     size = int(grain.get("_data", {}).get("group_size") or own.get("group_size") or -1)
-    return Packing("torchao", _TORCHAO[kind], _group_words(size), ((1, size),), activations="Activation" in kind)
+    return Packing(
+        "torchao",
+        _TORCHAO[kind],
+        _group_words(size),
+        ((1, size),),
+        activations="Activation" in kind,
+    )
 
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_FORMATS = (
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
 
 
 def _compressed_group(group: Mapping[str, Any], form: str) -> Packing:
     weights, rounds = group["weights"], group.get("input_activations") is not None
     if form not in (*_FORMATS, "None", "mixed-precision"):
-        raise UnreadPacking(f"compressed-tensors' format {form} is not read: {', '.join(_FORMATS)} are")
-    bits, kind, strategy = int(weights["num_bits"]), str(weights.get("type", "int")), str(weights.get("strategy", "channel"))
+        raise UnreadPacking(
+            f"compressed-tensors' format {form} is not read: {', '.join(_FORMATS)} are"
+        )
+    bits, kind, strategy = (
+        int(weights["num_bits"]),
+        str(weights.get("type", "int")),
+        str(weights.get("strategy", "channel")),
+    )
     size = int(weights.get("group_size") or -1)
     if kind == "float" and bits == 4:
         word = "mxfp4" if size == 32 else "nvfp4"
     elif (kind, bits) in (("float", 8), ("int", 8), ("int", 4)):
         word = "fp8" if kind == "float" else f"int{bits}"
     else:
-        raise UnreadPacking(f"compressed-tensors' {kind}{bits} is not read: fp8, int8, int4, nvfp4 and mxfp4 are")
+        raise UnreadPacking(
+            f"compressed-tensors' {kind}{bits} is not read: fp8, int8, int4, nvfp4 and mxfp4 are"
+        )
     if strategy == "block":
         rows, columns = _block(weights["block_structure"])
-        return Packing("", word, f"a scale for each block of {rows} x {columns}", ((rows, columns),), bits, activations=rounds)
+        return Packing(
+            "",
+            word,
+            f"a scale for each block of {rows} x {columns}",
+            ((rows, columns),),
+            bits,
+            activations=rounds,
+        )
     if strategy in ("tensor", "channel"):
         return Packing("", word, f"a scale a {strategy}", bits=bits, activations=rounds)
     needs = "" if kind == "float" or weights.get("symmetric", True) else "weight_zero_point"
-    return Packing("", word, _group_words(size), ((1, size),), bits, activations=rounds, needs=needs)
+    return Packing(
+        "", word, _group_words(size), ((1, size),), bits, activations=rounds, needs=needs
+    )
 
 
 def _group_words(size: int) -> str:
@@ -181,7 +251,9 @@ def _block(given: Any) -> tuple[int, int]:
 _READERS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda found: Packing("fbgemm_fp8", "fp8", "a scale a channel", activations=True),
-    "bitsandbytes": lambda found: Packing("bitsandbytes", "int8", "a scale a channel", activations=True),
+    "bitsandbytes": lambda found: Packing(
+        "bitsandbytes", "int8", "a scale a channel", activations=True
+    ),
     "gptq": _gptq,
     "awq": _awq,
     "mxfp4": lambda found: Packing("mxfp4", "mxfp4", _group_words(32), ((1, 32),), 4),

@@ -1,10 +1,13 @@
-"""Weights that processes share by rows: the rows that this process holds of a distributed tensor, and those that it will keep.
+"""Weights that processes share by rows: the rows that this process holds of a distributed tensor,
+and those that it will keep.
 
-FSDP2 gives each process some rows of every weight. Where each process holds the whole model, the part is the whole tensor.
+FSDP2 gives each process some rows of every weight. Where each process holds the whole model, the
+part is the whole tensor.
 
-A model's weights come from files that are mapped into memory: a weight in the file's dtype takes no memory until it is read. A cast would
-read it whole, in every process. `Part` casts its own rows only, into a tensor of the whole shape. The system gives memory to the pages that
-are written, so that the tensor takes what these rows take.
+A model's weights come from files that are mapped into memory: a weight in the file's dtype takes no
+memory until it is read. A cast would read it whole, in every process. `Part` casts its own rows
+only, into a tensor of the whole shape. The system gives memory to the pages that are written, so
+that the tensor takes what these rows take.
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor: its shape is the whole tensor's, and this process holds some rows of it."""
+    """Whether this is a DTensor: its shape is the whole tensor's, and this process holds some rows
+    of it.
+    """
     return hasattr(tensor, "placements")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The rows that this process holds: a view without a graph, possibly of no row. An ordinary tensor is returned as it is."""
+    """The rows that this process holds: a view without a graph, possibly of no row. An ordinary
+    tensor is returned as it is.
+    """
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -35,7 +42,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every process: all of them call it. An ordinary tensor is returned as it is."""
+    """The whole tensor, on every process: all of them call it. An ordinary tensor is returned as it
+    is.
+    """
     if not is_sharded(tensor):
         return tensor
     whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor has it
@@ -48,46 +57,70 @@ def local_rows(tensor: Tensor) -> range:
         return range(tensor.shape[0] if tensor.dim() else 0)
     sharded: Any = tensor
     (dim,) = (at for at, placement in enumerate(sharded.placements) if placement.is_shard(0))
-    rows, processes, rank = tensor.shape[0], sharded.device_mesh.size(dim), sharded.device_mesh.get_local_rank(dim)
+    rows, processes, rank = (
+        tensor.shape[0],
+        sharded.device_mesh.size(dim),
+        sharded.device_mesh.get_local_rank(dim),
+    )
     most = math.ceil(rows / processes)
     return range(min(rows, rank * most), min(rows, (rank + 1) * most))
 
 
 def first_element(tensor: Tensor) -> int:
     """Index of the part's first element in the whole tensor, flattened."""
-    return local_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0])) if is_sharded(tensor) else 0
+    return (
+        local_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0]))
+        if is_sharded(tensor)
+        else 0
+    )
 
 
 def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
-    """The tensor that FSDP puts in the place of a part while its unit runs: the same tensor each time, whose memory is allocated and
-    freed."""
+    """The tensor that FSDP puts in the place of a part while its unit runs: the same tensor each
+    time, whose memory is allocated and freed.
+    """
     for unit in _units(model):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
-            yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+            yield from (
+                p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")
+            )
 
 
 def settle(model: nn.Module) -> None:
-    """Frees the weights that a forward without a backward has left gathered, so that every parameter is a part again."""
+    """Frees the weights that a forward without a backward has left gathered, so that every
+    parameter is a part again.
+    """
     for unit in _units(model):
         unit.reshard()
 
 
 def _units(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return (
+        []
+        if fsdp is None
+        else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    )
 
 
 def loaded_on(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
-    """Where a model's weights are loaded: on the run's device, or on the CPU: where several processes share the model, and each unit's part
-    goes from there to the device, and where its blocks stay there (`model.offload`)."""
+    """Where a model's weights are loaded: on the run's device, or on the CPU: where several
+    processes share the model, and each unit's part goes from there to the device, and where its
+    blocks stay there (`model.offload`).
+    """
     return device if part is None and offload == "none" else torch.device("cpu")
 
 
 def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory the system gives page by page as it is written, and gets back when the tensor is freed. malloc would reuse
-    blocks that were freed before, and keep them."""
+    """A tensor whose memory the system gives page by page as it is written, and gets back when the
+    tensor is freed. malloc would reuse blocks that were freed before, and keep them.
+    """
     size = shape.numel() * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+        if size
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +135,8 @@ class Part:
     look: Callable[[nn.Module], None] = lambda model: None
 
     def narrowed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, in its whole shape, on the CPU. Only the own rows have values, except of vectors, which are small.
+        """The weight in `dtype`, in its whole shape, on the CPU. Only the own rows have values,
+        except of vectors, which are small.
 
         weight  any dtype [rows ...]
         ->      dtype     [rows ...]
@@ -110,6 +144,8 @@ class Part:
         if weight.dim() < 2:
             return weight.to(dtype)
         whole = _unwritten(weight.shape, dtype)
-        for mine, its in zip(whole.chunk(self.parts)[self.rank :][:1], weight.chunk(self.parts)[self.rank :][:1]):
+        for mine, its in zip(
+            whole.chunk(self.parts)[self.rank :][:1], weight.chunk(self.parts)[self.rank :][:1]
+        ):
             mine.copy_(its)
         return whole

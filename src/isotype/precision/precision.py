@@ -13,7 +13,17 @@ from .packing import WORDS as PACKED
 
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
-_HALF_ROLES = ("trainable", "compute", "grads", "reduce", "loss", "norms", "generate", "save_model", "save_adapter")
+_HALF_ROLES = (
+    "trainable",
+    "compute",
+    "grads",
+    "reduce",
+    "loss",
+    "norms",
+    "generate",
+    "save_model",
+    "save_adapter",
+)
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision")
 """Roles that only some tasks have; in a run of another task their word is empty."""
 _WORDS: dict[str, tuple[str, ...]] = {
@@ -23,21 +33,35 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "rounding": ("nearest", "stochastic"),
     "loss_scaling": ("none", "dynamic"),
 }
-ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")
+ROLES = (
+    "base",
+    "trainable",
+    "compute",
+    "grads",
+    "reduce",
+    "optimizer",
+    "loss",
+    "norms",
+    "generate",
+    "save",
+)
 EIGHT_BIT = ("adamw8bit", "adamw8bit-paged", "lion8bit")
 """Optimizers (`train.optimizer`) whose states are int8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes are words (`fp32 bf16 fp16 nf4`); every role has one, so nothing is left to a default elsewhere.
+    """Dtypes are words (`fp32 bf16 fp16 nf4`); every role has one, so nothing is left to a default
+    elsewhere.
 
-    base          frozen weights; of a packed base (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf) the weights that are not packed have `compute`
+    base          frozen weights; of a packed base (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf) the weights
+                  that are not packed have `compute`
     trainable     weights that are trained
     compute       matrix products, activations, every module's output
     grads         gradients as accumulated over micro-batches
     reduce        gradient sums across ranks
-    optimizer     optimizer states; int8 with a scale a block where the optimizer keeps 8 bits (states under 4,096 elements are fp32 then)
+    optimizer     optimizer states; int8 with a scale a block where the optimizer keeps 8 bits
+                  (states under 4,096 elements are fp32 then)
     loss          logits inside the loss, log-probabilities
     norms         arithmetic inside norms; their output is always `compute`
     generate      matrix products while sampling
@@ -55,7 +79,8 @@ class Precision:
 
     A role of a run of a vision-language model, empty elsewhere:
 
-    vision        frozen weights of tower and projector, and the pixels that they are given; their products have `compute`
+    vision        frozen weights of tower and projector, and the pixels that they are given; their
+                  products have `compute`
 
     Raises  UsageError PR000 for a word a role cannot have.
     """
@@ -115,7 +140,9 @@ class Precision:
     def preset(cls, name: str, **overrides: str) -> Precision:
         """A named precision, roles replaced by `overrides`."""
         if name not in PRESETS:
-            raise UsageError(f"unknown preset {name!r}: expected one of {' '.join(PRESETS)}", code="PR000")
+            raise UsageError(
+                f"unknown preset {name!r}: expected one of {' '.join(PRESETS)}", code="PR000"
+            )
         return PRESETS[name].but(**overrides)
 
     def but(self, **overrides: str) -> Precision:
@@ -123,7 +150,9 @@ class Precision:
         unknown = set(overrides) - {f.name for f in fields(self)}
         if unknown:
             raise UsageError(
-                f"unknown role {', '.join(sorted(unknown))}: expected one of {' '.join(f.name for f in fields(self))}", code="PR000"
+                f"unknown role {', '.join(sorted(unknown))}: expected one of"
+                f" {' '.join(f.name for f in fields(self))}",
+                code="PR000",
             )
         return replace(self, **overrides)
 
@@ -132,16 +161,23 @@ class Precision:
         yield from ((role, value) for role, value in asdict(self).items() if value)
 
     def __str__(self) -> str:
-        """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse` reads it back."""
+        """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse`
+        reads it back.
+        """
         return self.text(min(PRESETS, key=lambda name: len(self._differences(name))))
 
     def text(self, preset: str) -> str:
         """The short text form as that preset and what differs from it."""
-        pairs = (f"{role}={value.replace(', ', '/').replace(' ', ':')}" for role, value in self._differences(preset).items())
+        pairs = (
+            f"{role}={value.replace(', ', '/').replace(' ', ':')}"
+            for role, value in self._differences(preset).items()
+        )
         return " ".join([preset, *pairs])
 
     def _differences(self, preset: str) -> dict[str, str]:
-        return {role: value for role, value in self.items() if value != getattr(PRESETS[preset], role)}
+        return {
+            role: value for role, value in self.items() if value != getattr(PRESETS[preset], role)
+        }
 
     @classmethod
     def parse(cls, text: str) -> Precision:
@@ -151,7 +187,9 @@ class Precision:
         for pair in pairs:
             role, equals, value = pair.partition("=")
             if not equals:
-                raise UsageError(f"precision {text!r}: expected role=dtype, got {pair!r}", code="PR000")
+                raise UsageError(
+                    f"precision {text!r}: expected role=dtype, got {pair!r}", code="PR000"
+                )
             overrides[role] = value.replace("/", ", ").replace(":", " ")
         return cls.preset(name, **overrides)
 
@@ -166,24 +204,37 @@ def _word(role: str, value: str) -> str:
             value = parse(value)
     if value not in allowed:
         why = f"; {NO_FP8_PRODUCTS}" if role == "compute" and value.startswith("fp8") else ""
-        raise UsageError(f"precision.{role}: {value!r} is not one of {' '.join(allowed)}{why}", code="PR000")
+        raise UsageError(
+            f"precision.{role}: {value!r} is not one of {' '.join(allowed)}{why}", code="PR000"
+        )
     return value
 
 
 def _parse_save(text: str) -> tuple[str, str]:
-    """`bf16` or `model bf16, adapter fp32` -> (model's dtype, adapter's dtype); a part left out follows the other."""
+    """`bf16` or `model bf16, adapter fp32` -> (model's dtype, adapter's dtype); a part left out
+    follows the other.
+    """
     parts = dict(part.split(None, 1) for part in text.split(",") if " " in part.strip())
     if not parts:
         return _word("save_model", text), _word("save_adapter", text)
     if set(parts) - {"model", "adapter"} or len(parts) != text.count(",") + 1:
-        raise UsageError(f"precision.save: {text!r} is neither a dtype nor 'model bf16, adapter fp32'", code="PR000")
+        raise UsageError(
+            f"precision.save: {text!r} is neither a dtype nor 'model bf16, adapter fp32'",
+            code="PR000",
+        )
     model = parts.get("model") or parts["adapter"]
     adapter = parts.get("adapter") or parts["model"]
     return _word("save_model", model.strip()), _word("save_adapter", adapter.strip())
 
 
 # every role of every preset is written out, so that a preset can be read as a row of a table
-_FP32_INSIDE = {"grads": "fp32", "reduce": "fp32", "optimizer": "fp32", "loss": "fp32", "norms": "fp32"}
+_FP32_INSIDE = {
+    "grads": "fp32",
+    "reduce": "fp32",
+    "optimizer": "fp32",
+    "loss": "fp32",
+    "norms": "fp32",
+}
 
 PRESETS: dict[str, Precision] = {
     "fp32": Precision(base="fp32", trainable="fp32", compute="fp32", generate="fp32", save="fp32", **_FP32_INSIDE),
@@ -206,6 +257,10 @@ ABOUT = {
     "bf16-mixed": "full fine-tuning: fp32 weights, bf16 products",
     "bf16-lora": "LoRA: bf16 base, fp32 adapters",
     "nf4-lora": "QLoRA: 4-bit base, fp32 adapters",
-    "bf16-pure": "full fine-tuning in half the memory: bf16 weights with stochastic rounding, fp32 gradients",
-    "fp16-mixed": "for GPUs without bf16: fp16 products with loss scaling; activations above 65504 overflow",
+    "bf16-pure": (
+        "full fine-tuning in half the memory: bf16 weights with stochastic rounding, fp32 gradients"
+    ),
+    "fp16-mixed": (
+        "for GPUs without bf16: fp16 products with loss scaling; activations above 65504 overflow"
+    ),
 }

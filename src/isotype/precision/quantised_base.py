@@ -1,6 +1,8 @@
-"""Finds out whether a base model is already quantised, by which library and to which format, and whether that fits the declared precision.
+"""Finds out whether a base model is already quantised, by which library and to which format, and
+whether that fits the declared precision.
 
-The facts come from the configuration of a saved model before it is loaded, or from the layers of a loaded model.
+The facts come from the configuration of a saved model before it is loaded, or from the layers of a
+loaded model.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ MOST_UNQUANTISED = 0.10
 
 @dataclass(frozen=True)
 class Quantisation:
-    """library: as transformers names it; kind: nf4, fp4, a word of packed bases, or the library's name; compute, storage: words, None where
-    unknown; packing: of a base whose own files are read; unread: why it is not; held: whether a loaded model holds it packed."""
+    """library: as transformers names it; kind: nf4, fp4, a word of packed bases, or the library's
+    name; compute, storage: words, None where unknown; packing: of a base whose own files are read;
+    unread: why it is not; held: whether a loaded model holds it packed.
+    """
 
     library: str
     kind: str
@@ -55,7 +59,9 @@ class Quantisation:
 def of_config(config: Any) -> Quantisation | None:
     """From a transformers configuration; None for a model that is not quantised."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    given = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    given = getattr(config, "quantization_config", None) or getattr(
+        text, "quantization_config", None
+    )
     if given is None:
         return None
     return of_settings(given if isinstance(given, Mapping) else given.to_dict())
@@ -87,13 +93,21 @@ def of_model(model: nn.Module) -> Quantisation | None:
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
         # stacks of experts among them
-        words = [word for p in module._parameters.values() if (word := getattr(getattr(p, "quant_state", None), "word", None))]
+        words = [
+            word
+            for p in module._parameters.values()
+            if (word := getattr(getattr(p, "quant_state", None), "word", None))
+        ]
         if words:
             seen[Quantisation("", words[0], held=True)] += len(words)
         elif state is not None and hasattr(module, "compute_dtype"):
             compute = None if module.compute_dtype is None else _word(module.compute_dtype)
             assert weight is not None
-            seen[Quantisation("bitsandbytes", state.quant_type, compute, _word(weight.dtype), state.nested)] += 1
+            seen[
+                Quantisation(
+                    "bitsandbytes", state.quant_type, compute, _word(weight.dtype), state.nested
+                )
+            ] += 1
         elif type(weight).__name__ == "Int8Params":
             seen[Quantisation("bitsandbytes", "int8")] += 1
     return seen.most_common(1)[0][0] if seen else of_config(getattr(model, "config", None))
@@ -114,7 +128,11 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
         raise UsageError(f"model {model_name}: its weights are {found.kind}, and {why}", fix=AGAIN)
     if precision.base != found.kind:
         fix = f"precision.base: {found.kind}, or precision.preset: auto without precision.base"
-        raise UsageError(f"model {model_name}: its weights are {found.kind} already, declared base {precision.base}", fix=fix)
+        raise UsageError(
+            f"model {model_name}: its weights are {found.kind} already, declared base"
+            f" {precision.base}",
+            fix=fix,
+        )
     notes = [f"the base came quantised: {found}"]
     if found.compute not in (None, precision.compute):
         notes[0] += f"; here products are in {precision.compute}, as declared"
@@ -124,7 +142,9 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
 
 
 def refuse_unmade(base: str, model: str) -> None:
-    """Raises  UsageError for a declared base that a model that is not quantised cannot become when it is loaded"""
+    """Raises  UsageError for a declared base that a model that is not quantised cannot become when
+    it is loaded
+    """
     if base in WORDS and base not in ON_LOAD:
         raise UsageError(
             f"{model}: its weights are not quantised, declared base {base}",
@@ -135,10 +155,16 @@ def refuse_unmade(base: str, model: str) -> None:
 def unquantised_share(model: nn.Module) -> tuple[float, str]:
     """(share of the frozen matrices' elements that are not quantised, the largest one's name).
 
-    Embeddings, the head, and tower and projector of a vision-language model count as neither: no QLoRA quantises them; nor do the originals
-    of what an adapter trains in full. Stacked experts, which bitsandbytes leaves as they are, are what this finds.
+    Embeddings, the head, and tower and projector of a vision-language model count as neither: no
+    QLoRA quantises them; nor do the originals of what an adapter trains in full. Stacked experts,
+    which bitsandbytes leaves as they are, are what this finds.
     """
-    apart = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    apart = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding)
+        for p in m.parameters(recurse=False)
+    }
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     apart |= {id(p) for p in head.parameters()} if head is not None else set()
@@ -163,7 +189,9 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
 
 
 def check_share(model: nn.Module, *, consent: bool, kept_in: str) -> list[str]:
-    """Header lines about a 4-bit base of which more than 10% stays unquantised. Raises UsageError for such a base without consent."""
+    """Header lines about a 4-bit base of which more than 10% stays unquantised. Raises UsageError
+    for such a base without consent.
+    """
     share, largest = unquantised_share(model)
     if share <= MOST_UNQUANTISED:
         return []

@@ -1,4 +1,5 @@
-"""The parts of a vision-language model: the decoder of the text, the towers that see pixels, and the projectors between them.
+"""The parts of a vision-language model: the decoder of the text, the towers that see pixels, and
+the projectors between them.
 
 Imports no transformers: the parts are what a model's `get_decoder` and `get_encoder` give.
 """
@@ -28,7 +29,9 @@ class VisionParts:
     head: str
 
     def of(self, name: str) -> str:
-        """The part that a module or parameter of this path belongs to. What is in no tower, decoder or head is a projector."""
+        """The part that a module or parameter of this path belongs to. What is in no tower, decoder
+        or head is a projector.
+        """
         if _below(name, self.language) or (self.head and _below(name, self.head)):
             return LANGUAGE
         return TOWER if any(_below(name, tower) for tower in self.towers) else PROJECTOR
@@ -38,7 +41,11 @@ class VisionParts:
         owner = self.language.rpartition(".")[0]
         children = model.get_submodule(owner).named_children()
         paths = [f"{owner}.{name}".removeprefix(".") for name, _ in children]
-        return [path for path in paths if self.of(path) == PROJECTOR and not any(_below(tower, path) for tower in self.towers)]
+        return [
+            path
+            for path in paths
+            if self.of(path) == PROJECTOR and not any(_below(tower, path) for tower in self.towers)
+        ]
 
 
 def _below(name: str, path: str) -> bool:
@@ -49,9 +56,11 @@ _KNOWN: WeakKeyDictionary[Any, VisionParts | None] = WeakKeyDictionary()
 
 
 def vision_parts(model: Any) -> VisionParts | None:
-    """The parts of a transformers model that has a vision configuration, and a decoder of its own for the text; None for other models.
+    """The parts of a transformers model that has a vision configuration, and a decoder of its own
+    for the text; None for other models.
 
-    model  not PEFT's wrapper of one. It is looked through once: later changes, as adapters are, do not move its parts
+    model  not PEFT's wrapper of one. It is looked through once: later changes, as adapters are, do
+           not move its parts
     """
     if model not in _KNOWN:
         _KNOWN[model] = _parts_of(model)
@@ -60,19 +69,30 @@ def vision_parts(model: Any) -> VisionParts | None:
 
 def _parts_of(model: Any) -> VisionParts | None:
     config = getattr(model, "config", None)
-    if not any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")) or not hasattr(model, "get_decoder"):
+    if not any(
+        getattr(config, name, None) is not None for name in ("vision_config", "audio_config")
+    ) or not hasattr(model, "get_decoder"):
         return None
     paths = {id(module): name for name, module in model.named_modules()}
     language = paths.get(id(model.get_decoder()), "")
     if not language:
         return None
-    towers = {paths.get(id(model.get_encoder(modality=modality)), "") for modality in ("image", "video", "audio")}
+    towers = {
+        paths.get(id(model.get_encoder(modality=modality)), "")
+        for modality in ("image", "video", "audio")
+    }
     head = paths.get(id(model.get_output_embeddings()), "")
-    return VisionParts(language, tuple(sorted(tower for tower in towers if tower and not _below(language, tower))), head)
+    return VisionParts(
+        language,
+        tuple(sorted(tower for tower in towers if tower and not _below(language, tower))),
+        head,
+    )
 
 
 def is_of_vision(model: Any, full: str) -> bool:
-    """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to tower or projector."""
+    """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to tower or
+    projector.
+    """
     parts = vision_parts(model)
     return parts is not None and parts.of(full.removeprefix("base_model.model.")) != LANGUAGE
 

@@ -1,7 +1,8 @@
-"""`isotype quickstart --diffusion`: a small Flux learns to draw shapes, then LoRA teaches it one that it never saw; no network.
+"""`isotype quickstart --diffusion`: a small Flux learns to draw shapes, then LoRA teaches it one
+that it never saw; no network.
 
-The folder holds all that is needed to do it again by hand: the pictures, the pipeline, and two files, `full.yaml` and `lora.yaml`, that
-`isotype train` takes.
+The folder holds all that is needed to do it again by hand: the pictures, the pipeline, and two
+files, `full.yaml` and `lora.yaml`, that `isotype train` takes.
 """
 
 from __future__ import annotations
@@ -22,16 +23,26 @@ from .stages import Stage, run_quickstart
 
 SIDE = 32  # pixels
 SHAPES = ("circle", "square", "triangle", "cross")
-COLOURS = {"red": (215, 40, 40), "green": (40, 165, 60), "blue": (45, 70, 210), "yellow": (240, 200, 30)}
+COLOURS = {
+    "red": (215, 40, 40),
+    "green": (40, 165, 60),
+    "blue": (45, 70, 210),
+    "yellow": (240, 200, 30),
+}
 _ARM = 0.3
-_OUTLINES: dict[str, list[list[tuple[float, float]]]] = {  # polygons in the box from -1 to 1, y downwards
+# polygons in the box from -1 to 1, y downwards
+_OUTLINES: dict[str, list[list[tuple[float, float]]]] = {
     "circle": [[(math.cos(k * math.pi / 32), math.sin(k * math.pi / 32)) for k in range(64)]],
     "square": [[(-1, -1), (1, -1), (1, 1), (-1, 1)]],
     "triangle": [[(0, -1), (1, 1), (-1, 1)]],
-    "cross": [[(-1, -_ARM), (1, -_ARM), (1, _ARM), (-1, _ARM)], [(-_ARM, -1), (_ARM, -1), (_ARM, 1), (-_ARM, 1)]],
+    "cross": [
+        [(-1, -_ARM), (1, -_ARM), (1, _ARM), (-1, _ARM)],
+        [(-_ARM, -1), (_ARM, -1), (_ARM, 1), (-_ARM, 1)],
+    ],
 }
 _FINER = 4  # drawn so many times larger, then scaled down: smooth edges
-MOST_APART = 0.3  # share of pixels that differ from the template: above it the picture shows no shape
+# share of pixels that differ from the template: above it the picture shows no shape
+MOST_APART = 0.3
 MOST_OFF = 50  # of 255, the mean difference of the shape's pixels from its colour
 _INK = 0.35  # between white (0) and the colour (1)
 WORDS = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
@@ -39,13 +50,20 @@ TEXT_LENGTH = 6  # tokens of a caption, padded
 CLIP_WIDTH, T5_WIDTH = 32, 64
 
 
-def draw(shape: str, colour: str, middle: tuple[float, float] = (SIDE / 2, SIDE / 2), radius: float = 10.0) -> Any:
+def draw(
+    shape: str,
+    colour: str,
+    middle: tuple[float, float] = (SIDE / 2, SIDE / 2),
+    radius: float = 10.0,
+) -> Any:
     """A PIL image in RGB; the radius is half of the side of the shape's box, in pixels."""
     from PIL import Image, ImageDraw
 
     canvas = Image.new("RGB", (SIDE * _FINER, SIDE * _FINER), "white")
     for polygon in _OUTLINES[shape]:
-        points = [tuple((m + radius * c) * _FINER for m, c in zip(middle, point)) for point in polygon]
+        points = [
+            tuple((m + radius * c) * _FINER for m, c in zip(middle, point)) for point in polygon
+        ]
         ImageDraw.Draw(canvas).polygon(points, fill=COLOURS[colour])
     return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
 
@@ -59,8 +77,13 @@ def draw_at_random(shape: str, colour: str, chance: random.Random) -> Any:
 
 
 def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int) -> int:
-    """`each` pictures of every shape in every colour, with a .txt of the same name; returns their number."""
-    chance, names = random.Random(seed), [(shape, colour, k) for shape in shapes for colour in COLOURS for k in range(each)]
+    """`each` pictures of every shape in every colour, with a .txt of the same name; returns their
+    number.
+    """
+    chance, names = (
+        random.Random(seed),
+        [(shape, colour, k) for shape in shapes for colour in COLOURS for k in range(each)],
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for shape, colour, k in names:
         draw_at_random(shape, colour, chance).save(folder / f"{colour}_{shape}_{k}.png")
@@ -69,7 +92,8 @@ def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int)
 
 
 def judged(picture_HWC: NDArray[np.uint8]) -> str:
-    """`a red circle`, or `no shape`: the nearest template in place, size and shape; the colour by the mean of the shape's pixels.
+    """`a red circle`, or `no shape`: the nearest template in place, size and shape; the colour by
+    the mean of the shape's pixels.
 
     picture_HWC  uint8[SIDE SIDE 3]
     """
@@ -86,9 +110,16 @@ def judged(picture_HWC: NDArray[np.uint8]) -> str:
     middle = ((columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2)
     radius = max(np.ptp(columns) + 1, np.ptp(rows) + 1) / 2
     # smooth edges make the box of the ink a little larger
-    templates = {(shape, grown): _template(shape, middle, radius + grown) for shape in SHAPES for grown in (-1.0, -0.5, 0.0)}
+    templates = {
+        (shape, grown): _template(shape, middle, radius + grown)
+        for shape in SHAPES
+        for grown in (-1.0, -0.5, 0.0)
+    }
     # 1 - intersection over union
-    apart, shape = min((1.0 - float((ink & one).sum()) / float((ink | one).sum()), shape) for (shape, _), one in templates.items())
+    apart, shape = min(
+        (1.0 - float((ink & one).sum()) / float((ink | one).sum()), shape)
+        for (shape, _), one in templates.items()
+    )
     return f"a {colour} {shape}" if apart <= MOST_APART else "no shape"
 
 
@@ -99,7 +130,9 @@ def _template(shape: str, middle: tuple[float, float], radius: float) -> NDArray
 
 
 def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
-    """Saves a Flux with random weights, whose VAE is trained on shapes; returns the VAE's error, a mean over pixels in [-1, 1]."""
+    """Saves a Flux with random weights, whose VAE is trained on shapes; returns the VAE's error, a
+    mean over pixels in [-1, 1].
+    """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
@@ -108,37 +141,78 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
         torch.manual_seed(seed)
         vae, error = _trained_vae(vae_steps, random.Random(seed))
         transformer = FluxTransformer2DModel(
-            patch_size=1, in_channels=4 * vae.config.latent_channels, num_layers=2, num_single_layers=2, attention_head_dim=32,
-            num_attention_heads=4, joint_attention_dim=T5_WIDTH, pooled_projection_dim=CLIP_WIDTH, guidance_embeds=False,
+            patch_size=1,
+            in_channels=4 * vae.config.latent_channels,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            joint_attention_dim=T5_WIDTH,
+            pooled_projection_dim=CLIP_WIDTH,
+            guidance_embeds=False,
             axes_dims_rope=(8, 12, 12),
-        )  # fmt: skip
+        )
         clip = CLIPTextConfig(
-            vocab_size=len(WORDS), hidden_size=CLIP_WIDTH, intermediate_size=2 * CLIP_WIDTH, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=TEXT_LENGTH, projection_dim=CLIP_WIDTH, eos_token_id=1, bos_token_id=0, pad_token_id=0,
-        )  # fmt: skip
-        t5 = T5Config(vocab_size=len(WORDS), d_model=T5_WIDTH, d_kv=16, d_ff=T5_WIDTH, num_layers=1, num_heads=4)
+            vocab_size=len(WORDS),
+            hidden_size=CLIP_WIDTH,
+            intermediate_size=2 * CLIP_WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=TEXT_LENGTH,
+            projection_dim=CLIP_WIDTH,
+            eos_token_id=1,
+            bos_token_id=0,
+            pad_token_id=0,
+        )
+        t5 = T5Config(
+            vocab_size=len(WORDS),
+            d_model=T5_WIDTH,
+            d_kv=16,
+            d_ff=T5_WIDTH,
+            num_layers=1,
+            num_heads=4,
+        )
         made: Any = FluxPipeline(
-            transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), text_encoder=CLIPTextModel(clip),
-            tokenizer=_tokenizer(), text_encoder_2=T5EncoderModel(t5), tokenizer_2=_tokenizer(),
-        )  # fmt: skip
+            transformer=transformer,
+            vae=vae,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+            text_encoder=CLIPTextModel(clip),
+            tokenizer=_tokenizer(),
+            text_encoder_2=T5EncoderModel(t5),
+            tokenizer_2=_tokenizer(),
+        )
         made.save_pretrained(folder)
     return error
 
 
 def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
-    """An AutoencoderKL whose latents of shapes have mean 0 and deviation 1 after its own shift and scale, and its last error."""
+    """An AutoencoderKL whose latents of shapes have mean 0 and deviation 1 after its own shift and
+    scale, and its last error.
+    """
     import torch
     from diffusers import AutoencoderKL
 
     vae: Any = AutoencoderKL(
-        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=8,
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, sample_size=SIDE,
-        use_quant_conv=False, use_post_quant_conv=False, mid_block_add_attention=False,
-    )  # fmt: skip
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(16, 32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        sample_size=SIDE,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    )
 
     def shapes(count: int) -> torch.Tensor:
         """fp32[count 3 SIDE SIDE] in [-1, 1]."""
-        images = [np.array(draw_at_random(chance.choice(SHAPES), chance.choice(list(COLOURS)), chance)) for _ in range(count)]
+        images = [
+            np.array(draw_at_random(chance.choice(SHAPES), chance.choice(list(COLOURS)), chance))
+            for _ in range(count)
+        ]
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
@@ -155,7 +229,9 @@ def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
         error = float(difference.detach())
     vae.requires_grad_(False)
     latents = vae.encode(shapes(128)).latent_dist.mean
-    vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
+    vae.register_to_config(
+        scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
+    )
     return vae, error
 
 
@@ -178,25 +254,51 @@ BEFORE, NEW = ("circle", "square", "triangle"), "cross"
 ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
 PIPELINE, BASE, PICTURES, SHEET = "flux", "base", "pictures", "drawn.png"
 STAGES = (
-    Stage("full", f"every weight, on pictures of {', '.join(BEFORE)}", 2000, seconds=140, least=100),
-    Stage("lora", f"LoRA on pictures of a {NEW}, new to that model; the others keep it from forgetting", 900, seconds=70, least=50),
+    Stage(
+        "full", f"every weight, on pictures of {', '.join(BEFORE)}", 2000, seconds=140, least=100
+    ),
+    Stage(
+        "lora",
+        f"LoRA on pictures of a {NEW}, new to that model; the others keep it from forgetting",
+        900,
+        seconds=70,
+        least=50,
+    ),
 )
 
 
-def quickstart_pictures(folder: Path, *, share: float = 1.0, vae_steps: int = 300, draws: int = 10, json_output: bool = False) -> int:
-    """As `run_quickstart`; draws what was asked for and judges it. draws: pictures of each prompt at the end"""
+def quickstart_pictures(
+    folder: Path,
+    *,
+    share: float = 1.0,
+    vae_steps: int = 300,
+    draws: int = 10,
+    json_output: bool = False,
+) -> int:
+    """As `run_quickstart`; draws what was asked for and judges it. draws: pictures of each prompt
+    at the end
+    """
     from ..tasks.diffusion.pipeline import require_diffusers
 
     require_diffusers()
     return run_quickstart(
-        folder, "isotype quickstart --diffusion", STAGES, (PIPELINE, PICTURES), make=lambda: _write(folder, vae_steps), share=share,
-        json_output=json_output, between=lambda: _make_base(folder), summarise=lambda: judge_runs(folder, draws=draws),
+        folder,
+        "isotype quickstart --diffusion",
+        STAGES,
+        (PIPELINE, PICTURES),
+        make=lambda: _write(folder, vae_steps),
+        share=share,
+        json_output=json_output,
+        between=lambda: _make_base(folder),
+        summarise=lambda: judge_runs(folder, draws=draws),
         show=lambda summary: _show(folder, summary),
-    )  # fmt: skip
+    )
 
 
 def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
-    """What each run drew when asked for each shape: `right` of `draws` pictures by prompt, before and after LoRA; writes the sheet."""
+    """What each run drew when asked for each shape: `right` of `draws` pictures by prompt, before
+    and after LoRA; writes the sheet.
+    """
     from PIL import Image
 
     from ..inference.diffusion import draw_with
@@ -206,7 +308,9 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
     step = SIDE + 2
     sheet = Image.new("RGB", (step * draws, step * 2 * len(ASKED)), (200, 200, 200))
     for i, stage in enumerate(STAGES):
-        _, pictures = draw_with(folder / stage.name, [prompt for prompt in ASKED for _ in range(draws)])
+        _, pictures = draw_with(
+            folder / stage.name, [prompt for prompt in ASKED for _ in range(draws)]
+        )
         right[stage.name] = dict.fromkeys(ASKED, 0)
         for j, picture in enumerate(pictures):
             image = Image.open(io.BytesIO(picture.png)).convert("RGB")
@@ -226,9 +330,15 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
 def _write(folder: Path, vae_steps: int) -> None:
     count = write_pictures(folder / PICTURES / "before", BEFORE, each=32, seed=1)
     count += write_pictures(folder / PICTURES / "new", (NEW,), each=32, seed=2)
-    print(f"pictures  {count} of {len(BEFORE) + 1} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE} pixels, each with a caption")
+    print(
+        f"pictures  {count} of {len(BEFORE) + 1} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE}"
+        " pixels, each with a caption"
+    )
     error = write_pipeline(folder / PIPELINE, vae_steps=vae_steps)
-    print(f"pipeline  a Flux with random weights; its VAE trained on such shapes: pixels off by {error / 2:.1%}")
+    print(
+        "pipeline  a Flux with random weights; its VAE trained on such shapes: pixels off by"
+        f" {error / 2:.1%}"
+    )
 
 
 def _make_base(folder: Path) -> None:
@@ -249,8 +359,17 @@ def _show(folder: Path, summary: dict[str, Any]) -> None:
     for prompt in ASKED:
         print(f"  {prompt:<20}  {summary['before'][prompt]:>11}  {summary['after'][prompt]:>5}")
     print(f"\nall together {summary['share']:.0%} after LoRA")
-    print(f"pictures  {summary['sheet']}  (a row per prompt: the upper half before LoRA, the lower after)")
+    print(
+        f"pictures  {summary['sheet']}  (a row per prompt: the upper half before LoRA, the lower"
+        " after)"
+    )
     print(f"report    {summary['report']}")
-    print(f"adapter   {folder / 'lora' / 'adapter' / 'pytorch_lora_weights.safetensors'}  on  {folder / BASE}")
+    print(
+        f"adapter   {folder / 'lora' / 'adapter' / 'pytorch_lora_weights.safetensors'}  on "
+        f" {folder / BASE}"
+    )
     print(f'draw      isotype sample {folder / "lora"} "a blue {NEW}"')
-    print(f"again     isotype train {folder / 'lora.yaml'} run.folder=runs/mine images.train=YOUR_PICTURES")
+    print(
+        f"again     isotype train {folder / 'lora.yaml'} run.folder=runs/mine"
+        " images.train=YOUR_PICTURES"
+    )

@@ -1,4 +1,6 @@
-"""Two ordinary runs, one after the other, each ended after its time: a finished one is not repeated, an interrupted one is resumed."""
+"""Two ordinary runs, one after the other, each ended after its time: a finished one is not
+repeated, an interrupted one is resumed.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,28 @@ class EndsInTime(Callback):
         now = time.monotonic()
         self.until = self.until or now + self.stage.seconds
         if now >= self.until and self.stage.least <= moment.step < moment.total:
-            print(f"speed     ends at step {moment.step} of {moment.total}, to take about five minutes in all")
+            print(
+                f"speed     ends at step {moment.step} of {moment.total}, to take about five"
+                " minutes in all"
+            )
             moment.stop()
 
 
 def run_quickstart(
-    folder: Path, command: str, stages: Sequence[Stage], parts: Sequence[str], *, make: Callable[[], None], share: float, json_output: bool,
-    summarise: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None], between: Callable[[], None] = lambda: None,
-) -> int:  # fmt: skip
-    """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved.
+    folder: Path,
+    command: str,
+    stages: Sequence[Stage],
+    parts: Sequence[str],
+    *,
+    make: Callable[[], None],
+    share: float,
+    json_output: bool,
+    summarise: Callable[[], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    between: Callable[[], None] = lambda: None,
+) -> int:
+    """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted
+    and saved.
 
     parts        names of what `make` writes into the folder
     between      what the second stage needs of the first one's result
@@ -65,15 +80,20 @@ def run_quickstart(
             return 130
         summary = summarise()
     if json_output:
-        results = {stage.name: RunFolder(folder / stage.name).read_json("result.json") for stage in stages}
+        results = {
+            stage.name: RunFolder(folder / stage.name).read_json("result.json") for stage in stages
+        }
         print(json.dumps({"folder": str(folder), **results, **summary}))
     else:
         show(summary)
     return 0
 
 
-def write_folder(folder: Path, name: str, stages: Sequence[Stage], parts: Sequence[str], make: Callable[[], None]) -> None:
-    """Makes the folder and what both stages read, once. The stages' files come last: with them the folder is complete.
+def write_folder(
+    folder: Path, name: str, stages: Sequence[Stage], parts: Sequence[str], make: Callable[[], None]
+) -> None:
+    """Makes the folder and what both stages read, once. The stages' files come last: with them the
+    folder is complete.
 
     parts   names of what `make` writes
     Raises  UsageError for a folder that holds other files
@@ -81,8 +101,13 @@ def write_folder(folder: Path, name: str, stages: Sequence[Stage], parts: Sequen
     files = [f"{stage.name}.yaml" for stage in stages]
     if (folder / files[-1]).is_file():
         return
-    if folder.exists() and (not folder.is_dir() or any(path.name not in (*parts, *files) for path in folder.iterdir())):
-        raise UsageError(f"{folder}: holds other files" if folder.is_dir() else f"{folder}: is a file", fix=f"{name} --folder OTHER")
+    if folder.exists() and (
+        not folder.is_dir() or any(path.name not in (*parts, *files) for path in folder.iterdir())
+    ):
+        raise UsageError(
+            f"{folder}: holds other files" if folder.is_dir() else f"{folder}: is a file",
+            fix=f"{name} --folder OTHER",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         make()
@@ -91,10 +116,14 @@ def write_folder(folder: Path, name: str, stages: Sequence[Stage], parts: Sequen
             inside = json.dumps(f"{folder}/")[1:-1]  # as it stands in a quoted string
             (folder / file).write_text(text.replace('"quickstart/', f'"{inside}'), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix=f"{name} --folder OTHER") from None
+        raise UsageError(
+            f"{folder}: cannot be written: {error.strerror}", fix=f"{name} --folder OTHER"
+        ) from None
 
 
-def run_stages(folder: Path, stages: Sequence[Stage], *, share: float, between: Callable[[], None]) -> bool:
+def run_stages(
+    folder: Path, stages: Sequence[Stage], *, share: float, between: Callable[[], None]
+) -> bool:
     """Both stages as their files say; False when one was interrupted and saved."""
     for number, stage in enumerate(stages, start=1):
         print(f"\n{number}/{len(stages)}  {stage.what}  ({folder / stage.name}.yaml)")

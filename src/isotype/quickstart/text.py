@@ -1,7 +1,8 @@
-"""`isotype quickstart`: a small model from random weights, then an adapter on it, with real text, on any machine, without a network.
+"""`isotype quickstart`: a small model from random weights, then an adapter on it, with real text,
+on any machine, without a network.
 
-The folder holds everything needed to do it again by hand: the text, the tokenizer and the model's configuration, and two files,
-`pretrain.yaml` and `tune.yaml`, that `isotype train` takes.
+The folder holds everything needed to do it again by hand: the text, the tokenizer and the model's
+configuration, and two files, `pretrain.yaml` and `tune.yaml`, that `isotype train` takes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ from ..wording import printable
 from .stages import Stage, run_quickstart
 
 STAGES = (
-    Stage("pretrain", "a small model from scratch, on the text of Python's own documentation", 1200, seconds=140, least=60),
-    Stage("tune", "LoRA on question and answer pairs, as `isotype train` does it", 400, seconds=80, least=20),
+    Stage(
+        "pretrain",
+        "a small model from scratch, on the text of Python's own documentation",
+        1200,
+        seconds=140,
+        least=60,
+    ),
+    Stage(
+        "tune",
+        "LoRA on question and answer pairs, as `isotype train` does it",
+        400,
+        seconds=80,
+        least=20,
+    ),
 )
 TEXT, PARTS, WINDOW = "text.txt", "small", 256
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -24,9 +37,16 @@ END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 def quickstart(folder: Path, *, share: float = 1.0, json_output: bool = False) -> int:
     """As `run_quickstart`."""
     return run_quickstart(
-        folder, "isotype quickstart", STAGES, (TEXT, PARTS), make=lambda: _write(folder), share=share, json_output=json_output,
-        summarise=lambda: summarise(folder), show=lambda summary: _show(folder, summary),
-    )  # fmt: skip
+        folder,
+        "isotype quickstart",
+        STAGES,
+        (TEXT, PARTS),
+        make=lambda: _write(folder),
+        share=share,
+        json_output=json_output,
+        summarise=lambda: summarise(folder),
+        show=lambda summary: _show(folder, summary),
+    )
 
 
 def summarise(folder: Path) -> dict[str, Any]:
@@ -39,7 +59,12 @@ def summarise(folder: Path) -> dict[str, Any]:
         "loss": {name: run.curve("loss") for name, run in runs.items()},
         "evaluations": {name: run.curve("eval_loss") for name, run in runs.items()},
         "samples": [
-            {"prompt": before["prompt"], "before": before["answer"], "after": after["answer"], "reference": before["reference"]}
+            {
+                "prompt": before["prompt"],
+                "before": before["answer"],
+                "after": after["answer"],
+                "reference": before["reference"],
+            }
             for before, after in zip(samples[0], samples[-1])
         ],
         "report": str(folder / "tune" / "report.html"),
@@ -50,17 +75,23 @@ def _write(folder: Path) -> None:
     from ..data.stdlib import stdlib_pairs, stdlib_text
 
     texts = stdlib_text()
-    print(f"text      {len(texts):,} docstrings and topics of this Python, {sum(map(len, texts)) / 1e6:.1f} million characters")
+    print(
+        f"text      {len(texts):,} docstrings and topics of this Python,"
+        f" {sum(map(len, texts)) / 1e6:.1f} million characters"
+    )
     tokenizer = train_tokenizer(texts, vocabulary=2048)
     print(f"tokenizer byte-level BPE, {len(tokenizer):,} tokens, trained on it")
     print(f"pairs     {len(stdlib_pairs()):,} questions and answers from the same docstrings")
     (folder / TEXT).write_text(END_OF_TURN.join(texts), encoding="utf-8")
     tokenizer.save_pretrained(folder / PARTS)
-    small_config(tokenizer, hidden=192, layers=4, positions=2 * WINDOW).save_pretrained(folder / PARTS)
+    small_config(tokenizer, hidden=192, layers=4, positions=2 * WINDOW).save_pretrained(
+        folder / PARTS
+    )
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
-    """A byte-level BPE tokenizer of `texts`, with ChatML's special tokens and template; the end of a turn is also the end of a text.
+    """A byte-level BPE tokenizer of `texts`, with ChatML's special tokens and template; the end of
+    a turn is also the end of a text.
 
     Every digit is a token of its own, as in Llama, to save vocabulary.
     """
@@ -73,23 +104,36 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
     )
     made.chat_template = NAMED["chatml"].text
     made.add_special_tokens({"additional_special_tokens": [TURN]})
     return made
 
 
-def small_config(tokenizer: Any, *, hidden: int = 256, layers: int = 4, positions: int = 512) -> Any:
-    """A Llama of about 4 million parameters with the default sizes: embedding and head tied, head dimension 64."""
+def small_config(
+    tokenizer: Any, *, hidden: int = 256, layers: int = 4, positions: int = 512
+) -> Any:
+    """A Llama of about 4 million parameters with the default sizes: embedding and head tied, head
+    dimension 64.
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -110,7 +154,10 @@ def small_config(tokenizer: Any, *, hidden: int = 256, layers: int = 4, position
 
 def _show(folder: Path, summary: dict[str, Any]) -> None:
     for stage, curve in summary["loss"].items():
-        print(f"\nloss of {stage}  {curve[0][1]:.2f} at step {curve[0][0]:.0f}, {curve[-1][1]:.2f} at step {curve[-1][0]:.0f}")
+        print(
+            f"\nloss of {stage}  {curve[0][1]:.2f} at step {curve[0][0]:.0f}, {curve[-1][1]:.2f} at"
+            f" step {curve[-1][0]:.0f}"
+        )
     print("\nanswers to questions that were not trained on, before and after LoRA")
     for sample in summary["samples"]:
         print(f"\n  > {sample['prompt']}")
@@ -118,7 +165,9 @@ def _show(folder: Path, summary: dict[str, Any]) -> None:
             print(f"    {what:<9}  {_short(sample[what] or '')}")
     print(f"\nreport    {summary['report']}")
     print(f"adapter   {folder / 'tune' / 'adapter'}  on  {folder / 'pretrain' / 'model'}")
-    print(f"again     isotype train {folder / 'tune.yaml'} run.folder=runs/mine data.train=YOUR.jsonl")
+    print(
+        f"again     isotype train {folder / 'tune.yaml'} run.folder=runs/mine data.train=YOUR.jsonl"
+    )
 
 
 def _short(text: str, most: int = 110) -> str:

@@ -1,7 +1,8 @@
 """Serves the report of a run to a browser on this machine while the run goes on: `isotype watch`.
 
-It reads the run's files and holds nothing of the run, so the run may be another process's, finished, or resumed later. The page is made
-when a browser asks and a file has changed since. Whoever knows the token in the address may read the page and stop the run.
+It reads the run's files and holds nothing of the run, so the run may be another process's,
+finished, or resumed later. The page is made when a browser asks and a file has changed since.
+Whoever knows the token in the address may read the page and stop the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from .record import RunRecord, picture_of, read_run
 HOST = "127.0.0.1"
 LINES, TAIL = 40, 32 << 10  # of the log: lines that are shown, bytes that are read
 # what the page itself says, and its one script, its requests and its form, all of this server
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src 'self'; form-action 'self'"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src"
+    " 'self'; form-action 'self'"
+)
 SCRIPT = "live.js"
 
 
@@ -45,13 +49,18 @@ class WatchServer(ThreadingHTTPServer):
         except UsageError:
             if not is_held(folder):
                 raise
-            raise UsageError(f"{folder}: the run has not begun yet: its checks come first", fix="give the same command again") from None
+            raise UsageError(
+                f"{folder}: the run has not begun yet: its checks come first",
+                fix="give the same command again",
+            ) from None
         self._making, self._made = threading.Lock(), ("", b"")
         self._asked: int | None = None
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            raise UsageError(f"--port {port}: {error.strerror}", fix="leave --port away: a free one is taken") from None
+            raise UsageError(
+                f"--port {port}: {error.strerror}", fix="leave --port away: a free one is taken"
+            ) from None
 
     @property
     def url(self) -> str:
@@ -63,11 +72,16 @@ class WatchServer(ThreadingHTTPServer):
             tag = self._tag()
             if tag != self._made[0]:
                 record = read_run(self.folder)
-                self._made = tag, render(record, live=self._live(record)).encode("utf-8", "backslashreplace")
+                self._made = (
+                    tag,
+                    render(record, live=self._live(record)).encode("utf-8", "backslashreplace"),
+                )
             return self._made
 
     def stop(self) -> None:
-        """Sends what Ctrl-C sends, once: a second one would end the run without a save. Raises UsageError where that cannot be done."""
+        """Sends what Ctrl-C sends, once: a second one would end the run without a save. Raises
+        UsageError where that cannot be done.
+        """
         process = holder(self.folder)
         if process is None:
             raise UsageError(f"{self.folder}: no process of this machine and user trains there")
@@ -77,14 +91,20 @@ class WatchServer(ThreadingHTTPServer):
 
     def _live(self, record: RunRecord) -> Live:
         process = holder(self.folder) if record.status == "running" else None
-        return Live(_last_lines(self.folder / LOG), process, process is not None and process == self._asked)
+        return Live(
+            _last_lines(self.folder / LOG), process, process is not None and process == self._asked
+        )
 
     def _tag(self) -> str:
         found = []
         for place in (self.folder, self.folder / "samples"):
             try:
                 entries = [entry for entry in os.scandir(place) if entry.name != LOCK]
-                found += [(entry.name, stat.st_mtime_ns, stat.st_size) for entry in entries if (stat := entry.stat(follow_symlinks=False))]
+                found += [
+                    (entry.name, stat.st_mtime_ns, stat.st_size)
+                    for entry in entries
+                    if (stat := entry.stat(follow_symlinks=False))
+                ]
             except OSError:  # no samples yet, or a file that is just being replaced
                 found.append((place.name, 0, 0))
         return f'"{hash((tuple(sorted(found)), is_held(self.folder), self._asked)):x}"'
@@ -114,13 +134,20 @@ class _Handler(BaseHTTPRequestHandler):
         _, token, *rest = [*unquote(urlsplit(self.path).path).split("/"), ""]
         path = "/".join(rest).removesuffix("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._send(HTTPStatus.NOT_FOUND, b"the address that isotype watch printed is needed\n", "text/plain")
+            self._send(
+                HTTPStatus.NOT_FOUND,
+                b"the address that isotype watch printed is needed\n",
+                "text/plain",
+            )
         elif path in known:
             try:
                 known[path]()
             except IsotypeError as error:
                 self._send(HTTPStatus.CONFLICT, f"{error}\n".encode(), "text/plain")
-        elif self.command == "GET" and (picture := picture_of(self.server.folder, {"file": path})) is not None:
+        elif (
+            self.command == "GET"
+            and (picture := picture_of(self.server.folder, {"file": path})) is not None
+        ):
             self._send(HTTPStatus.OK, picture, "image/png")
         else:
             self._send(HTTPStatus.NOT_FOUND, b"nothing here\n", "text/plain")

@@ -1,4 +1,6 @@
-"""Makes the report page of a run from its record, and writes it whole or not at all. The template only lays out what is computed here."""
+"""Makes the report page of a run from its record, and writes it whole or not at all. The template
+only lays out what is computed here.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,29 @@ from ..errors import RunError, UsageError
 from ..runs.checkpoint.atomic_folder import write_text
 from ..wording import count, counted, duration, percent, plain, size
 from .plots import MANY, line_chart, loss_plot, plots, smoothed
-from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, read_run, rows_of, smaller, spread
+from .record import (
+    AVERAGE,
+    RunRecord,
+    as_data,
+    asked,
+    dict_of,
+    list_of,
+    picture_of,
+    read_run,
+    rows_of,
+    smaller,
+    spread,
+)
 
 REPORT = "report.html"
 STEPS = "steps.js"  # of the page with pictures
-_MOODS = {"done": "good", "running": "busy", "failed": "bad", "interrupted": "warn", "stopped": "warn"}
+_MOODS = {
+    "done": "good",
+    "running": "busy",
+    "failed": "bad",
+    "interrupted": "warn",
+    "stopped": "warn",
+}
 _WORDS = {"interrupted": "interrupted, can be resumed", "stopped": "stopped without an end"}
 
 
@@ -48,7 +68,8 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     Raises UsageError when the folder holds no run or the file cannot be written.
     """
     target = out or run_folder / REPORT
-    text = render(read_run(run_folder)).encode("utf-8", "backslashreplace").decode()  # a file's name may be no UTF-8
+    # a file's name may be no UTF-8
+    text = render(read_run(run_folder)).encode("utf-8", "backslashreplace").decode()
     try:
         write_text(target, text)
     except RunError as error:
@@ -57,7 +78,8 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
 
 
 def render(record: RunRecord, live: Live | None = None) -> str:
-    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network, and no script but that of its pictures.
+    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network,
+    and no script but that of its pictures.
 
     live  for a page that is served, which has one script and a form
     """
@@ -65,12 +87,18 @@ def render(record: RunRecord, live: Live | None = None) -> str:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=PackageLoader("isotype.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("isotype.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     script = files(__package__).joinpath(STEPS).read_text(encoding="utf-8")
     policy = "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment.get_template("report.html.jinja")
-    return template.render(page(record), live=live, script=Markup(script), script_hash=policy).lstrip()
+    return template.render(
+        page(record), live=live, script=Markup(script), script_hash=policy
+    ).lstrip()
 
 
 @dataclass(frozen=True)
@@ -100,7 +128,11 @@ def page(record: RunRecord) -> dict[str, Any]:
         "samples": shown,
         "pictures": pictures,
         "drawn": side_by_side(shown) if pictures else [],
-        "before_edits": {prompt: one for prompt, one in record.before_edits.items() if isinstance(one, str) and _PICTURE.fullmatch(one)},
+        "before_edits": {
+            prompt: one
+            for prompt, one in record.before_edits.items()
+            if isinstance(one, str) and _PICTURE.fullmatch(one)
+        },
         "first_is_base": not record.setting("adapter", "start_from"),
         "levels": noise_levels(record),
         "diffusion": record.plan.get("task") == "diffusion",
@@ -123,12 +155,25 @@ def progress(record: RunRecord) -> tuple[int, int] | None:
 
 
 def subtitle(record: RunRecord) -> str:
-    """`pretrain/model, 1.2M parameters, bf16-lora, LoRA r=16 (2.4% trained), on chats.jsonl`, as far as it is known."""
+    """`pretrain/model, 1.2M parameters, bf16-lora, LoRA r=16 (2.4% trained), on chats.jsonl`, as
+    far as it is known.
+    """
     model = record.setting("model", "name") or record.result.get("base")
-    kind, train = record.setting("adapter", "kind"), record.setting("data", "train") or record.setting("images", "train")
-    total, trained = (n if isinstance(n := record.plan.get(key), int) else 0 for key in ("parameters", "trained"))
+    kind, train = (
+        record.setting("adapter", "kind"),
+        record.setting("data", "train") or record.setting("images", "train"),
+    )
+    total, trained = (
+        n if isinstance(n := record.plan.get(key), int) else 0 for key in ("parameters", "trained")
+    )
     adapter = {"lora": "LoRA", "lokr": "LoKr"}.get(kind)
-    how = f"{adapter} r={record.setting('adapter', 'r')}" if adapter else "every weight trained" if kind == "none" else None
+    how = (
+        f"{adapter} r={record.setting('adapter', 'r')}"
+        if adapter
+        else "every weight trained"
+        if kind == "none"
+        else None
+    )
     parts = [
         "/".join(Path(str(model)).parts[-2:]) if model else None,
         f"{count(total)} parameters" if total else None,
@@ -148,15 +193,25 @@ def tiles(record: RunRecord) -> list[Tile]:
         many = len(loss) > MANY
         line = smoothed(loss) if many else loss  # the line that the chart labels
         name = "training loss" + (", smoothed" if many else "")
-        found.append(Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}"))
+        found.append(
+            Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}")
+        )
     if evaluations := record.evaluations():
         step, best = min(evaluations, key=lambda p: p[1])
         first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""
         found.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
     if loss:
         seen = record.last(units)
-        found.append(Tile("steps", f"{max(step for step, _ in loss):,.0f}", "" if seen is None else f"{count(seen)} {units}"))
-    seconds, speed, memory = (finite_values(record, key) for key in ("seconds", f"{units}_per_second", "memory_bytes"))
+        found.append(
+            Tile(
+                "steps",
+                f"{max(step for step, _ in loss):,.0f}",
+                "" if seen is None else f"{count(seen)} {units}",
+            )
+        )
+    seconds, speed, memory = (
+        finite_values(record, key) for key in ("seconds", f"{units}_per_second", "memory_bytes")
+    )
     trained = record.result.get("trained_seconds") or sum(seconds)
     if isinstance(trained, int | float) and trained > 0:
         found.append(Tile("training time", duration(trained), "in steps alone"))
@@ -172,7 +227,9 @@ def finite_values(record: RunRecord, key: str) -> list[float]:
 
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:
-    """For every prompt its reference and the answers over time; `picture` is one of a diffusion run, else empty."""
+    """For every prompt its reference and the answers over time; `picture` is one of a diffusion
+    run, else empty.
+    """
     by_prompt: dict[tuple[str, int], dict[str, Any]] = {}
     for moment in record.samples:
         turns = Counter[str]()  # a prompt may be asked again, with another seed
@@ -181,12 +238,24 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
                 continue
             prompt = asked(sample)
             turns[prompt] += 1
-            fresh: dict[str, Any] = {"prompt": prompt, "turn": turns[prompt], "reference": sample.get("reference"), "answers": []}
+            fresh: dict[str, Any] = {
+                "prompt": prompt,
+                "turn": turns[prompt],
+                "reference": sample.get("reference"),
+                "answers": [],
+            }
             entry = by_prompt.setdefault((prompt, turns[prompt]), fresh)
             kind, content = smaller(picture_of(record.folder, sample))
-            answer = {"step": moment["step"], "text": str(sample.get("answer", "")), "picture": as_data(content or None, kind)}
-            entry["answers"].append(answer | {"file": str(sample.get("file") or "") if content else ""})
-    order = list(dict.fromkeys(map(_question, by_prompt.values())))  # the average beside the trained weights
+            answer = {
+                "step": moment["step"],
+                "text": str(sample.get("answer", "")),
+                "picture": as_data(content or None, kind),
+            }
+            entry["answers"].append(
+                answer | {"file": str(sample.get("file") or "") if content else ""}
+            )
+    # the average beside the trained weights
+    order = list(dict.fromkeys(map(_question, by_prompt.values())))
     return sorted(by_prompt.values(), key=lambda entry: order.index(_question(entry)))
 
 
@@ -196,7 +265,9 @@ def _question(entry: dict[str, Any]) -> tuple[str, int]:
 
 
 def side_by_side(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every prompt the picture before training, and by step those of the trained weights and of their average."""
+    """For every prompt the picture before training, and by step those of the trained weights and of
+    their average.
+    """
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for entry in shown:
         prompt, _ = question = _question(entry)
@@ -215,13 +286,26 @@ MOST_EVALUATIONS = 6
 
 
 def noise_levels(record: RunRecord) -> dict[str, Any] | None:
-    """The evaluation loss of a diffusion run by noise level, at steps that are evenly spread; None where it was not written."""
+    """The evaluation loss of a diffusion run by noise level, at steps that are evenly spread; None
+    where it was not written.
+    """
     steps = spread(sorted({int(step) for step, _ in record.evaluations()}), MOST_EVALUATIONS)
-    levels = {(int(match[1]), int(match[2])) for row in record.metrics for key in row if (match := _LEVEL.fullmatch(key))}
+    levels = {
+        (int(match[1]), int(match[2]))
+        for row in record.metrics
+        for key in row
+        if (match := _LEVEL.fullmatch(key))
+    }
     if not levels or not steps or record.plan.get("task") != "diffusion":
         return None
-    curves = {f"{low:,} to {high:,}": dict(record.curve(f"eval_loss_t{low}_{high}")) for low, high in sorted(levels)}
-    rows = [(name, [plain(losses[step]) if step in losses else "" for step in steps]) for name, losses in curves.items()]
+    curves = {
+        f"{low:,} to {high:,}": dict(record.curve(f"eval_loss_t{low}_{high}"))
+        for low, high in sorted(levels)
+    }
+    rows = [
+        (name, [plain(losses[step]) if step in losses else "" for step in steps])
+        for name, losses in curves.items()
+    ]
     return {"steps": steps, "rows": rows}
 
 
@@ -234,12 +318,20 @@ def data(record: RunRecord) -> dict[str, Any]:
         side = record.data.get(key)
         if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
             continue
-        dropped = [one["rows"] for one in list_of(side.get("dropped")) if isinstance(one, dict) and isinstance(one.get("rows"), int)]
+        dropped = [
+            one["rows"]
+            for one in list_of(side.get("dropped"))
+            if isinstance(one, dict) and isinstance(one.get("rows"), int)
+        ]
         known = {**dict_of(side.get("lengths")), **side, "dropped": sum(dropped)}
         sides.append(
             {
                 "title": title + (" (held out)" if side.get("held_out") else ""),
-                "facts": [(name, f"{n:,}") for fact, name in _ROW_FACTS.items() if isinstance(n := known.get(fact), int)],
+                "facts": [
+                    (name, f"{n:,}")
+                    for fact, name in _ROW_FACTS.items()
+                    if isinstance(n := known.get(fact), int)
+                ],
                 "files": _sources(side, record.data.get("mix") if key == "train" else None),
             }
         )
@@ -259,19 +351,31 @@ _PICTURE_FACTS = {
 
 
 def _of_pictures(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    shown = {name: facts[key] for key, name in _PICTURE_FACTS.items() if facts.get(key) not in (None, 0)}
+    shown = {
+        name: facts[key] for key, name in _PICTURE_FACTS.items() if facts.get(key) not in (None, 0)
+    }
     sizes = dict_of(facts.get("train_pictures_by_size")).items()
-    return [(name, _written(value)) for name, value in shown.items()] + [(f"training pictures of {size}", _written(n)) for size, n in sizes]
+    return [(name, _written(value)) for name, value in shown.items()] + [
+        (f"training pictures of {size}", _written(n)) for size, n in sizes
+    ]
 
 
 def _written(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_written, value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
-    """The sources of a side: how many rows each had and gave, and of weighted ones how often a row comes."""
+    """The sources of a side: how many rows each had and gave, and of weighted ones how often a row
+    comes.
+    """
     found = rows_of(side.get("files"), "path", "format", "why")
     shares = {str(one.get("path")): one for one in list_of(mix) if isinstance(one, dict)}
     for shown, file in zip(found, (f for f in list_of(side.get("files")) if isinstance(f, dict))):
@@ -280,7 +384,10 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
         if isinstance(kept, int) and kept != rows:
             words.append(f"{kept:,} here")
         if (share := shares.get(shown["path"])) is not None:
-            weight, part, passes = (n if isinstance(n := share.get(k), int | float) else math.nan for k in ("weight", "share", "passes"))
+            weight, part, passes = (
+                n if isinstance(n := share.get(k), int | float) else math.nan
+                for k in ("weight", "share", "passes")
+            )
             words.append(f"weight {weight:g}: {part:.1%} of an epoch, each row {passes:.3g} times")
         shown["counts"] = ", ".join(words)
     return found
@@ -293,9 +400,17 @@ def examples(record: RunRecord) -> list[dict[str, Any]]:
     """Training rows as parts of text, each marked as learnt or not."""
     found = []
     for row in record.examples:
-        parts = [(str(part.get("text", "")), bool(part.get("learnt"))) for part in list_of(row.get("parts")) if isinstance(part, dict)]
+        parts = [
+            (str(part.get("text", "")), bool(part.get("learnt")))
+            for part in list_of(row.get("parts"))
+            if isinstance(part, dict)
+        ]
         if parts:
-            shown = [one for one in list_of(row.get("pictures")) if isinstance(one, str) and _PICTURE.fullmatch(one)]
+            shown = [
+                one
+                for one in list_of(row.get("pictures"))
+                if isinstance(one, str) and _PICTURE.fullmatch(one)
+            ]
             facts = {key: row.get(key) for key in ("which", "tokens", "learnt", "left_out")}
             found.append(facts | {"parts": parts, "pictures": shown})
     return found
@@ -305,21 +420,42 @@ def commands(record: RunRecord) -> list[str]:
     """What Isotype does with the run as it is now."""
     run = record.folder.resolve()
     folder = shlex.quote(str(run))
-    adapter, saved = (run / "adapter").is_dir(), any((run / name).is_dir() for name in ("adapter", "model", "checkpoints"))
+    adapter, saved = (
+        (run / "adapter").is_dir(),
+        any((run / name).is_dir() for name in ("adapter", "model", "checkpoints")),
+    )
     found = []
     if saved and record.plan.get("task") == "diffusion":
         found = [f"isotype sample {folder} 'Your prompt'"]
     elif saved and record.setting("train", "objective") != "reward":
-        found = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
+        found = [
+            f"isotype chat {folder}",
+            f"isotype sample {folder} 'Your prompt'",
+            f"isotype eval {folder} FILE",
+        ]
         found += [f"isotype merge {folder}"] if adapter else []
-    return found + ([f"isotype train --resume {folder}"] if record.status not in ("done", "running") else [])
+    return found + (
+        [f"isotype train --resume {folder}"] if record.status not in ("done", "running") else []
+    )
 
 
-# --- Declared against observed: the precision of every role, the preflight, and the verdict on the run as a whole.
+# --- Declared against observed: the precision of every role, the preflight, and the verdict on the
+# run as a whole.
 
 
 _NOT_A_DTYPE = ("rounding", "loss_scaling")
-ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")
+ROLES = (
+    "base",
+    "trainable",
+    "compute",
+    "grads",
+    "reduce",
+    "optimizer",
+    "loss",
+    "norms",
+    "generate",
+    "save",
+)
 
 
 @dataclass(frozen=True)
@@ -334,26 +470,49 @@ class Verdict:
 def verdict(record: RunRecord) -> Verdict:
     """Base against tuned loss on the evaluation rows, and whether the declared precision was kept."""
     (learnt, mood), (kept, other) = _learnt(record), _precision(record)
-    return Verdict(learnt, kept, next(worst for worst in ("bad", "warn", "good") if worst in (mood, other)))
+    return Verdict(
+        learnt, kept, next(worst for worst in ("bad", "warn", "good") if worst in (mood, other))
+    )
 
 
 def _learnt(record: RunRecord) -> tuple[str, str]:
     evaluations = record.evaluations()
     if not evaluations:
-        return "No evaluation: whether it learnt something that holds for other rows is not known.", "warn"
+        return (
+            "No evaluation: whether it learnt something that holds for other rows is not known.",
+            "warn",
+        )
     taken = record.result.get("of_step")
     (first, base), (last, tuned) = evaluations[0], evaluations[-1]
     if isinstance(taken, int):  # with early stopping the best step is the result
-        last, tuned = next(((step, loss) for step, loss in reversed(evaluations) if step <= taken), evaluations[-1])
+        last, tuned = next(
+            ((step, loss) for step, loss in reversed(evaluations) if step <= taken), evaluations[-1]
+        )
     if last == first:
-        return f"Evaluation loss {plain(base)} at step {first:,.0f}; no second evaluation to compare it with.", "warn"
+        return (
+            (
+                f"Evaluation loss {plain(base)} at step {first:,.0f}; no second evaluation to"
+                " compare it with."
+            ),
+            "warn",
+        )
     before = "before training" if first == 0 else f"at step {first:,.0f}"
     share = (tuned - base) / base if base else 0.0
     best_step, best = min(evaluations, key=lambda point: point[1])
-    how = "no change" if plain(tuned) == plain(base) else f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
+    how = (
+        "no change"
+        if plain(tuned) == plain(base)
+        else f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
+    )
     said = f"Evaluation loss {plain(base)} {before}, {plain(tuned)} at step {last:,.0f}: {how}"
     if best_step not in (first, last) and plain(best) != plain(tuned):
-        return f"{said}. It was lower at step {best_step:,.0f}, {plain(best)}: it learns its training rows by heart.", "warn"
+        return (
+            (
+                f"{said}. It was lower at step {best_step:,.0f}, {plain(best)}: it learns its"
+                " training rows by heart."
+            ),
+            "warn",
+        )
     return f"{said}.", "good" if tuned < base else "warn"
 
 
@@ -361,8 +520,18 @@ def _precision(record: RunRecord) -> tuple[str, str]:
     table = precision(record)
     broken = len(table["violations"])
     if broken:
-        return f"The declared precision was broken: {broken} {'violation' if broken == 1 else 'violations'}.", "bad"
-    roles = [row for row in table["rows"] if row["role"] not in _NOT_A_DTYPE and row["declared"] is not None]
+        return (
+            (
+                f"The declared precision was broken: {broken}"
+                f" {'violation' if broken == 1 else 'violations'}."
+            ),
+            "bad",
+        )
+    roles = [
+        row
+        for row in table["rows"]
+        if row["role"] not in _NOT_A_DTYPE and row["declared"] is not None
+    ]
     seen = [row for row in roles if row["mood"] == "good"]
     if not seen:
         return "The precision was not observed.", "warn"
@@ -372,22 +541,51 @@ def _precision(record: RunRecord) -> tuple[str, str]:
 
 
 def precision(record: RunRecord) -> dict[str, Any]:
-    """One row a role: declared, why, observed, and whether they agree. A reason that most roles share stands once, in `why`."""
-    declared, observed = dict_of(record.precision.get("declared")), dict_of(record.precision.get("observed"))
+    """One row a role: declared, why, observed, and whether they agree. A reason that most roles
+    share stands once, in `why`.
+    """
+    declared, observed = (
+        dict_of(record.precision.get("declared")),
+        dict_of(record.precision.get("observed")),
+    )
     unobserved = dict_of(record.precision.get("unobserved"))
     violations = rows_of(record.precision.get("violations"), "code", "message", "declared")
     broken = " ".join(v["declared"] for v in violations)
     rows = []
-    for role in [r for r in ROLES if r in declared or r in observed] + [r for r in {**declared, **observed} if r not in ROLES]:
-        setting = declared[role] if isinstance(declared.get(role), dict) else {"value": declared.get(role)}
+    for role in [r for r in ROLES if r in declared or r in observed] + [
+        r for r in {**declared, **observed} if r not in ROLES
+    ]:
+        setting = (
+            declared[role]
+            if isinstance(declared.get(role), dict)
+            else {"value": declared.get(role)}
+        )
         value = setting.get("value")
         if isinstance(setting.get("rest"), str):
             value = f"{value} (rest {setting['rest']})"
-        words = [f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}" for dtype, n in dict_of(observed.get(role)).items()]
-        mood = "bad" if f"precision.{role}:" in broken else "good" if words and value is not None else ""
+        words = [
+            f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}"
+            for dtype, n in dict_of(observed.get(role)).items()
+        ]
+        mood = (
+            "bad"
+            if f"precision.{role}:" in broken
+            else "good"
+            if words and value is not None
+            else ""
+        )
         said = ", ".join(words) or ("" if role in _NOT_A_DTYPE else "not observed")
-        rows.append({"role": role, "declared": value, "reason": str(setting.get("reason") or ""), "observed": said, "mood": mood,
-                     "seen": bool(words), "unseen": str(unobserved.get(role, ""))})  # fmt: skip
+        rows.append(
+            {
+                "role": role,
+                "declared": value,
+                "reason": str(setting.get("reason") or ""),
+                "observed": said,
+                "mood": mood,
+                "seen": bool(words),
+                "unseen": str(unobserved.get(role, "")),
+            }
+        )
     reasons = [row["reason"] for row in rows if row["reason"]]
     usual = max(set(reasons), key=reasons.count) if reasons else ""
     return {
@@ -396,21 +594,34 @@ def precision(record: RunRecord) -> dict[str, Any]:
         "differing": any(reason != usual for reason in reasons),
         "promotions": rows_of(record.precision.get("promotions"), "module", "dtype", "times"),
         "violations": violations,
-        "places": [{"place": str(place), "why": str(why)} for place, why in unobserved.items() if place not in ROLES],
+        "places": [
+            {"place": str(place), "why": str(why)}
+            for place, why in unobserved.items()
+            if place not in ROLES
+        ],
         "not_watched": [str(what) for what in list_of(record.precision.get("not watched"))],
-        "observed_at": [plain(float(s)) for s in list_of(record.precision.get("observed_at")) if isinstance(s, int)],
+        "observed_at": [
+            plain(float(s))
+            for s in list_of(record.precision.get("observed_at"))
+            if isinstance(s, int)
+        ],
     }
 
 
 def preflight(record: RunRecord) -> dict[str, Any] | None:
-    """Every check with what became of it: passed, found something, or left out with its reason. None where there is no record."""
+    """Every check with what became of it: passed, found something, or left out with its reason.
+    None where there is no record.
+    """
     said = record.preflight
     if not said:
         return None
     findings = rows_of(said.get("findings"), "code", "severity", "message", "fix")
     skipped = rows_of(said.get("skipped"), "code", "check", "reason")
     moods = {f["code"]: "bad" if f["severity"] == "error" else "warn" for f in findings}
-    checks = [{"code": code, "what": what, "mood": moods.get(code, "good")} for code, what in dict_of(said.get("checks")).items()]
+    checks = [
+        {"code": code, "what": what, "mood": moods.get(code, "good")}
+        for code, what in dict_of(said.get("checks")).items()
+    ]
     seconds = [s for s in dict_of(said.get("seconds")).values() if isinstance(s, int | float)]
     passed = sum(check["mood"] == "good" for check in checks)
     return {

@@ -1,7 +1,7 @@
 """The curves of a run: what they show, and their drawing as inline SVG.
 
-Colours are CSS variables, so that one drawing serves light and dark pages. A chart needs no script: it is overlaid with invisible columns,
-and the one under the pointer shows its values.
+Colours are CSS variables, so that one drawing serves light and dark pages. A chart needs no script:
+it is overlaid with invisible columns, and the one under the pointer shows its values.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ LOSSES = (
     "Evaluation loss: the same mean over all learnt tokens of the evaluation rows, without dropout."
 )
 LOSSES_OF_PICTURES = (
-    "Training loss: the squared error of the predicted velocity or noise, a mean over the latent pixels of a step's pictures, before its "
-    "update; it depends on the noise levels that were drawn. Evaluation loss: the same at fixed noise levels of the evaluation pictures."
+    "Training loss: the squared error of the predicted velocity or noise, a mean over the latent"
+    " pixels of a step's pictures, before its update; it depends on the noise levels that were"
+    " drawn. Evaluation loss: the same at fixed noise levels of the evaluation pictures."
 )
-MANY = 30  # number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
+# number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
+MANY = 30
 MOST_POINTS = 600  # of one line: more than a page has pixels for
 COLUMNS = 48  # columns of a chart that show their values under the pointer
 FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
@@ -36,7 +38,9 @@ _NOISY = ("tokens_per_second", "share_changed")
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. `faint`: the raw values behind a smoothed line; `dots`: few values, each with its own mark."""
+    """A named line. `faint`: the raw values behind a smoothed line; `dots`: few values, each with
+    its own mark.
+    """
 
     name: str
     points: Sequence[Point]
@@ -51,7 +55,8 @@ class Plot:
     written    writes a value on the axis
     guide      a horizontal line at a value that means something, and its label
     trouble    what is wrong with the values themselves
-    from_zero  the axis begins at 0, unless the values lie so close together that their course could not be seen
+    from_zero  the axis begins at 0, unless the values lie so close together that their course could
+               not be seen
     resumed    steps that the run went on from after it was stopped
     """
 
@@ -80,9 +85,16 @@ def loss_plot(record: RunRecord) -> Plot | None:
     """Training loss, raw and smoothed, with the evaluations."""
     note = LOSSES_OF_PICTURES if record.plan.get("task") == "diffusion" else LOSSES
     plot = _plot(
-        record, "loss", "Loss", record.curve("eval_loss"), name="training loss", smoothing="smoothed over 4% of the steps",
-        evaluated="evaluation loss", note=note, from_zero=False,
-    )  # fmt: skip
+        record,
+        "loss",
+        "Loss",
+        record.curve("eval_loss"),
+        name="training loss",
+        smoothing="smoothed over 4% of the steps",
+        evaluated="evaluation loss",
+        note=note,
+        from_zero=False,
+    )
     return plot if plot.finite else None
 
 
@@ -95,11 +107,21 @@ _OF_PREFERENCES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
      percent),
 )  # fmt: skip
 _OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("share_changed", "Share changed", "Trained elements that the update before moved. Low: updates vanish in rounding.", percent),
+    (
+        "share_changed",
+        "Share changed",
+        "Trained elements that the update before moved. Low: updates vanish in rounding.",
+        percent,
+    ),
     ("learning_rate", "Learning rate", "", plain),
     ("tokens_per_second", "Tokens per second", "", count),
     ("memory_bytes", "Peak memory", "", size),
-    ("promotions", "Unintended promotions", "Module outputs wider than the declared compute dtype, a step.", plain),
+    (
+        "promotions",
+        "Unintended promotions",
+        "Module outputs wider than the declared compute dtype, a step.",
+        plain,
+    ),
     ("loss_scale", "Loss scale", "One that keeps falling means gradients that overflow.", count),
 )
 
@@ -109,12 +131,37 @@ def plots(record: RunRecord) -> list[Plot]:
     found, sets = [], record.setting("data", "eval")
     for name in sets if isinstance(sets, dict) else ():
         key, title = f"eval_loss_{name}", f"Evaluation loss, {name}"
-        found.append(_plot(record, key, title, record.curve(key), points=[], evaluated=title.lower(), note=LOSSES, from_zero=False))
+        found.append(
+            _plot(
+                record,
+                key,
+                title,
+                record.curve(key),
+                points=[],
+                evaluated=title.lower(),
+                note=LOSSES,
+                from_zero=False,
+            )
+        )
     for key, title, note, written in _OF_PREFERENCES:
-        found.append(_plot(record, key, title, record.curve(f"eval_{key}"), name="training", note=note, written=written))
+        found.append(
+            _plot(
+                record,
+                key,
+                title,
+                record.curve(f"eval_{key}"),
+                name="training",
+                note=note,
+                written=written,
+            )
+        )
     found.append(_norm(record))
     overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
-    skipped = f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped." if any(overflowed) else ""
+    skipped = (
+        f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped."
+        if any(overflowed)
+        else ""
+    )
     for key, title, note, written in _OTHERS:
         if key != "promotions" or any(v for _, v in record.curve(key)):
             note += skipped if key == "loss_scale" else ""
@@ -123,18 +170,35 @@ def plots(record: RunRecord) -> list[Plot]:
 
 
 def _plot(
-    record: RunRecord, key: str, title: str, evaluations: Sequence[Point] = (), *, points: list[Point] | None = None, name: str = "",
-    noisy: bool = True, smoothing: str = "smoothed", evaluated: str = "evaluation", **how: Any,
-) -> Plot:  # fmt: skip
-    """A metric's curve; of a noisy one with many points the raw values are faint behind a smoothed line. `points`: by default `key`'s."""
+    record: RunRecord,
+    key: str,
+    title: str,
+    evaluations: Sequence[Point] = (),
+    *,
+    points: list[Point] | None = None,
+    name: str = "",
+    noisy: bool = True,
+    smoothing: str = "smoothed",
+    evaluated: str = "evaluation",
+    **how: Any,
+) -> Plot:
+    """A metric's curve; of a noisy one with many points the raw values are faint behind a smoothed
+    line. `points`: by default `key`'s.
+    """
     points, name = record.curve(key) if points is None else points, name or title.lower()
     many = noisy and len(points) > MANY
     series = [Series(name, points, "faint" if many else "line")] if points else []
     series += [Series(f"{name}, {smoothing}", smoothed(points))] if many else []
     series += [Series(evaluated, evaluations, "dots", colour=2)] if evaluations else []
     lost = sum(not math.isfinite(v) for _, v in [*points, *evaluations])
-    trouble = f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top." if lost else ""
-    return Plot(key=key, title=title, series=series, trouble=trouble, resumed=record.resumed_at, **how)
+    trouble = (
+        f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top."
+        if lost
+        else ""
+    )
+    return Plot(
+        key=key, title=title, series=series, trouble=trouble, resumed=record.resumed_at, **how
+    )
 
 
 def _norm(record: RunRecord) -> Plot:
@@ -144,7 +208,13 @@ def _norm(record: RunRecord) -> Plot:
     finite = [v for _, v in _finite(record.curve("grad_norm"))]
     over = sum(v > clip for v in finite) / max(1, len(finite))
     note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
-    return _plot(record, "grad_norm", "Gradient norm", note=note, guide=(float(clip), f"clip {plain(float(clip))}"))
+    return _plot(
+        record,
+        "grad_norm",
+        "Gradient norm",
+        note=note,
+        guide=(float(clip), f"clip {plain(float(clip))}"),
+    )
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
@@ -156,11 +226,20 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     import numpy as np
 
     span = max(1, int(len(points) * 0.04 / 2))
-    values, window = np.pad([y for _, y in points], span, constant_values=math.nan), np.ones(2 * span + 1)
+    values, window = (
+        np.pad([y for _, y in points], span, constant_values=math.nan),
+        np.ones(2 * span + 1),
+    )
     known = np.isfinite(values)
     # each window is added up by itself, so that one huge value leaves those without it exact
-    sums, counts = np.convolve(np.where(known, values, 0.0), window, "valid"), np.convolve(known, window, "valid")
-    return [(x, float(total / number) if math.isfinite(y) else math.nan) for (x, y), total, number in zip(points, sums, counts)]
+    sums, counts = (
+        np.convolve(np.where(known, values, 0.0), window, "valid"),
+        np.convolve(known, window, "valid"),
+    )
+    return [
+        (x, float(total / number) if math.isfinite(y) else math.nan)
+        for (x, y), total, number in zip(points, sums, counts)
+    ]
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -176,7 +255,9 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most about MOST_POINTS: of every bucket its smallest and largest, and the first that is not finite, so that no peak is lost."""
+    """At most about MOST_POINTS: of every bucket its smallest and largest, and the first that is
+    not finite, so that no peak is lost.
+    """
     if len(points) <= MOST_POINTS:
         return list(points)
     each = math.ceil(len(points) / (MOST_POINTS // 2))
@@ -196,7 +277,10 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
     frame = _Frame(plot, width, height)
     lines = [part for series in plot.series for part in frame.series(series)]
     parts = "".join([*frame.grid(), *frame.resumed(), *lines, *frame.labels(), *frame.columns()])
-    return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(plot.title)}">{parts}</svg>')
+    return Markup(
+        f'<svg viewBox="0 0 {width} {height}" role="img"'
+        f' aria-label="{escape(plot.title)}">{parts}</svg>'
+    )
 
 
 class _Frame:
@@ -218,7 +302,9 @@ class _Frame:
 
     def x(self, value: float) -> float:
         span = self.end - self.left
-        return self.left + (span * (value - self.x0) / (self.x1 - self.x0) if self.x1 > self.x0 else span / 2)
+        return self.left + (
+            span * (value - self.x0) / (self.x1 - self.x0) if self.x1 > self.x0 else span / 2
+        )
 
     def y(self, value: float) -> float:
         return self.base - (self.base - self.top) * (value - self.y0) / (self.y1 - self.y0)
@@ -234,10 +320,18 @@ class _Frame:
         for tick in self.ticks:
             parts.append(self._across("grid", self.y(tick)))
             text = escape(self.written(tick))
-            parts.append(f'<text class="tick" x="{self.left - 7}" y="{self.y(tick) + 3.5:.1f}" text-anchor="end">{text}</text>')
-        whole = [t for t in nice_ticks(self.x0, self.x1) if self.x0 <= t <= self.x1 and t == int(t)] or [self.x0]
+            parts.append(
+                f'<text class="tick" x="{self.left - 7}" y="{self.y(tick) + 3.5:.1f}"'
+                f' text-anchor="end">{text}</text>'
+            )
+        whole = [
+            t for t in nice_ticks(self.x0, self.x1) if self.x0 <= t <= self.x1 and t == int(t)
+        ] or [self.x0]
         for tick in whole:
-            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{self.base + 15}" text-anchor="middle">{tick:,.0f}</text>')
+            parts.append(
+                f'<text class="tick" x="{self.x(tick):.1f}" y="{self.base + 15}"'
+                f' text-anchor="middle">{tick:,.0f}</text>'
+            )
         parts.append(f'<text class="tick" x="{self.end + 24}" y="{self.base + 15}">step</text>')
         guide = [self._across("guide", self.y(self.guide[0]))] if self.guide else []
         return [*parts, self._across("axis", self.base), *guide]
@@ -245,7 +339,11 @@ class _Frame:
     def resumed(self) -> list[str]:
         """A line at each resume within the curves."""
         places = [self.x(step) for step in self.plot.resumed if self.x0 <= step <= self.x1]
-        said = [f'<text class="tick" x="{x + 4:.1f}" y="{self.top + 9}">resumed</text>' for x in places if self.plot.key == "loss"]
+        said = [
+            f'<text class="tick" x="{x + 4:.1f}" y="{self.top + 9}">resumed</text>'
+            for x in places
+            if self.plot.key == "loss"
+        ]
         return [*(self._down("resumed", x) for x in places), *said]
 
     def labels(self) -> list[str]:
@@ -253,12 +351,17 @@ class _Frame:
         wanted = [(self.y(self.guide[0]), "guide-label", self.guide[1])] if self.guide else []
         for one in self.plot.series:
             if one.look != "faint" and (finite := _finite(one.points)):
-                wanted.append((self.y(finite[-1][1]), f"value c{one.colour}", self.written(finite[-1][1])))
+                wanted.append(
+                    (self.y(finite[-1][1]), f"value c{one.colour}", self.written(finite[-1][1]))
+                )
         placed: list[str] = []
         lowest = -math.inf
         for y, look, text in sorted(wanted):
             lowest = max(y, lowest + 13)
-            placed.append(f'<text class="{look}" x="{self.end + 8}" y="{lowest + 3.5:.1f}">{escape(text)}</text>')
+            placed.append(
+                f'<text class="{look}" x="{self.end + 8}"'
+                f' y="{lowest + 3.5:.1f}">{escape(text)}</text>'
+            )
         return placed
 
     def series(self, series: Series) -> list[str]:
@@ -268,10 +371,17 @@ class _Frame:
             return []
         parts = [f'<path class="{series.look} c{series.colour}" d="{self._path(points)}"/>']
         if series.look == "dots" or len(finite) == 1:
-            parts += [f'<circle class="dot c{series.colour}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4"/>' for x, y in finite]
+            parts += [
+                f'<circle class="dot c{series.colour}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}"'
+                ' r="4"/>'
+                for x, y in finite
+            ]
         for x in [x for x, y in points if not math.isfinite(y)]:
             mark = f"<title>{escape(series.name)} is not finite at step {x:,.0f}</title>"
-            parts.append(f'<circle class="lost" cx="{self.x(min(max(x, self.x0), self.x1)):.1f}" cy="{self.top}" r="4">{mark}</circle>')
+            parts.append(
+                f'<circle class="lost" cx="{self.x(min(max(x, self.x0), self.x1)):.1f}"'
+                f' cy="{self.top}" r="4">{mark}</circle>'
+            )
         return parts
 
     def columns(self) -> list[str]:
@@ -279,7 +389,10 @@ class _Frame:
         values = [(one, dict(_finite(one.points))) for one in self.plot.series]
         marked = {step for one, found in values if one.look == "dots" for step in found}
         steps = sorted({step for _, found in values for step in found})
-        places = [(self.x(step), step) for step in sorted({*spread(steps, COLUMNS), *spread(sorted(marked), COLUMNS)})]
+        places = [
+            (self.x(step), step)
+            for step in sorted({*spread(steps, COLUMNS), *spread(sorted(marked), COLUMNS)})
+        ]
         edges = [self.left, *((a + b) / 2 for (a, _), (b, _) in pairwise(places)), self.end]
         parts = []
         for (x, step), (start, stop) in zip(places, pairwise(edges)):
@@ -287,9 +400,18 @@ class _Frame:
             for one, found in values:
                 if step in found:
                     name, _, how = one.name.partition(", ")
-                    said.append(f"{'smoothed' if how.startswith('smoothed') else name} {self.written(found[step])}")
-            hit = f'<rect class="hit" x="{start:.1f}" y="0" width="{max(stop - start, 0.1):.1f}" height="{self.height}"/>'
-            text = f'<text class="said" x="{self.end}" y="9" text-anchor="end">{escape("   ".join(said))}</text>'
+                    said.append(
+                        f"{'smoothed' if how.startswith('smoothed') else name}"
+                        f" {self.written(found[step])}"
+                    )
+            hit = (
+                f'<rect class="hit" x="{start:.1f}" y="0" width="{max(stop - start, 0.1):.1f}"'
+                f' height="{self.height}"/>'
+            )
+            text = (
+                f'<text class="said" x="{self.end}" y="9"'
+                f' text-anchor="end">{escape("   ".join(said))}</text>'
+            )
             parts.append(f'<g class="column">{hit}{self._down("at", x)}{text}</g>')
         return parts
 

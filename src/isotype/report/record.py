@@ -1,5 +1,5 @@
-"""Reads a run folder as it is: every file may be missing, cut short by a kill, or hold NaN. Pictures that a diffusion run drew are read
-from the run's own folder only.
+"""Reads a run folder as it is: every file may be missing, cut short by a kill, or hold NaN.
+Pictures that a diffusion run drew are read from the run's own folder only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from ..errors import UsageError
 from ..runs.folder import is_held, rows_in
 from ..wording import first_line
 
-FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.json", "result.json", "preflight.json", "config.yaml")
+FILES = (
+    "resolved.yaml",
+    "metrics.jsonl",
+    "precision.json",
+    "data.json",
+    "env.json",
+    "result.json",
+    "preflight.json",
+    "config.yaml",
+)
 
 
 @dataclass
@@ -60,26 +69,45 @@ class RunRecord:
         return min((loss for _, loss in self.evaluations()), default=None)
 
     def evaluations(self) -> list[tuple[float, float]]:
-        """(step, loss) of every finite evaluation since the evaluation rows were last changed: earlier ones are of other rows."""
-        changes = [one for one in list_of(self.resumes.get("changes")) if isinstance(one, dict) and one.get("of") == "evaluation rows"]
-        since = max((step for one in changes if type(step := one.get("after_step")) is int), default=-1)
-        return [(step, loss) for step, loss in self.curve("eval_loss") if math.isfinite(loss) and step > since]
+        """(step, loss) of every finite evaluation since the evaluation rows were last changed:
+        earlier ones are of other rows.
+        """
+        changes = [
+            one
+            for one in list_of(self.resumes.get("changes"))
+            if isinstance(one, dict) and one.get("of") == "evaluation rows"
+        ]
+        since = max(
+            (step for one in changes if type(step := one.get("after_step")) is int), default=-1
+        )
+        return [
+            (step, loss)
+            for step, loss in self.curve("eval_loss")
+            if math.isfinite(loss) and step > since
+        ]
 
     @property
     def status(self) -> str:
-        """done, running, failed, interrupted, or stopped: neither held by a process nor at an end that it wrote."""
+        """done, running, failed, interrupted, or stopped: neither held by a process nor at an end
+        that it wrote.
+        """
         said = self.result.get("status")
         return str(said) if said is not None else "running" if self.running else "stopped"
 
     @property
     def resumed_at(self) -> list[int]:
         """The steps from which the run was resumed, in order."""
-        return sorted({step for step in list_of(self.resumes.get("steps")) if type(step) is int and step >= 0})
+        return sorted(
+            {step for step in list_of(self.resumes.get("steps")) if type(step) is int and step >= 0}
+        )
 
     @property
     def changes(self) -> list[str]:
         """What a resume of the run changed, and after which step."""
-        return [f"after step {one['after_step']}: {one['what']}" for one in rows_of(self.resumes.get("changes"), "after_step", "what")]
+        return [
+            f"after step {one['after_step']}: {one['what']}"
+            for one in rows_of(self.resumes.get("changes"), "after_step", "what")
+        ]
 
     def setting(self, section: str, key: str) -> Any:
         return dict_of(self.settings.get(section)).get(key)
@@ -90,7 +118,11 @@ def read_run(folder: Path) -> RunRecord:
     from ruamel.yaml import YAML, YAMLError
 
     if not folder.is_dir():
-        raise UsageError(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder") + ": give a run's folder")
+        raise UsageError(
+            f"{folder}: "
+            + ("not a folder" if folder.exists() else "no such folder")
+            + ": give a run's folder"
+        )
     if not any((folder / name).is_file() for name in FILES):
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
     record = RunRecord(folder)
@@ -103,7 +135,9 @@ def read_run(folder: Path) -> RunRecord:
     record.running = is_held(folder)
     record.metrics, broken = rows_in(_text(folder / "metrics.jsonl", record) or "")
     if broken:
-        record.damaged.append(f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})")
+        record.damaged.append(
+            f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})"
+        )
     record.settings_text = _text(folder / "resolved.yaml", record) or ""
     try:
         record.settings = dict_of(YAML(typ="safe", pure=True).load(record.settings_text))
@@ -111,7 +145,11 @@ def read_run(folder: Path) -> RunRecord:
         record.damaged.append(f"resolved.yaml: {first_line(error)}")
     for path in folder.glob("samples/step_*.json"):
         value = _json(path, record)
-        if isinstance(value, dict) and isinstance(value.get("samples"), list) and _number(value.get("step")) is not None:
+        if (
+            isinstance(value, dict)
+            and isinstance(value.get("samples"), list)
+            and _number(value.get("step")) is not None
+        ):
             record.samples.append(value)
     record.samples.sort(key=lambda sample: sample["step"])
     return record
@@ -127,8 +165,14 @@ def dict_of(value: Any) -> dict[str, Any]:
 
 
 def rows_of(value: Any, *keys: str) -> list[dict[str, str]]:
-    """The mappings in a list, each with these keys and no others, as text; empty where one is missing."""
-    return [{key: str(one[key]) if one.get(key) is not None else "" for key in keys} for one in list_of(value) if isinstance(one, dict)]
+    """The mappings in a list, each with these keys and no others, as text; empty where one is
+    missing.
+    """
+    return [
+        {key: str(one[key]) if one.get(key) is not None else "" for key in keys}
+        for one in list_of(value)
+        if isinstance(one, dict)
+    ]
 
 
 def _number(value: Any) -> float | None:
@@ -137,7 +181,11 @@ def _number(value: Any) -> float | None:
         return None
     if isinstance(value, int | float):
         return float(value) if math.isfinite(value) else math.nan
-    return math.nan if isinstance(value, str) and value.lower().lstrip("+-") in ("nan", "inf", "infinity") else None
+    return (
+        math.nan
+        if isinstance(value, str) and value.lower().lstrip("+-") in ("nan", "inf", "infinity")
+        else None
+    )
 
 
 def _text(path: Path, record: RunRecord) -> str | None:
@@ -162,7 +210,8 @@ def _json(path: Path, record: RunRecord) -> Any:
         return None
 
 
-_NAME = re.compile(r"samples/step_\d+_\d+\.png")  # what a run writes; a folder from elsewhere may name anything
+# what a run writes; a folder from elsewhere may name anything
+_NAME = re.compile(r"samples/step_\d+_\d+\.png")
 _LARGEST = 8 << 20  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -202,7 +251,9 @@ SHOWN = 512  # pixels, the longer side of a picture in the page
 
 
 def smaller(content: bytes | None) -> tuple[str, bytes]:
-    """A picture's kind and bytes at the size at which the page shows it; the PNG itself where Pillow is missing or cannot read it."""
+    """A picture's kind and bytes at the size at which the page shows it; the PNG itself where
+    Pillow is missing or cannot read it.
+    """
     if content is None:
         return "png", b""
     try:

@@ -1,4 +1,6 @@
-"""The run folder: created once, locked by one process, its small files replaced atomically, its metrics; checks of an untrusted one."""
+"""The run folder: created once, locked by one process, its small files replaced atomically, its
+metrics; checks of an untrusted one.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ LOG = "log.txt"  # what the run printed, of all its parts
 def name_of(config: RunConfig) -> str:
     """`MODEL-DATA-TIME`, in letters that every file system takes."""
     model = config.model.name or str(
-        (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
+        (config.model.config or {}).get("model_type", "model")
+        if isinstance(config.model.config, dict)
+        else "model"
     )
-    parts = [Path(model).name, Path(first_name(config.data.train or config.images.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
+    parts = [
+        Path(model).name,
+        Path(first_name(config.data.train or config.images.train)).stem,
+        time.strftime("%Y%m%d-%H%M%S"),
+    ]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
 
 
@@ -35,7 +43,11 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints, self.samples, self.base = path / "checkpoints", path / "samples", path / "base"
+        self.checkpoints, self.samples, self.base = (
+            path / "checkpoints",
+            path / "samples",
+            path / "base",
+        )
         self.adapters = path / "adapters"
         self.metrics = path / "metrics.jsonl"
 
@@ -62,8 +74,12 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         write_text(self.path / name, text)
 
-    def write_samples(self, step: int, samples: Sequence[tuple[dict[str, Any], tuple[str, bytes] | None]]) -> list[dict[str, Any]]:
-        """Writes a round of samples: of each its facts, and suffix and bytes of its file, if any. Returns the facts, with the files."""
+    def write_samples(
+        self, step: int, samples: Sequence[tuple[dict[str, Any], tuple[str, bytes] | None]]
+    ) -> list[dict[str, Any]]:
+        """Writes a round of samples: of each its facts, and suffix and bytes of its file, if any.
+        Returns the facts, with the files.
+        """
         self.samples.mkdir(exist_ok=True)
         made = []
         for position, (facts, file) in enumerate(samples):
@@ -76,7 +92,8 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Locks the folder for this process. Where no run begins, and nothing is left behind, the folders made for it are removed again.
+        """Locks the folder for this process. Where no run begins, and nothing is left behind, the
+        folders made for it are removed again.
 
         Raises  UsageError when another run uses it, it is not writable, or links lead out
         """
@@ -90,11 +107,16 @@ class RunFolder:
             raise
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             said = getattr(error, "strerror", None) or error
-            fix = "make it writable, or resume a copy of it" if self.is_run else "give a folder that can be written: --out FOLDER"
+            fix = (
+                "make it writable, or resume a copy of it"
+                if self.is_run
+                else "give a folder that can be written: --out FOLDER"
+            )
             raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {said}", fix=fix) from None
         try:
             take_lock(lock, self.path)
-            with suppress(OSError):  # a full disk: nobody can find the process, and the run itself says more
+            # a full disk: nobody can find the process, and the run itself says more
+            with suppress(OSError):
                 os.truncate(lock, 0)
                 os.write(lock, str(os.getpid()).encode())
             try:
@@ -106,7 +128,9 @@ class RunFolder:
             os.close(lock)  # which also lets the lock go, as a kill does
 
     def _leave_nothing(self, made: list[Path]) -> None:
-        """Removes the lock's file, and of the folders `made`, the inner first, those that are empty then."""
+        """Removes the lock's file, and of the folders `made`, the inner first, those that are empty
+        then.
+        """
         with suppress(OSError):
             if not set(os.listdir(self.path)) - {LOCK}:
                 os.unlink(self.path / LOCK)
@@ -125,15 +149,21 @@ class Metrics:
             f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
 
     def sync(self) -> None:
-        """Syncs the file to the disk, so that after a power failure no checkpoint exists without its earlier lines."""
+        """Syncs the file to the disk, so that after a power failure no checkpoint exists without
+        its earlier lines.
+        """
         if self.file.is_file():
             with self.file.open("rb") as f:
                 os.fsync(f.fileno())
 
     def cut_after(self, step: int) -> None:
         """Removes the lines after `step`, which the resumed run will write again."""
-        rows, _ = rows_in(self.file.read_text(encoding="utf-8", errors="replace") if self.file.is_file() else "")
-        remaining = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
+        rows, _ = rows_in(
+            self.file.read_text(encoding="utf-8", errors="replace") if self.file.is_file() else ""
+        )
+        remaining = [
+            row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step
+        ]
         write_text(self.file, "".join(json.dumps(row) + "\n" for row in remaining))
 
 
@@ -152,10 +182,14 @@ def rows_in(text: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def require_run(path: Path) -> Path:
-    """The folder, if it holds a run. Raises  UsageError naming a run beside it that is spelt nearly so."""
+    """The folder, if it holds a run. Raises  UsageError naming a run beside it that is spelt nearly
+    so.
+    """
     if (path / RESOLVED).is_file():
         return path
-    beside = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")] if path.parent.is_dir() else []
+    beside = (
+        [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")] if path.parent.is_dir() else []
+    )
     inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
     near = get_close_matches(path.name, beside, n=1)
     if not path.exists():
@@ -164,29 +198,42 @@ def require_run(path: Path) -> Path:
         what = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
     else:
         what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
-    adapter = next((p for p in (path, path / "adapter") if (p / "adapter_config.json").is_file()), None)
+    adapter = next(
+        (p for p in (path, path / "adapter") if (p / "adapter_config.json").is_file()), None
+    )
     if adapter is not None and not inside:
         raise UsageError(
-            f"{path}: {what}; {adapter} is a PEFT adapter", fix=f"PeftModel.from_pretrained(base, {str(adapter)!r}) loads it, without a run"
+            f"{path}: {what}; {adapter} is a PEFT adapter",
+            fix=f"PeftModel.from_pretrained(base, {str(adapter)!r}) loads it, without a run",
         )
-    fix = f"did you mean {path.parent / near[0]}?" if near else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
+    fix = (
+        f"did you mean {path.parent / near[0]}?"
+        if near
+        else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
+    )
     raise UsageError(f"{path}: {what}", fix=None if inside else fix)
 
 
 def run_and_result(path: Path) -> tuple[Path, Path | None]:
-    """The run that a folder is, or of which it is an adapter that was written on the way (`RUN/adapters/step_N`), and that adapter."""
+    """The run that a folder is, or of which it is an adapter that was written on the way
+    (`RUN/adapters/step_N`), and that adapter.
+    """
     run = path.absolute().parent.parent
     on_the_way = path.absolute().parent.name == "adapters" and RunFolder(run).is_run
     return (run, path) if on_the_way else (path, None)
 
 
 def kind_of_run(path: Path) -> str:
-    """The kind of run that a folder is of, from its plan.json; those from before there were several are `language`."""
+    """The kind of run that a folder is of, from its plan.json; those from before there were several
+    are `language`.
+    """
     return str(RunFolder(run_and_result(path)[0]).read_json("plan.json").get("task", "language"))
 
 
 def without_run(path: Path) -> str | None:
-    """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None for a run, and for anything else."""
+    """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None
+    for a run, and for anything else.
+    """
     if (path / RESOLVED).is_file() or run_and_result(path)[1] is not None:
         return None
     named = {"adapter": "adapter_config.json", "model": "config.json"}
@@ -205,8 +252,9 @@ LOCK = ".lock"
 
 
 def take_lock(handle: int, path: Path) -> None:
-    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when another process has the lock, or had it and
-    has just removed the file with it."""
+    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when
+    another process has the lock, or had it and has just removed the file with it.
+    """
     import fcntl
 
     try:
@@ -215,15 +263,21 @@ def take_lock(handle: int, path: Path) -> None:
     except OSError:
         held = False
     if not held:
-        raise UsageError(f"run.folder: {path} is in use by another run", fix="wait for it, or give another folder: --out FOLDER")
+        raise UsageError(
+            f"run.folder: {path} is in use by another run",
+            fix="wait for it, or give another folder: --out FOLDER",
+        )
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process trains in this folder now. The check itself holds the lock for some microseconds."""
+    """Whether a process trains in this folder now. The check itself holds the lock for some
+    microseconds.
+    """
     try:
         import fcntl
 
-        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name is not waited for
+        # a pipe of that name is not waited for
+        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK)
     except (ImportError, OSError):
         return False
     try:
@@ -236,7 +290,8 @@ def is_held(path: Path) -> bool:
 
 
 def holder(path: Path) -> int | None:
-    """The process that trains in this folder now. None where none does, and for one of another machine, container or user.
+    """The process that trains in this folder now. None where none does, and for one of another
+    machine, container or user.
 
     The number in the lock's file is believed if that process has the file open.
     """
@@ -259,17 +314,28 @@ CONSENT = "ISOTYPE_TRUST_REMOTE_CODE"
 
 
 def refuse_code_of(loaded: LoadedConfig, folder: Path) -> None:
-    """Raises  UsageError where a run's own file says `trust_remote_code: true` and the user, now, does not."""
-    if not loaded.config.model.trust_remote_code or os.environ.get(CONSENT) == "1" or "model.trust_remote_code" in loaded.given:
+    """Raises  UsageError where a run's own file says `trust_remote_code: true` and the user, now,
+    does not.
+    """
+    if (
+        not loaded.config.model.trust_remote_code
+        or os.environ.get(CONSENT) == "1"
+        or "model.trust_remote_code" in loaded.given
+    ):
         return
     raise UsageError(
-        f"{folder}: its model {loaded.config.model.name} brings its own code, and a run folder cannot consent to running it",
-        fix=f"if you trust both: {CONSENT}=1 isotype ..., or model.trust_remote_code=true with --resume",
+        f"{folder}: its model {loaded.config.model.name} brings its own code, and a run folder"
+        " cannot consent to running it",
+        fix=(
+            f"if you trust both: {CONSENT}=1 isotype ..., or model.trust_remote_code=true with"
+            " --resume"
+        ),
     )
 
 
 def refuse_foreign_entries(folder: Path) -> None:
-    """Raises  UsageError for what a run would write through or wait at: a link that leads out of the folder, a pipe, a device, a socket.
+    """Raises  UsageError for what a run would write through or wait at: a link that leads out of
+               the folder, a pipe, a device, a socket.
 
     The folder itself may be a link.
     """
@@ -279,7 +345,8 @@ def refuse_foreign_entries(folder: Path) -> None:
             path = Path(parent, name)
             if path.is_symlink() and not path.resolve().is_relative_to(inside):
                 raise UsageError(
-                    f"{path}: a link out of the run's folder, to {os.readlink(path)}: nothing is written through it",
+                    f"{path}: a link out of the run's folder, to {os.readlink(path)}: nothing is"
+                    " written through it",
                     fix="put the files themselves there, or make the whole run folder a link",
                 )
             if not path.is_file() and not path.is_dir() and path.exists():

@@ -19,14 +19,30 @@ class PrecisionRecord:
 
     task_roles  roles that only this kind of run has
     lora_branch `model.lora_branch`: fp32 where the adapters' own products have a dtype of their own
-    writes      False in the other processes of a run: they judge their own observations, and the first process writes the file
+    writes      False in the other processes of a run: they judge their own observations, and the
+                first process writes the file
     """
 
     def __init__(
-        self, folder: RunFolder, resolved: Resolved, task_roles: Iterable[str] = (), *, lora_branch: str = "compute", writes: bool = True
+        self,
+        folder: RunFolder,
+        resolved: Resolved,
+        task_roles: Iterable[str] = (),
+        *,
+        lora_branch: str = "compute",
+        writes: bool = True,
     ) -> None:
-        self.folder, self.resolved, self.task_roles, self.writes = folder, resolved, tuple(task_roles), writes
-        self._branch = {"lora_branch": {"value": "fp32", "reason": "model.lora_branch"}} if lora_branch == "fp32" else {}
+        self.folder, self.resolved, self.task_roles, self.writes = (
+            folder,
+            resolved,
+            tuple(task_roles),
+            writes,
+        )
+        self._branch = (
+            {"lora_branch": {"value": "fp32", "reason": "model.lora_branch"}}
+            if lora_branch == "fp32"
+            else {}
+        )
         self._observed: dict[str, Any] = {}
 
     @property
@@ -36,7 +52,9 @@ class PrecisionRecord:
         return found
 
     def add(self, seen: Observation) -> None:
-        """Adds an observation; roles that it does not contain keep their earlier counts. Raises DtypeError DT003."""
+        """Adds an observation; roles that it does not contain keep their earlier counts. Raises
+        DtypeError DT003.
+        """
         self._observed = noted(self._observed, seen)
         if self.writes:
             declared = {
@@ -44,7 +62,9 @@ class PrecisionRecord:
                 "preset": self.resolved.preset,
                 "declared": {**self.resolved.as_json(), **self._branch},
             }
-            written = as_written(self._observed, self.task_roles, compute=self.resolved.precision.compute)
+            written = as_written(
+                self._observed, self.task_roles, compute=self.resolved.precision.compute
+            )
             self.folder.write_json(PRECISION_FILE, {**declared, **written})
         seen.raise_if_violated()
 
@@ -53,7 +73,9 @@ class PrecisionRecord:
         self._observed["watched"] = list(what)
 
     def restore(self, step: int) -> None:
-        """Reads the observations of an earlier part of this run, up to `step`. Where the file is gone or damaged, they begin anew."""
+        """Reads the observations of an earlier part of this run, up to `step`. Where the file is
+        gone or damaged, they begin anew.
+        """
         self._observed = {}
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             self._observed = as_read(self.folder.read_json(PRECISION_FILE), step)

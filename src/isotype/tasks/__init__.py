@@ -1,1 +1,3 @@
-"""Kinds of runs. Each folder is one `training.task.Task`; `choose` takes the right one for a configuration."""
+"""Kinds of runs. Each folder is one `training.task.Task`; `choose` takes the right one for a
+configuration.
+"""

@@ -28,11 +28,26 @@ def task_of(config: RunConfig) -> Task:
 
 
 def train(
-    loaded: LoadedConfig, *, resume: Path | None = None, console: RunConsole | None = None, skips: Mapping[str, str] | None = None,
-    callbacks: Sequence[Callback] = (), objective: Objective | None = None,
-) -> int:  # fmt: skip
-    """Runs a configuration to its end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status."""
-    return train_task(loaded, task_of(loaded.config), resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
+    loaded: LoadedConfig,
+    *,
+    resume: Path | None = None,
+    console: RunConsole | None = None,
+    skips: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+) -> int:
+    """Runs a configuration to its end, or saves and returns 130 on Ctrl-C. Raises IsotypeError;
+    returns the exit status.
+    """
+    return train_task(
+        loaded,
+        task_of(loaded.config),
+        resume=resume,
+        console=console,
+        skips=skips,
+        callbacks=callbacks,
+        objective=objective,
+    )
 
 
 def plan(loaded: LoadedConfig, *, device: str | None = None, gpus: int | None = None) -> Plan:

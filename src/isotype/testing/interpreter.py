@@ -1,12 +1,14 @@
-"""Runs Triton kernels on a CPU with correct numbers: Triton's interpreter with repairs, for kernels with the usual decorator.
+"""Runs Triton kernels on a CPU with correct numbers: Triton's interpreter with repairs, for kernels
+with the usual decorator.
 
     with interpreted():
         silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors
 
-It needs neither TRITON_INTERPRET=1 nor a particular order of imports: launches of ordinary JIT functions are diverted to the interpreter,
-and afterwards everything is put back. Triton 3.9 itself keeps bf16 as raw bits (uint16), truncates fp32 to bf16, and adds, multiplies,
-compares and reduces the bits themselves; it sums fp16 in fp32; and it does not wrap Python floats, so that `.to` on one fails. Here
-every operator widens bf16, computes, and rounds once, to nearest even.
+It needs neither TRITON_INTERPRET=1 nor a particular order of imports: launches of ordinary JIT
+functions are diverted to the interpreter, and afterwards everything is put back. Triton 3.9 itself
+keeps bf16 as raw bits (uint16), truncates fp32 to bf16, and adds, multiplies, compares and reduces
+the bits themselves; it sums fp16 in fp32; and it does not wrap Python floats, so that `.to` on one
+fails. Here every operator widens bf16, computes, and rounds once, to nearest even.
 """
 
 from __future__ import annotations
@@ -34,29 +36,43 @@ Array = np.ndarray[Any, Any]
 def widen(bits: Any) -> Array:
     """uint16 bits -> fp32, exactly."""
     raw = np.asarray(bits, dtype=np.uint16)
-    return np.ascontiguousarray(raw.astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(raw.shape)
+    return (
+        np.ascontiguousarray(raw.astype(np.uint32) << np.uint32(16))
+        .view(np.float32)
+        .reshape(raw.shape)
+    )
 
 
 def narrow(values: Any) -> Array:
-    """fp16, fp32, fp64 or integers -> uint16 bits, rounded once to nearest even; overflow becomes infinity, NaN stays NaN."""
+    """fp16, fp32, fp64 or integers -> uint16 bits, rounded once to nearest even; overflow becomes
+    infinity, NaN stays NaN.
+    """
     given = np.asarray(values)
     if given.dtype not in (np.float32, np.float16):
         given = _to_odd(given.astype(np.float64))
     single = np.ascontiguousarray(given, dtype=np.float32)
     bits = single.view(np.uint32)
-    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
-    return np.where(np.isnan(single), np.uint16(0x7FC0), rounded.astype(np.uint16)).reshape(given.shape)
+    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(
+        16
+    )
+    return np.where(np.isnan(single), np.uint16(0x7FC0), rounded.astype(np.uint16)).reshape(
+        given.shape
+    )
 
 
 def _to_odd(values: Array) -> Array:
-    """fp64 -> fp32 with inexact results made odd, so that the rounding to bf16 that follows is the only one."""
+    """fp64 -> fp32 with inexact results made odd, so that the rounding to bf16 that follows is the
+    only one.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         single = values.astype(np.float32)
         back = single.astype(np.float64)
         beyond = np.abs(back) > np.abs(values)
     single = np.where(beyond, np.nextafter(single, np.float32(0)), single).astype(np.float32)
     inexact = (single.astype(np.float64) != values) & np.isfinite(values)
-    bits = np.ascontiguousarray(single).view(np.uint32) | inexact.astype(np.uint32).reshape(single.shape)
+    bits = np.ascontiguousarray(single).view(np.uint32) | inexact.astype(np.uint32).reshape(
+        single.shape
+    )
     odd: Array = bits.view(np.float32)
     return odd
 
@@ -72,9 +88,30 @@ ELEMENTWISE = [
     *("fadd", "fmul", "fdiv", "frem", "fsub", "fneg", "precise_divf", "approx_divf", "clampf"),
     *("minimumf", "minnumf", "maximumf", "maxnumf"),
     *(f"fcmp{kind}{order}" for kind in "OU" for order in ("LT", "GT", "LE", "GE", "EQ", "NE")),
-    *("cos", "sin", "exp", "exp2", "log", "log2", "sqrt", "precise_sqrt", "rsqrt", "erf", "floor", "ceil"),
+    *(
+        "cos",
+        "sin",
+        "exp",
+        "exp2",
+        "log",
+        "log2",
+        "sqrt",
+        "precise_sqrt",
+        "rsqrt",
+        "erf",
+        "floor",
+        "ceil",
+    ),
 ]
-CASTS = ("cast_impl", "create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_to_ui", "create_fp_ext", "create_fp_trunc")
+CASTS = (
+    "cast_impl",
+    "create_si_to_fp",
+    "create_ui_to_fp",
+    "create_fp_to_si",
+    "create_fp_to_ui",
+    "create_fp_ext",
+    "create_fp_trunc",
+)
 
 
 def is_bf16(handle: Any) -> bool:
@@ -116,7 +153,10 @@ def float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         source, wanted = src.dtype.scalar, dst_type.scalar
-        if tl.bfloat16 not in (source, wanted) or 8 in (source.primitive_bitwidth, wanted.primitive_bitwidth):
+        if tl.bfloat16 not in (source, wanted) or 8 in (
+            source.primitive_bitwidth,
+            wanted.primitive_bitwidth,
+        ):
             return original(self, src, dst_type, rounding_mode)
         if wanted == tl.bfloat16 and rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
             towards_zero = src.data.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
@@ -140,18 +180,28 @@ def fma(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
         if is_bf16(z):
             # a bf16 product is exact in fp64, and so is the rounding: one, at the end
-            return Handle(narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)), tl.bfloat16)
+            return Handle(
+                narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)),
+                tl.bfloat16,
+            )
         if OLDER and z.dtype.scalar in (tl.float16, tl.float32):
             # rounded twice there
             with np.errstate(all="ignore"):
-                return Handle((x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype), z.dtype.scalar)
+                return Handle(
+                    (x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype),
+                    z.dtype.scalar,
+                )
         return original(self, x, y, z)
 
     return operator
 
 
-def refused(what: str, original: Callable[..., Any], values: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator whose bf16 form no kernel that was met has; Triton's own would compute on the bits."""
+def refused(
+    what: str, original: Callable[..., Any], values: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An operator whose bf16 form no kernel that was met has; Triton's own would compute on the
+    bits.
+    """
 
     def operator(self: Any, *given: Any) -> Any:
         if values(*given).dtype.scalar == tl.bfloat16:
@@ -192,7 +242,11 @@ def reduced_sum(original: Callable[..., Any]) -> Callable[..., Any]:
         with np.errstate(all="ignore"):
             total = _halves(data, axis, _add_low(tensor.dtype.scalar))
         if self.keep_dims:
-            total = np.expand_dims(total, axis) if self.axis is not None else np.reshape(total, (1,) * rank)
+            total = (
+                np.expand_dims(total, axis)
+                if self.axis is not None
+                else np.reshape(total, (1,) * rank)
+            )
         return self.to_tensor(total, tensor.dtype)
 
     return operator
@@ -208,7 +262,10 @@ def reduced_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
         if not val_reduce_op:
             return found
         value, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
-        low = self.to_tensor(narrow(value.handle.data.reshape(np.shape(value.handle.data) if value.shape else ())), tensor.dtype)
+        low = self.to_tensor(
+            narrow(value.handle.data.reshape(np.shape(value.handle.data) if value.shape else ())),
+            tensor.dtype,
+        )
         return (low, *rest) if rest else low
 
     return operator
@@ -232,7 +289,11 @@ def repairs() -> Iterator[tuple[Any, str, Any]]:
         if hasattr(Builder, attribute):
             yield Builder, attribute, elementwise(getattr(Builder, attribute))
     if OLDER:  # a Python number beside a bf16 value has no form there
-        yield Builder, "get_bf16", lambda self, value: Handle(narrow(np.array([value], dtype=np.float32)), tl.bfloat16)
+        yield (
+            Builder,
+            "get_bf16",
+            lambda self, value: Handle(narrow(np.array([value], dtype=np.float32)), tl.bfloat16),
+        )
     plain = Builder.cast_impl
     for name in CASTS:
         if hasattr(Builder, name):
@@ -240,16 +301,24 @@ def repairs() -> Iterator[tuple[Any, str, Any]]:
     yield Builder, "create_fp_to_fp", float_cast(Builder.create_fp_to_fp)
     yield Builder, "create_dot", dot(Builder.create_dot)
     yield Builder, "create_fma", fma(Builder.create_fma)
-    yield Builder, "create_atomic_rmw", refused("an atomic operation", Builder.create_atomic_rmw, lambda kind, ptr, val, *_: val)
+    yield (
+        Builder,
+        "create_atomic_rmw",
+        refused("an atomic operation", Builder.create_atomic_rmw, lambda kind, ptr, val, *_: val),
+    )
     yield stock.ReduceOps, "sum", reduced_sum(stock.ReduceOps.sum)
     yield stock.ReduceOps, "min_max", reduced_extreme(stock.ReduceOps.min_max)
     for name in ("cumsum", "cumprod"):
-        yield stock.ScanOps, name, refused(f"tl.{name}", getattr(stock.ScanOps, name), lambda tensor: tensor)
+        yield (
+            stock.ScanOps,
+            name,
+            refused(f"tl.{name}", getattr(stock.ScanOps, name), lambda tensor: tensor),
+        )
     yield stock, "_implicit_cvt", argument(stock._implicit_cvt)
 
 
-# libdevice, of which the interpreter has only empty stubs: the functions that kernels of libraries call, by torch, in fp32 and fp64. bf16
-# and fp16 arguments are refused, as on a GPU
+# libdevice, of which the interpreter has only empty stubs: the functions that kernels of libraries
+# call, by torch, in fp32 and fp64. bf16 and fp16 arguments are refused, as on a GPU
 _SAME = """
     abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
     erf erfc erfinv lgamma round atan2 hypot copysign fmod pow nextafter isnan isinf signbit
@@ -273,23 +342,40 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 def interpreted_libdevice(name: str, *arguments: Any) -> Any:
     """What the stub of this name returns while the interpreter runs."""
     if name not in FUNCTIONS:
-        raise NotImplementedError(f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}")
+        raise NotImplementedError(
+            f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}"
+        )
     given = [a.value if isinstance(a, tl.constexpr) else a for a in arguments]
     types = [a.dtype for a in given if isinstance(a, tl.tensor)]
     wrong = [t for t in types if t not in (tl.float32, tl.float64)]
     if wrong:
-        raise ValueError(f"libdevice.{name}: input arg type does not match. Expect fp32 or fp64, got {wrong[0]}")
+        raise ValueError(
+            f"libdevice.{name}: input arg type does not match. Expect fp32 or fp64, got {wrong[0]}"
+        )
     dtype = tl.float64 if tl.float64 in types else tl.float32
     wide = torch.float64 if dtype == tl.float64 else torch.float32
-    numbers = [torch.from_numpy(np.array(a.handle.data)) if isinstance(a, tl.tensor) else torch.tensor(a, dtype=wide) for a in given]
+    numbers = [
+        (
+            torch.from_numpy(np.array(a.handle.data))
+            if isinstance(a, tl.tensor)
+            else torch.tensor(a, dtype=wide)
+        )
+        for a in given
+    ]
     made = FUNCTIONS[name](*(n.to(wide) for n in numbers)).numpy()
     kind = tl.int1 if made.dtype == np.bool_ else dtype
-    shape = next((a.type.shape for a in given if isinstance(a, tl.tensor) and a.type.is_block()), None)
-    return tl.tensor(Handle(made, kind), tl.block_type(kind, list(made.shape)) if shape is not None else kind)
+    shape = next(
+        (a.type.shape for a in given if isinstance(a, tl.tensor) and a.type.is_block()), None
+    )
+    return tl.tensor(
+        Handle(made, kind), tl.block_type(kind, list(made.shape)) if shape is not None else kind
+    )
 
 
 def stubs() -> Iterator[tuple[FunctionType, Any]]:
-    """(stub, the code to run in its place): the code is exchanged, so that names imported from libdevice earlier change too."""
+    """(stub, the code to run in its place): the code is exchanged, so that names imported from
+    libdevice earlier change too.
+    """
     libdevice.__dict__.setdefault("_interpreted_libdevice", interpreted_libdevice)
     for name, stub in list(vars(libdevice).items()):
         if not isinstance(stub, FunctionType) or name.startswith("_"):
@@ -297,7 +383,11 @@ def stubs() -> Iterator[tuple[FunctionType, Any]]:
         count = stub.__code__.co_argcount
         arguments = ", ".join(f"arg{i}" for i in range(count))
         space: dict[str, Any] = {}
-        exec(f"def {name}({arguments}, _semantic=None): return _interpreted_libdevice({name!r}, {arguments})", space)
+        exec(
+            f"def {name}({arguments}, _semantic=None): return _interpreted_libdevice({name!r},"
+            f" {arguments})",
+            space,
+        )
         yield stub, space[name]
 
 
@@ -330,7 +420,11 @@ def interpreted() -> Iterator[None]:
 def _set(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
     before = vars(owner).get(attribute, _MISSING)
     setattr(owner, attribute, value)
-    undo.callback(delattr, owner, attribute) if before is _MISSING else undo.callback(setattr, owner, attribute, before)
+    (
+        undo.callback(delattr, owner, attribute)
+        if before is _MISSING
+        else undo.callback(setattr, owner, attribute, before)
+    )
 
 
 def _diversions() -> Iterator[tuple[Any, str, Any]]:
@@ -362,8 +456,12 @@ def _rewritten(function: Any) -> Any:
     return known[function]
 
 
-def _run(function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]) -> None:
-    """One launch. The language is patched once for all device functions that the kernel calls, and always restored afterwards."""
+def _run(
+    function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]
+) -> None:
+    """One launch. The language is patched once for all device functions that the kernel calls, and
+    always restored afterwards.
+    """
     names = list(stock.inspect.signature(function).parameters)
     interpreting = triton.knobs.runtime.interpret
     _active.launches = getattr(_active, "launches", 0) + 1
@@ -373,21 +471,34 @@ def _run(function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]
         undo.callback(setattr, _active, "launches", _active.launches - 1)
         for owner, attribute, replacement in _language():
             _set(undo, owner, attribute, replacement)
-        # the executor patches once more for every launch, by inspection: 10 ms, and only the modules that the kernel's file names
+        # the executor patches once more for every launch, by inspection: 10 ms, and only the
+        # modules that the kernel's file names
         _set(undo, stock, "_patch_lang", lambda _: stock._LangPatchScope())
         stock.GridExecutor(_rewritten(function), names, grid, hooks)(*args, **kwargs)
 
 
 @functools.cache
 def _language() -> list[tuple[Any, str, Any]]:
-    """What the interpreter puts in place of the language: found once, since finding it takes ten times longer than a small kernel."""
+    """What the interpreter puts in place of the language: found once, since finding it takes ten
+    times longer than a small kernel.
+    """
     scope = stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
-        changed = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in scope._changes]
+        changed = [
+            (owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in scope._changes
+        ]
     finally:
         scope.restore()
     # x.sum(1): a JIT function stored on the class is not bound to the instance
-    members = [(name, member) for name, member in vars(tl.tensor).items() if isinstance(member, jit.JITFunction)]
+    members = [
+        (name, member)
+        for name, member in vars(tl.tensor).items()
+        if isinstance(member, jit.JITFunction)
+    ]
     # Triton before 3.9 asks NumPy for the int of an array of one element, which NumPy 2.5 refuses
     index = (tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
-    return [*changed, index, *((tl.tensor, name, functools.partialmethod(member)) for name, member in members)]
+    return [
+        *changed,
+        index,
+        *((tl.tensor, name, functools.partialmethod(member)) for name, member in members),
+    ]

@@ -1,4 +1,5 @@
-"""The pytest plugin: a fixture for `ampcheck`, and failures that print the report instead of a traceback.
+"""The pytest plugin: a fixture for `ampcheck`, and failures that print the report instead of a
+traceback.
 
     def test_silu_mul(ampcheck):
         ampcheck(silu_mul, (gate, up), reference=silu_mul_reference)
@@ -16,7 +17,10 @@ from typing import Any
 
 import pytest
 
-MARKER = "interpreted: Triton kernels run on the CPU, in Isotype's repaired interpreter (skipped without Triton)"
+MARKER = (
+    "interpreted: Triton kernels run on the CPU, in Isotype's repaired interpreter (skipped without"
+    " Triton)"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,13 +51,23 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A ConformanceError prints its report: the report shows the failure; the traceback would only show ampcheck."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A ConformanceError prints its report: the report shows the failure; the traceback would only
+    show ampcheck.
+    """
     result = yield
     info = call.excinfo
-    if info is None or type(info.value).__name__ != "ConformanceError" or not hasattr(info.value, "report"):
+    if (
+        info is None
+        or type(info.value).__name__ != "ConformanceError"
+        or not hasattr(info.value, "report")
+    ):
         return result
-    where = next((entry for entry in reversed(info.traceback) if str(entry.path) == str(item.path)), None)
+    where = next(
+        (entry for entry in reversed(info.traceback) if str(entry.path) == str(item.path)), None
+    )
     line = f"{item.path.name}:{where.lineno + 1}" if where is not None else item.nodeid
     result.longrepr = f"{line}: ampcheck\n\n{info.value.report.render()}"
     return result

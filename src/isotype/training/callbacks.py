@@ -1,8 +1,10 @@
-"""A user's own code in a run: callbacks after a step, an evaluation, a save or a round of samples, and an objective.
+"""A user's own code in a run: callbacks after a step, an evaluation, a save or a round of samples,
+and an objective.
 
-A callback may read everything, generate, log, write files and ask the run to stop. It must not change the weights, because the run folder
-would then no longer describe the run; such a change is an error. Random state, the modules' modes, gradients, gradient mode and default
-dtype are restored after each call, so that the weights are bit-identical to those of a run without callbacks.
+A callback may read everything, generate, log, write files and ask the run to stop. It must not
+change the weights, because the run folder would then no longer describe the run; such a change is
+an error. Random state, the modules' modes, gradients, gradient mode and default dtype are restored
+after each call, so that the weights are bit-identical to those of a run without callbacks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Moment:
     """The state of the run, as a callback gets it.
 
     step, total  optimizer steps done, and their number in the whole run
-    row          the line of metrics.jsonl: loss, learning rate, ...; after samples `{"samples": [...]}`; after a save its folder
+    row          the line of metrics.jsonl: loss, learning rate, ...; after samples `{"samples":
+                 [...]}`; after a save its folder
     model        with its adapter, under the run's precision; do not change its weights
     folder       the run's folder
     """
@@ -42,7 +45,9 @@ class Moment:
     _asked: list[bool] = field(default_factory=list, repr=False)
 
     def stop(self) -> None:
-        """Asks the run to save and end after this step, as early stopping does. The run still writes its result."""
+        """Asks the run to save and end after this step, as early stopping does. The run still
+        writes its result.
+        """
         self._asked.append(True)
 
 
@@ -61,67 +66,108 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raises UsageError for what `call_back` could not call: a class, no Callback, a method that does not take one Moment."""
+    """Raises UsageError for what `call_back` could not call: a class, no Callback, a method that
+    does not take one Moment.
+    """
     for callback in callbacks:
         if isinstance(callback, type):
-            raise UsageError(f"callbacks: {callback.__name__} is a class", fix=f"give an object of it: callbacks=[{callback.__name__}()]")
+            raise UsageError(
+                f"callbacks: {callback.__name__} is a class",
+                fix=f"give an object of it: callbacks=[{callback.__name__}()]",
+            )
         kind = type(callback).__name__
         if not isinstance(callback, Callback):
-            raise UsageError(f"callbacks: {kind} is no isotype.Callback", fix=f"class {kind}(isotype.Callback): ...")
+            raise UsageError(
+                f"callbacks: {kind} is no isotype.Callback",
+                fix=f"class {kind}(isotype.Callback): ...",
+            )
         for name in (name for name in vars(Callback) if name.startswith("on_")):
             try:
                 inspect.signature(getattr(callback, name)).bind(None)
             except TypeError as error:
                 raise UsageError(
-                    f"callbacks: {kind}.{name} cannot be called with a Moment alone: {error}", fix=f"def {name}(self, moment): ..."
+                    f"callbacks: {kind}.{name} cannot be called with a Moment alone: {error}",
+                    fix=f"def {name}(self, moment): ...",
                 ) from error
 
 
-def call_back(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer) -> bool:
-    """Calls `on_NAME` of each callback; returns whether one asked to stop. Gradients that a callback leaves are the caller's to free.
+def call_back(
+    callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer
+) -> bool:
+    """Calls `on_NAME` of each callback; returns whether one asked to stop. Gradients that a
+    callback leaves are the caller's to free.
 
-    Raises RunError CB001 when one changed a weight, whether it is trained, or a state of the optimizer.
+    Raises RunError CB001 when one changed a weight, whether it is trained, or a state of the
+    optimizer.
     """
     dtype = torch.get_default_dtype()
     for callback in callbacks:
         before, sample = _versions(moment.model, optimizer), Continuity(moment.model, optimizer)
         sample.take("the call")
-        with random_state_restored(), modes_restored(moment.model), torch.set_grad_enabled(torch.is_grad_enabled()):
+        with (
+            random_state_restored(),
+            modes_restored(moment.model),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+        ):
             try:
                 getattr(callback, f"on_{name}")(moment)
             finally:
                 torch.set_default_dtype(dtype)
         if (changed := _changed(before, _versions(moment.model, optimizer), sample)) is not None:
             raise RunError(
-                f"step {moment.step}: {type(callback).__name__}.on_{name} changed {changed}", code="CB001",
-                fix="a callback may read weights, not change them: work on a copy (copy.deepcopy), or make it part of the objective",
-            )  # fmt: skip
+                f"step {moment.step}: {type(callback).__name__}.on_{name} changed {changed}",
+                code="CB001",
+                fix=(
+                    "a callback may read weights, not change them: work on a copy (copy.deepcopy),"
+                    " or make it part of the objective"
+                ),
+            )
     return bool(moment._asked)
 
 
-def _changed(before: dict[str, tuple[int, ...]], now: dict[str, tuple[int, ...]], sample: Continuity) -> str | None:
-    """The first parameter, whether it is trained, or state of the optimizer that was written or exchanged; of buffers, which a generation
-    may write, the first that was rounded."""
-    found = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
+def _changed(
+    before: dict[str, tuple[int, ...]], now: dict[str, tuple[int, ...]], sample: Continuity
+) -> str | None:
+    """The first parameter, whether it is trained, or state of the optimizer that was written or
+    exchanged; of buffers, which a generation may write, the first that was rounded.
+    """
+    found = next(
+        (key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None
+    )
     if found is not None:
         return found
     # what PyTorch does not count as a write: `p.data`, NumPy
     written = (one for one in sample.differences() if one.kind != BUFFER or one.narrower)
-    return next((f"the optimizer's {one.tensor}" if one.kind == STATE else one.tensor for one in written), None)
+    return next(
+        (f"the optimizer's {one.tensor}" if one.kind == STATE else one.tensor for one in written),
+        None,
+    )
 
 
 def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, ...]]:
-    """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among the optimizer's states; of parameters
-    whether they are trained too."""
+    """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among
+    the optimizer's states; of parameters whether they are trained too.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, tuple[int, ...]] = {name: (id(p), p._version, p.requires_grad) for name, p in model.named_parameters()}
+    found: dict[str, tuple[int, ...]] = {
+        name: (id(p), p._version, p.requires_grad) for name, p in model.named_parameters()
+    }
     for p, states in optimizer.state.items():
         for key, state in states.items():
             if isinstance(state, Tensor):
-                found[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (id(state), state._version)
+                found[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (
+                    id(state),
+                    state._version,
+                )
     return found
 
 
 def objective_name(objective: Objective | None) -> str | None:
     """Module and name of a user's objective; None where the task's own is used."""
-    return None if objective is None else f"{objective.__module__}.{getattr(objective, '__qualname__', type(objective).__qualname__)}"
+    return (
+        None
+        if objective is None
+        else (
+            f"{objective.__module__}.{getattr(objective, '__qualname__', type(objective).__qualname__)}"
+        )
+    )

@@ -1,5 +1,7 @@
-"""The terminal of a run: a header, one live line, evaluations and samples; plain lines if the output is not a terminal. And what ends a run
-from there: Ctrl-C, SIGTERM and a terminal that is closed; and what libraries may not print there."""
+"""The terminal of a run: a header, one live line, evaluations and samples; plain lines if the
+output is not a terminal. And what ends a run from there: Ctrl-C, SIGTERM and a terminal that is
+closed; and what libraries may not print there.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,23 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> str:
+def progress_line(
+    step: int, total: int, row: dict[str, Any], eta: float | None, words: Words
+) -> str:
     """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB  ETA 0:42`"""
-    parts = [f"step {step}/{total}", f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad {row['grad_norm']:.3g}"]
+    parts = [
+        f"step {step}/{total}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['learning_rate']:.1e}",
+        f"grad {row['grad_norm']:.3g}",
+    ]
     parts[2:2] = [f"{name} {row[name]:.3g}" for name in words.live if row.get(name) is not None]
     if row.get("share_changed") is not None:
         parts.append(f"changed {row['share_changed']:.0%}")
-    parts.append(f"{row[f'{words.units}_per_second']:,.{0 if row[f'{words.units}_per_second'] >= 100 else 2}f} {words.unit}/s")
+    parts.append(
+        f"{row[f'{words.units}_per_second']:,.{0 if row[f'{words.units}_per_second'] >= 100 else 2}f}"
+        f" {words.unit}/s"
+    )
     if row.get("memory_bytes"):
         parts.append(f"{row['memory_bytes'] / 1e9:.2f} GB")
     if row.get("promotions"):
@@ -53,7 +65,8 @@ def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None,
 
 
 class _OutlivedOutput(Console):
-    """A console whose reader may go away (`| head`): the run goes on without it, as its files have what would be printed.
+    """A console whose reader may go away (`| head`): the run goes on without it, as its files have
+    what would be printed.
 
     rich's own console ends the process with status 1 and without a word.
     """
@@ -61,7 +74,10 @@ class _OutlivedOutput(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         _into_nothing(self.file.fileno())
-        said = "warning   the output is no longer read: the run goes on, and metrics.jsonl in its folder has the steps"
+        said = (
+            "warning   the output is no longer read: the run goes on, and metrics.jsonl in its"
+            " folder has the steps"
+        )
         try:
             print(said, file=sys.stderr, flush=True)
         except BrokenPipeError:  # `2>&1 |`
@@ -82,7 +98,9 @@ class RunConsole:
     """
 
     def __init__(self, *, json_output: bool = False) -> None:
-        self.console = _OutlivedOutput(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True)
+        self.console = _OutlivedOutput(
+            file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True
+        )
         self.result: Mapping[str, Any] = {}
         self._json = json_output
         self._silent = False
@@ -108,7 +126,8 @@ class RunConsole:
             try:
                 with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
                     log.write(f"{text}\n")
-            except OSError:  # a full disk ends the run at its next checkpoint; the log is no reason to
+            # a full disk ends the run at its next checkpoint; the log is no reason to
+            except OSError:
                 self._log = Path(os.devnull)
 
     def ended(self, result: Mapping[str, Any]) -> None:
@@ -133,7 +152,9 @@ class RunConsole:
             self.console.print(Text.assemble((lines[:10], "bold"), lines[10:]))
             self._keep(printable(lines))
 
-    def progress(self, step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> None:
+    def progress(
+        self, step: int, total: int, row: dict[str, Any], eta: float | None, words: Words
+    ) -> None:
         if self._silent:
             return
         line = progress_line(step, total, row, eta, words)
@@ -167,10 +188,11 @@ def _short(text: str) -> str:
 
 
 class Interrupt:
-    """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets `asked`.
+    """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets
+    `asked`.
 
-    While `training` is true, the loop saves after its step and stops; a second signal stops it at once. Before that a signal raises
-    KeyboardInterrupt, since tokenising may take hours.
+    While `training` is true, the loop saves after its step and stops; a second signal stops it at
+    once. Before that a signal raises KeyboardInterrupt, since tokenising may take hours.
     """
 
     def __init__(self) -> None:
@@ -190,7 +212,9 @@ class Interrupt:
             signal.signal(number, handler)
 
     def begin(self) -> None:
-        """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by a `__del__` or a library."""
+        """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by
+        a `__del__` or a library.
+        """
         if self.asked:
             raise KeyboardInterrupt
         self.training = True
@@ -202,16 +226,20 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGHUP. It may arrive twice, from the kernel and from the shell, and printing to the closed terminal would fail."""
+        """Handles SIGHUP. It may arrive twice, from the kernel and from the shell, and printing to
+        the closed terminal would fail.
+        """
         _into_nothing(*(stream for stream in (1, 2) if stat.S_ISCHR(os.fstat(stream).st_mode)))
         if not self.asked:
             self._handle(number, frame)
 
 
 def quiet_libraries() -> None:
-    """Switches off progress bars and advice, which would break the live line. Errors are still printed.
+    """Switches off progress bars and advice, which would break the live line. Errors are still
+    printed.
 
-    The hub's progress bars stay on: it shows them only on a terminal, and a download happens before the first step and may take minutes.
+    The hub's progress bars stay on: it shows them only on a terminal, and a download happens before
+    the first step and may take minutes.
     """
     import transformers
 
@@ -225,16 +253,28 @@ def quiet_libraries() -> None:
     for module in ("transformers", "peft", "torch"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     # peft asks the hub at each save whether the vocabulary was changed, which no run does
-    warnings.filterwarnings("ignore", message="Unable to fetch remote file|Could not find a config file in", module="peft")
-    # advice for making an adapter: a folder's is loaded as it was saved, and a merge decides itself whether the head stays tied
+    warnings.filterwarnings(
+        "ignore",
+        message="Unable to fetch remote file|Could not find a config file in",
+        module="peft",
+    )
+    # advice for making an adapter: a folder's is loaded as it was saved, and a merge decides itself
+    # whether the head stays tied
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", module="peft")
-    # of the patterns that PEFT writes itself for stacked experts, whose parameters it does not count as modules; they are followed
-    warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match .*\['\.\*", module="peft")
+    # of the patterns that PEFT writes itself for stacked experts, whose parameters it does not
+    # count as modules; they are followed
+    warnings.filterwarnings(
+        "ignore",
+        message=r"The following (rank|alpha)_pattern keys did not match .*\['\.\*",
+        module="peft",
+    )
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Hides the warnings of libraries about a model without data, and the traceback of an operator that needs data."""
+    """Hides the warnings of libraries about a model without data, and the traceback of an operator
+    that needs data.
+    """
     operators = logging.getLogger("torch._subclasses.fake_tensor")
     before = operators.disabled
     operators.disabled = True

@@ -28,10 +28,11 @@ from .task import Evaluation, Task, same_draws
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
-    """Returns the content of result.json. Raises RunError SV001 when the saved result is not the trained one.
+    """Returns the content of result.json. Raises RunError SV001 when the saved result is not the
+    trained one.
 
-    The first process saves and checks; the others wait, for as long as it lives. Processes that share the model do both together: none of
-    them could hold it.
+    The first process saves and checks; the others wait, for as long as it lives. Processes that
+    share the model do both together: none of them could hold it.
     """
     loop.world.at(loop.progress.step, "the result")
     if prepared.sharding is not None:
@@ -54,7 +55,12 @@ class _Saved:
 
 def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     """world  the processes that call this together"""
-    config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
+    config, progress, precision, task = (
+        loop.config,
+        loop.progress,
+        prepared.resolved.precision,
+        loop.task,
+    )
     taken = _take_best(loop, world) if config.train.patience else progress.step
     kind = "model" if config.adapter.kind == "none" else "adapter"
     with averages_in_place(loop.stepper.optimizer):
@@ -63,7 +69,9 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
         with loop.ema.in_place():
             saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world))
     _free(loop, prepared)
-    reloaded = [_verify(task, one, precision, prepared.device, world, prepared.sharding) for one in saved]
+    reloaded = [
+        _verify(task, one, precision, prepared.device, world, prepared.sharding) for one in saved
+    ]
     result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
@@ -71,7 +79,9 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
         "base": task.base_name if kind == "adapter" else None,
         "steps": progress.step,
         "of_step": taken,
-        "best_eval_loss": progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None,
+        "best_eval_loss": (
+            progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None
+        ),
         "best_step": progress.best_step,
         task.words.units: progress.units,
         "trained_seconds": round(progress.trained_seconds, 2),
@@ -89,13 +99,17 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
 
 
 def _save(loop: Loop, target: Path, world: World) -> _Saved:
-    """Writes the model's weights as they are now, and looks at the files. `weights` of the result are known to the first process."""
+    """Writes the model's weights as they are now, and looks at the files. `weights` of the result
+    are known to the first process.
+    """
     tensors = loop.write_result(target)
     if world.first:
         loop.observe_saved(target)
     dtype = to_torch(loop.saved_dtype)
     with same_draws():
-        trained = loop.task.evaluate(loop.model, loop.device, dtype=loop.resolved.precision.loss, most=ROWS, world=world)
+        trained = loop.task.evaluate(
+            loop.model, loop.device, dtype=loop.resolved.precision.loss, most=ROWS, world=world
+        )
     return _Saved(target, dtype, trained, digests(tensors, dtype))
 
 
@@ -105,12 +119,17 @@ def _take_best(loop: Loop, world: World) -> int:
     if best is None or best == loop.progress.step:
         return loop.progress.step
     if reason := world.first_does(lambda: loop.store.fault(best)):
-        loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
+        loop.console.say(
+            f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the"
+            " last step's weights"
+        )
         return loop.progress.step
     checkpoint = loop.store.load(best, rows_here(loop.model))
     restore_model(loop.model, checkpoint.tensors)
     if loop.config.train.optimizer == SCHEDULE_FREE:  # its averages follow from its states
-        restore_optimizer(loop.model, loop.stepper.optimizer, checkpoint.tensors, checkpoint.state["optimizer"])
+        restore_optimizer(
+            loop.model, loop.stepper.optimizer, checkpoint.tensors, checkpoint.state["optimizer"]
+        )
     if loop.ema is not None:
         loop.ema.restore(checkpoint.tensors)
     loop.console.say(f"taking the weights of step {best}, the best evaluation")
@@ -130,10 +149,19 @@ def _free(loop: Loop, prepared: Prepared) -> None:
 ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
 
-def _verify(task: Task, saved: _Saved, precision: Precision, device: torch.device, world: World, sharding: Sharding | None) -> Evaluation:
-    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the trained weights differs.
+def _verify(
+    task: Task,
+    saved: _Saved,
+    precision: Precision,
+    device: torch.device,
+    world: World,
+    sharding: Sharding | None,
+) -> Evaluation:
+    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the
+    trained weights differs.
 
-    sharding  how the trained model was distributed over the processes of `world`, which all call this: the reloaded one is too
+    sharding  how the trained model was distributed over the processes of `world`, which all call
+              this: the reloaded one is too
     """
     mesh = None if sharding is None else sharding.mesh
 
@@ -153,7 +181,8 @@ def _verify(task: Task, saved: _Saved, precision: Precision, device: torch.devic
         Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
     with same_draws():
         reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
-    # what rounding to the saved dtype changes; a start that was taken off the base stands beside a residual, which the base's dtype rounded
+    # what rounding to the saved dtype changes; a start that was taken off the base stands beside a
+    # residual, which the base's dtype rounded
     exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
     allowed = 1e-6 if exact else torch.finfo(saved.dtype).eps
     adapter = task.config.adapter
@@ -162,9 +191,11 @@ def _verify(task: Task, saved: _Saved, precision: Precision, device: torch.devic
     trained = saved.trained.loss
     if not abs(reloaded.loss - trained) <= allowed * max(1.0, abs(trained)):
         raise RunError(
-            f"{saved.folder} was saved, but loaded into a fresh base its loss is {reloaded.loss:.6f} where training had {trained:.6f}",
-            code="SV001", fix="the checkpoints are untouched; report this with env.json",
-        )  # fmt: skip
+            f"{saved.folder} was saved, but loaded into a fresh base its loss is"
+            f" {reloaded.loss:.6f} where training had {trained:.6f}",
+            code="SV001",
+            fix="the checkpoints are untouched; report this with env.json",
+        )
     return reloaded
 
 
@@ -172,13 +203,23 @@ def say_result(result: dict[str, Any], console: RunConsole) -> None:
     where = result.get("adapter") or result.get("model")
     console.say()
     best, step = result["best_eval_loss"], result["best_step"]
-    if best is None:  # of the rows that there are now; an earlier part of the run may have had others
+    # of the rows that there are now; an earlier part of the run may have had others
+    if best is None:
         said = ""
     else:
-        said = f", best evaluation loss {best:.4f} at step {step}" if step else f", no evaluation lower than {best:.4f}, that before step 1"
-    console.say(f"done      {counted(result['steps'], 'step')} in {duration(result['trained_seconds'])}{said}")
+        said = (
+            f", best evaluation loss {best:.4f} at step {step}"
+            if step
+            else f", no evaluation lower than {best:.4f}, that before step 1"
+        )
+    console.say(
+        f"done      {counted(result['steps'], 'step')} in"
+        f" {duration(result['trained_seconds'])}{said}"
+    )
     console.say(f"saved     {where}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
     equal = f"{counted(check['tensors'], 'tensor')} equal"
-    console.say(f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}; {equal}")
+    console.say(
+        f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}; {equal}"
+    )

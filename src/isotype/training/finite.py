@@ -1,4 +1,6 @@
-"""Finds the origin of a non-finite number: the first module whose output contains one, or the parameters that do."""
+"""Finds the origin of a non-finite number: the first module whose output contains one, or the
+parameters that do.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ..precision.parts import local_part, settle
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Runs forward pass and loss again, and names the innermost module whose output is the first non-finite one."""
+    """Runs forward pass and loss again, and names the innermost module whose output is the first
+    non-finite one.
+    """
     found: list[str] = []
     inner = inner_model(model)
 
@@ -26,7 +30,9 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
         return look
 
     # inner modules finish before the ones around them, so the first to be found is the innermost
-    hooks = [m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()]
+    hooks = [
+        m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()
+    ]
     try:
         with torch.no_grad():
             forward()
@@ -38,7 +44,11 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
 
 
 def non_finite_parameters(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(local_part(p).isfinite().all())]
+    return [
+        n
+        for n, p in model.named_parameters()
+        if p.is_floating_point() and not bool(local_part(p).isfinite().all())
+    ]
 
 
 def first_non_finite_trained(model: nn.Module) -> str | None:
@@ -46,13 +56,21 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trained:
         return None
-    finite = torch.stack([local_part(p).detach().isfinite().all() for p in trained.values()]).tolist()
+    finite = torch.stack(
+        [local_part(p).detach().isfinite().all() for p in trained.values()]
+    ).tolist()
     return next((name for name, good in zip(trained, finite) if not good), None)
 
 
-def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
+def non_finite_gradients(
+    model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]
+) -> list[str]:
     """Parameters with a non-finite gradient, last layer first, in the order of backward."""
-    bad = [n for n, p in model.named_parameters() if (g := gradient(p)) is not None and not bool(g.isfinite().all())]
+    bad = [
+        n
+        for n, p in model.named_parameters()
+        if (g := gradient(p)) is not None and not bool(g.isfinite().all())
+    ]
     return bad[::-1]
 
 
@@ -61,7 +79,9 @@ _WIDER = ", or precision.compute: bf16, whose range is fp32's"
 
 def calmer_steps(learning_rate: float, clip: float | None) -> str:
     """Advice for smaller updates that the settings do not follow yet."""
-    return f"lower train.learning_rate (it is {learning_rate:g})" + ("" if clip else ", or set train.clip")
+    return f"lower train.learning_rate (it is {learning_rate:g})" + (
+        "" if clip else ", or set train.clip"
+    )
 
 
 def non_finite_error(
@@ -81,28 +101,51 @@ def non_finite_error(
     step    0 in the preflight: nothing was trained, so that smaller updates cannot help
     """
     weights = non_finite_parameters(model)
-    # all of them, whatever the first one shows: the forward of a sharded model is one of all processes
+    # all of them, whatever the first one shows: the forward of a sharded model is one of all
+    # processes
     modules = [first_non_finite_module(model, forward) for forward in passes]
     module = next(filter(None, modules), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
         where, fix = (
             f"parameter {weights[0]} is not finite",
-            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(learning_rate, clip)}"
-            if step
-            else "it was so in the base: fetch its files again, or take another base",
+            (
+                "it was so before this step: resume from an earlier checkpoint, and"
+                f" {calmer_steps(learning_rate, clip)}"
+                if step
+                else "it was so in the base: fetch its files again, or take another base"
+            ),
         )
-    elif not step and (buffers := [name for name, b in model.named_buffers() if b.is_floating_point() and bool(b.isnan().any())]):
-        where, fix = f"buffer {buffers[0]} is not a number", "look at the model's code that fills it"
+    elif not step and (
+        buffers := [
+            name
+            for name, b in model.named_buffers()
+            if b.is_floating_point() and bool(b.isnan().any())
+        ]
+    ):
+        where, fix = (
+            f"buffer {buffers[0]} is not a number",
+            "look at the model's code that fills it",
+        )
     elif module:
         where, fix = (
             f"first in the output of {module}",
-            f"activations overflow: {calmer_steps(learning_rate, clip)}{_WIDER * (compute == 'fp16')}"
-            if step
-            else f"look at that module with this base, without Isotype{_WIDER * (compute == 'fp16')}",
+            (
+                "activations overflow:"
+                f" {calmer_steps(learning_rate, clip)}{_WIDER * (compute == 'fp16')}"
+                if step
+                else (
+                    "look at that module with this base, without"
+                    f" Isotype{_WIDER * (compute == 'fp16')}"
+                )
+            ),
         )
     elif gradients:
-        advice = f"{calmer_steps(learning_rate, clip)}, or look at this step's rows" if step else "look at the longest rows"
+        advice = (
+            f"{calmer_steps(learning_rate, clip)}, or look at this step's rows"
+            if step
+            else "look at the longest rows"
+        )
         where, fix = f"first in the gradient of {gradients[0]}", advice
     else:
         where, fix = "in the loss itself", "look at this step's rows"

@@ -1,7 +1,8 @@
-"""The loop: steps, and between them evaluation, samples and checkpoints. Plain PyTorch; precision has one owner.
+"""The loop: steps, and between them evaluation, samples and checkpoints. Plain PyTorch; precision
+has one owner.
 
-`Loop` holds what changes from step to step; everything it needs was made by `training.run`. Its state is in the checkpoint, so that a
-resumed run goes on bit for bit.
+`Loop` holds what changes from step to step; everything it needs was made by `training.run`. Its
+state is in the checkpoint, so that a resumed run goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from ..model.card import write_card
 from ..model.export import trained_tensors
 from ..model.starts import as_ordinary
 from ..observe import Observation, Observer, is_observed
-from ..observe.continuity import AVERAGE, BUFFER, STATE, WEIGHT, Continuity, Key, differing, of_few_bits
+from ..observe.continuity import (
+    AVERAGE,
+    BUFFER,
+    STATE,
+    WEIGHT,
+    Continuity,
+    Key,
+    differing,
+    of_few_bits,
+)
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import (
     Progress,
@@ -55,14 +65,33 @@ from .trackers import Trackers
 
 
 class Loop:
-    """The parts of a run. `run()` returns True at the end of the run, False when it was interrupted and saved."""
+    """The parts of a run. `run()` returns True at the end of the run, False when it was interrupted
+    and saved.
+    """
 
     def __init__(
-        self, task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole, *, callbacks: Sequence[Callback], world: World
+        self,
+        task: Task,
+        prepared: Prepared,
+        folder: RunFolder,
+        console: RunConsole,
+        *,
+        callbacks: Sequence[Callback],
+        world: World,
     ) -> None:
-        self.task, self.folder, self.console, self.callbacks, self.world = task, folder, console, callbacks, world
+        self.task, self.folder, self.console, self.callbacks, self.world = (
+            task,
+            folder,
+            console,
+            callbacks,
+            world,
+        )
         self.config = config = task.config
-        self.resolved, self.model, self.stepper = prepared.resolved, prepared.model, prepared.stepper
+        self.resolved, self.model, self.stepper = (
+            prepared.resolved,
+            prepared.model,
+            prepared.stepper,
+        )
         self.device, self.batching = prepared.device, prepared.batching
         precision, branch = self.resolved.precision, config.model.lora_branch
         self.observer = Observer(self.model, precision, lora_branch=branch)
@@ -71,24 +100,36 @@ class Loop:
         self.store = CheckpointStore(folder.checkpoints, keep=config.run.keep)
         self.metrics = Metrics(folder.metrics)
         self.trackers: Trackers | None = None
-        self.precision_record = PrecisionRecord(folder, self.resolved, task.roles, lora_branch=branch, writes=world.first)
+        self.precision_record = PrecisionRecord(
+            folder, self.resolved, task.roles, lora_branch=branch, writes=world.first
+        )
         self.progress, self.pace, self.saved_step = Progress(), Pace(), -1
         self.stop_asked = False  # by a callback
-        self.ema = None if config.train.ema is None else Ema(self.model, config.train.ema, precision.ema)
+        self.ema = (
+            None if config.train.ema is None else Ema(self.model, config.train.ema, precision.ema)
+        )
         averages = self.ema.averages if self.ema is not None else None
-        self.carried = self.stepper.carried = Continuity(self.model, self.stepper.optimizer, averages)
+        self.carried = self.stepper.carried = Continuity(
+            self.model, self.stepper.optimizer, averages
+        )
         self.stepper.judge_difference = self._judge_difference
 
     @property
     def ended_early(self) -> bool:
-        """Whether early stopping ends the run here: also true of the checkpoint of a run that it has ended."""
+        """Whether early stopping ends the run here: also true of the checkpoint of a run that it
+        has ended.
+        """
         patience = self.config.train.patience
         return patience is not None and self.progress.without_gain >= patience
 
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
-        self.carried.take(f"the load of step {self.progress.step}" if self.progress.step else "the preparation of the run")
+        self.carried.take(
+            f"the load of step {self.progress.step}"
+            if self.progress.step
+            else "the preparation of the run"
+        )
         if self.progress.step == 0:
             with self._errors_told():
                 self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
@@ -101,7 +142,9 @@ class Loop:
                     sampling=self.plan.due(self.plan.sample_every, step),
                     saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
                 )
-            interrupted, stopped = (count > 0 for count in self.world.sum([interrupt.asked, self.stop_asked]))
+            interrupted, stopped = (
+                count > 0 for count in self.world.sum([interrupt.asked, self.stop_asked])
+            )
             if interrupted and step < self.plan.total:
                 self.console.settle()
                 self.save()
@@ -110,11 +153,17 @@ class Loop:
                 with self._errors_told():
                     self.save_adapter()
             if stopping or stopped:
-                # one that a callback ended is sampled there, as at its planned end; it is not evaluated, so that the metrics of a resumed
-                # run are those of the run left alone
-                sampling = not stopping and bool(self.plan.sample_every) and not self.plan.due(self.plan.sample_every, step)
+                # one that a callback ended is sampled there, as at its planned end; it is not
+                # evaluated, so that the metrics of a resumed run are those of the run left alone
+                sampling = (
+                    not stopping
+                    and bool(self.plan.sample_every)
+                    and not self.plan.due(self.plan.sample_every, step)
+                )
                 with self._errors_told():
-                    self._between(evaluating=False, sampling=sampling, saving=self.saved_step != step)
+                    self._between(
+                        evaluating=False, sampling=sampling, saving=self.saved_step != step
+                    )
                 break
         self.console.settle()
         return True
@@ -142,16 +191,27 @@ class Loop:
         self.pace.start()
         self.model.train()
         together = self.stepper.sharding is not None
-        batches = [batch.to(self.device) for batch in batches_of_rank(self.task, self.stream, self.batching, together=together)]
-        batches = list(self.task.before_step(self.model, batches, self.world, dtype=self.resolved.precision.loss))
-        logging, watched = self._logged(step), self._logged(step + 1)  # the share that an update changes is known one step later
+        batches = [
+            batch.to(self.device)
+            for batch in batches_of_rank(self.task, self.stream, self.batching, together=together)
+        ]
+        batches = list(
+            self.task.before_step(
+                self.model, batches, self.world, dtype=self.resolved.precision.loss
+            )
+        )
+        # the share that an update changes is known one step later
+        logging, watched = self._logged(step), self._logged(step + 1)
         rate = learning_rate(train, step, self.plan.total)
         self.carried.begin()
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
         if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate, watched)
         else:
-            result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched), None
+            result, promotions = (
+                self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched),
+                None,
+            )
         if self.ema is not None and not result.overflow:
             self.ema.update(step)
         self.carried.take(f"the update of step {step}")
@@ -181,10 +241,18 @@ class Loop:
             "loss_scale": result.loss_scale,
         }
         self._write(row)
-        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan, step), words)
+        self.console.progress(
+            step,
+            self.plan.total,
+            row | {"grad_norm": result.gradient_norm},
+            self.pace.eta(self.plan, step),
+            words,
+        )
         self._tell("step", row)
 
-    def _observed_step(self, batches: Sequence[Batch], step: int, rate: float, watched: bool) -> tuple[Any, int]:
+    def _observed_step(
+        self, batches: Sequence[Batch], step: int, rate: float, watched: bool
+    ) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
         with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
@@ -192,23 +260,31 @@ class Loop:
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
-        self.observer.look_at_task(seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])])
+        self.observer.look_at_task(
+            seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])]
+        )
         of_few_bits(seen, self.carried.moved_with_few_bits(), f"after the update of step {step}")
         self.precision_record.add(seen)
         trim_freed_blocks()
         return result, sum(seen.promotions.values())
 
     def _judge_difference(self, step: int) -> None:
-        """Raises DtypeError DT003 where weights, states or averages are not what the last update left, or a buffer was rounded since."""
+        """Raises DtypeError DT003 where weights, states or averages are not what the last update
+        left, or a buffer was rounded since.
+        """
         seen = Observation(step)
-        differing(seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True)
+        differing(
+            seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True
+        )
         self.precision_record.add(seen)
 
     @property
     def saved_dtype(self) -> str:
         """Of the result."""
         precision = self.resolved.precision
-        return precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
+        return (
+            precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
+        )
 
     def observe_saved(self, folder: Path) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
@@ -250,18 +326,26 @@ class Loop:
         return self.task.fingerprints()["evaluation"] + (f" {on}" if on else "")
 
     def _evaluate(self) -> tuple[bool, bool]:
-        result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
+        result = self.task.evaluate(
+            self.model, self.device, dtype=self.resolved.precision.loss, world=self.world
+        )
         progress = self.progress
         progress.evaluate_on(self._evaluation_rows)
         if not math.isfinite(result.loss):
             raise RunError(
-                f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
+                f"step {progress.step}: the evaluation loss is not finite",
+                code="NF001",
+                fix="resume from the last good checkpoint",
             )
         on = self.config.train.stop_on
         compared = result.loss if on is None else result.parts[on]
         best = compared < progress.best_loss
         if best:
-            progress.best_loss, progress.best_step, progress.without_gain = compared, progress.step, 0
+            progress.best_loss, progress.best_step, progress.without_gain = (
+                compared,
+                progress.step,
+                0,
+            )
         else:
             progress.without_gain += 1
         words = self.task.words
@@ -277,25 +361,40 @@ class Loop:
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
-            + "".join(f"  {name} {loss:.4f}" for name, loss in result.parts.items() if isinstance(self.config.data.eval, dict))
+            + "".join(
+                f"  {name} {loss:.4f}"
+                for name, loss in result.parts.items()
+                if isinstance(self.config.data.eval, dict)
+            )
             + (f" (best{'' if on is None else f' of {on}'})" if best and progress.step else "")
-            + "".join(f"  {name} {result.measures[name]:.3g}" for name in words.live if name in result.measures)
+            + "".join(
+                f"  {name} {result.measures[name]:.3g}"
+                for name in words.live
+                if name in result.measures
+            )
         )
         self._tell("evaluation", row)
         if stop := self.ended_early:
-            self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
+            self.console.say(
+                f"no better evaluation for {progress.without_gain}: stopping early (train.patience)"
+            )
         return best and progress.step > 0, stop
 
     def _sample(self) -> None:
-        # the first samples of a run are watched; a step's number decides, so that a resumed run does as an uninterrupted one
-        watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
+        # the first samples of a run are watched; a step's number decides, so that a resumed run
+        # does as an uninterrupted one
+        watched = (
+            self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
+        )
         with watched as seen:
             samples = list(self.task.sample(self.model, self.device, world=self._sharing))
         if seen is not None:
             self.precision_record.add(seen)
         if self.ema is not None:
             with self.ema.in_place():
-                samples += map(Averaged, self.task.sample(self.model, self.device, world=self._sharing))
+                samples += map(
+                    Averaged, self.task.sample(self.model, self.device, world=self._sharing)
+                )
         if not self.world.first:
             return
         step = self.progress.step
@@ -307,7 +406,9 @@ class Loop:
         self._tell("samples", {"samples": made})
 
     def save(self, *, best: bool = False) -> None:
-        """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001 when the disk refuses."""
+        """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001
+        when the disk refuses.
+        """
         if self.saved_step == self.progress.step and not best:
             return
         self._refuse_non_finite()
@@ -329,22 +430,33 @@ class Loop:
         tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
         self.world.first_does(self.metrics.sync)
         if sharding is None:
-            self.world.first_does(lambda: self.store.save(Checkpoint(self.progress.step, tensors, state), best=best))
+            self.world.first_does(
+                lambda: self.store.save(Checkpoint(self.progress.step, tensors, state), best=best)
+            )
         else:
             own = Checkpoint(self.progress.step, parts_here(tensors, first=self.world.first), state)
-            self.store.save_together(own, self.world, part=self.world.rank, parts=sharding.parts, best=best)
+            self.store.save_together(
+                own, self.world, part=self.world.rank, parts=sharding.parts, best=best
+            )
         self.saved_step = self.progress.step
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 
     def _refuse_non_finite(self) -> None:
         if bad := first_non_finite_trained(self.model):
             raise RunError(
-                f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
-                fix=f"{calmer_steps(self.config.train.learning_rate, self.config.train.clip)}, and resume",
-            )  # fmt: skip
+                f"step {self.progress.step}: parameter {bad} is not finite after the update: not"
+                " saved",
+                code="NF001",
+                fix=(
+                    f"{calmer_steps(self.config.train.learning_rate, self.config.train.clip)}, and"
+                    " resume"
+                ),
+            )
 
     def save_adapter(self) -> None:
-        """Writes the adapter as it is now to `adapters/step_N`, and removes those that `run.adapters_keep` does not keep."""
+        """Writes the adapter as it is now to `adapters/step_N`, and removes those that
+        `run.adapters_keep` does not keep.
+        """
         self._refuse_non_finite()
         self.world.at(self.progress.step, "an adapter")
         target = self.folder.adapters / f"step_{self.progress.step}"
@@ -358,8 +470,9 @@ class Loop:
                 shutil.rmtree(self.folder.adapters / f"step_{step}")
 
     def write_result(self, target: Path) -> dict[str, Tensor]:
-        """Writes the adapter or the model as its weights are now; returns what is trained, to the first process. All processes that share
-        the model call it together."""
+        """Writes the adapter or the model as its weights are now; returns what is trained, to the
+        first process. All processes that share the model call it together.
+        """
         precision, sharding = self.resolved.precision, self.stepper.sharding
         if sharding is None:
             tensors = as_ordinary(self.model, trained_tensors(self.model))
@@ -373,9 +486,16 @@ class Loop:
             if self.task.kind == LANGUAGE:
                 train, adapter = self.config.train, self.config.adapter.kind != "none"
                 write_card(
-                    folder, self.model, base=self.task.base_name, data=self.task.header()[0][1], step=self.progress.step,
-                    precision=precision, observed=self.precision_record.observed, adapter=adapter, scored=train.objective == "reward",
-                )  # fmt: skip
+                    folder,
+                    self.model,
+                    base=self.task.base_name,
+                    data=self.task.header()[0][1],
+                    step=self.progress.step,
+                    precision=precision,
+                    observed=self.precision_record.observed,
+                    adapter=adapter,
+                    scored=train.objective == "reward",
+                )
 
         self._sharing.first_does(lambda: write_folder(target, fill), patiently=True)
         return tensors
@@ -387,13 +507,22 @@ class Loop:
         if self.ema is not None:
             self.ema.restore(checkpoint.tensors)
         try:
-            if state.get("optimizer_is", "adamw") == self.config.train.optimizer:  # the first version did not name it
-                restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
+            # the first version did not name it
+            if state.get("optimizer_is", "adamw") == self.config.train.optimizer:
+                restore_optimizer(
+                    self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"]
+                )
                 adopt_states(self.stepper.optimizer, state.get("optimizer_groups", []))
             else:
-                self.console.say("resume    the checkpoint has the states of another optimizer (train.optimizer): they begin anew")
+                self.console.say(
+                    "resume    the checkpoint has the states of another optimizer"
+                    " (train.optimizer): they begin anew"
+                )
             processes = restore_random_state_of_rank(
-                checkpoint.tensors, state, self.world.rank, seed=(self.config.train.seed, checkpoint.step)
+                checkpoint.tensors,
+                state,
+                self.world.rank,
+                seed=(self.config.train.seed, checkpoint.step),
             )
             self.progress = Progress.from_file(state["progress"])
             if self.task.eval_rows:
@@ -402,13 +531,24 @@ class Loop:
             if (changed := state.get("share_changed")) is not None:
                 self.stepper.changed = torch.tensor(float(changed), device=self.device)
             if self.stepper.loss_scale and state["loss_scale"]:
-                self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
-        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+                self.stepper.loss_scale = LossScale(
+                    float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"])
+                )
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             where = self.store.path(checkpoint.step)
             raise RunError(
-                f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
+                f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}:"
+                f" {error}",
+                code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
-            ) from error  # fmt: skip
+            ) from error
         self.precision_record.restore(self.progress.step)
         self._judge_loaded(checkpoint)
         self.saved_step = checkpoint.step
@@ -417,25 +557,38 @@ class Loop:
         return processes
 
     def _judge_loaded(self, checkpoint: Checkpoint) -> None:
-        """Compares the loaded weights, states and averages with the file's, their dtypes included. Raises DtypeError DT003."""
+        """Compares the loaded weights, states and averages with the file's, their dtypes included.
+        Raises DtypeError DT003.
+        """
         self.carried.take("the load")
-        if checkpoint.state.get("precision") != self.resolved.text:  # a resume may ask for another one
+        # a resume may ask for another one
+        if checkpoint.state.get("precision") != self.resolved.text:
             return
         seen = Observation(checkpoint.step)
         held = self.carried.differences_from(lambda key: checkpoint.tensors.get(tensor_of(key)))
         differing(seen, held, "the save", "the load", strict=True)
         if checkpoint.step > 1:
-            of_few_bits(seen, self.carried.loaded_with_few_bits(), f"after the load of step {checkpoint.step}")
+            of_few_bits(
+                seen,
+                self.carried.loaded_with_few_bits(),
+                f"after the load of step {checkpoint.step}",
+            )
         self.precision_record.add(seen)
 
     def with_last_good(self, error: IsotypeError) -> RunError:
         """Adds to the error the checkpoint from which the run can be resumed."""
         step, _ = self.store.newest_whole()
-        good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"
+        good = (
+            f"last good checkpoint: {self.store.path(step)}"
+            if step is not None
+            else "there is no checkpoint yet"
+        )
         return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)
 
 
 def tensor_of(key: Key) -> str:
     """The name in a checkpoint of what `Continuity` keeps under this key."""
     kind, *rest = key
-    return ".".join(({WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}[kind], *rest))
+    return ".".join(
+        ({WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}[kind], *rest)
+    )

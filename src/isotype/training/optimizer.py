@@ -1,9 +1,11 @@
-"""What changes the trained weights: the optimizer, and the averages that take their place in evaluations and results.
+"""What changes the trained weights: the optimizer, and the averages that take their place in
+evaluations and results.
 
 AdamW takes every declared combination of dtypes, optimizers of other libraries take fp32 weights.
 
-If all dtypes are fp32, AdamW is torch's fused one; otherwise `MixedAdamW`, since torch's AdamW refuses fp32 gradients of bf16 weights.
-Muon and Adafactor are torch's, Lion and the 8-bit ones bitsandbytes', the others their authors' packages.
+If all dtypes are fp32, AdamW is torch's fused one; otherwise `MixedAdamW`, since torch's AdamW
+refuses fp32 gradients of bf16 weights. Muon and Adafactor are torch's, Lion and the 8-bit ones
+bitsandbytes', the others their authors' packages.
 """
 
 from __future__ import annotations
@@ -39,18 +41,24 @@ _ELSEWHERE = {
     SCHEDULE_FREE: ("schedulefree", "AdamWScheduleFree", "optimizers"),
     PRODIGY: ("prodigyopt", "Prodigy", "optimizers"),
 }
-_NOT_READ = {"lion": ("epsilon",), "lion8bit": ("epsilon",), "adafactor": ("beta1", "beta2", "epsilon")}
-_BLOCK_8BIT, _SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
+_NOT_READ = {
+    "lion": ("epsilon",),
+    "lion8bit": ("epsilon",),
+    "adafactor": ("beta1", "beta2", "epsilon"),
+}
+# bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
+_BLOCK_8BIT, _SMALLEST_8BIT = 256, 4096
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with fp32 arithmetic, for weights, gradients and states of any dtype.
+    """AdamW (Loshchilov and Hutter 2019) with fp32 arithmetic, for weights, gradients and states of
+    any dtype.
 
     gradient   where a parameter's accumulated gradient is
     state      dtype of the moments
     rounding   nearest or stochastic, into the weight's dtype
-    seed       of the rounding noise: a function of seed, step and element, so that resuming needs no state and processes that share a
-               weight round it as one would
+    seed       of the rounding noise: a function of seed, step and element, so that resuming needs
+               no state and processes that share a weight round it as one would
     """
 
     def __init__(
@@ -66,7 +74,12 @@ class MixedAdamW(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._gradient, self.state_dtype, self._stochastic, self._seed = gradient, to_torch(state), rounding == "stochastic", seed
+        self._gradient, self.state_dtype, self._stochastic, self._seed = (
+            gradient,
+            to_torch(state),
+            rounding == "stochastic",
+            seed,
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
@@ -84,27 +97,46 @@ class MixedAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=self.state_dtype)
         state["step"] += 1
         numbers = AdamwNumbers(
-            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
             step=state["step"],
-        )  # fmt: skip
+        )
         adamw_(
-            local_part(p.detach()), gradient, local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]), numbers,
+            local_part(p.detach()),
+            gradient,
+            local_part(state["exp_avg"]),
+            local_part(state["exp_avg_sq"]),
+            numbers,
             # another number for each parameter and step; both stay within 63 bits
-            seed=(self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + index % 2**20 if self._stochastic else None,
+            seed=(
+                (self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + index % 2**20
+                if self._stochastic
+                else None
+            ),
             first=first_element(p),
-        )  # fmt: skip
+        )
 
 
 class Muon(MixedAdamW):
     """torch's Muon (Jordan et al. 2024) for the matrices of a model, with AdamW for the rest.
 
     matrices  parameter -> its matrices: each expert of a stack is orthogonalised alone
-    The rate of a matrix is scaled so that its update is as large as AdamW's (Liu et al. 2025, "Muon is scalable for LLM training").
+    The rate of a matrix is scaled so that its update is as large as AdamW's (Liu et al. 2025, "Muon
+    is scalable for LLM training").
     """
 
     MOMENTUM = 0.95
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, matrices: Mapping[nn.Parameter, Matrices], **settings: Any) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        matrices: Mapping[nn.Parameter, Matrices],
+        **settings: Any,
+    ) -> None:
         super().__init__(groups, **settings)
         self._matrices = matrices
 
@@ -115,12 +147,23 @@ class Muon(MixedAdamW):
         if split is None:
             super()._update(p, gradient, group, index)
             return
-        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p, dtype=self.state_dtype))
+        buffer = self.state[p].setdefault(
+            "momentum_buffer", torch.zeros_like(p, dtype=self.state_dtype)
+        )
         _muon.muon(
-            list(split(p.detach())), list(split(gradient)), list(split(buffer)), lr=group["lr"], weight_decay=group["weight_decay"],
-            momentum=self.MOMENTUM, nesterov=True, ns_coefficients=(_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
-            ns_steps=_muon.DEFAULT_NS_STEPS, eps=_muon.EPS, adjust_lr_fn="match_rms_adamw", has_complex=False,
-        )  # fmt: skip
+            list(split(p.detach())),
+            list(split(gradient)),
+            list(split(buffer)),
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=self.MOMENTUM,
+            nesterov=True,
+            ns_coefficients=(_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+            ns_steps=_muon.DEFAULT_NS_STEPS,
+            eps=_muon.EPS,
+            adjust_lr_fn="match_rms_adamw",
+            has_complex=False,
+        )
 
 
 def matrices_of(model: nn.Module) -> dict[nn.Parameter, Matrices]:
@@ -138,10 +181,15 @@ def matrices_of(model: nn.Module) -> dict[nn.Parameter, Matrices]:
                 found_matrices[p] = torch.unbind if p.ndim == 3 else _one
         for name, child in module.named_children():
             if name in ("lora_A", "lora_B") and experts > 1:
-                split = functools.partial(_experts_of_a if name == "lora_A" else _experts_of_b, experts)
+                split = functools.partial(
+                    _experts_of_a if name == "lora_A" else _experts_of_b, experts
+                )
                 found_matrices.update((p, split) for p in child.parameters() if p.requires_grad)
             elif not name.startswith("lora_embedding"):
-                visit(child, int(getattr(child, "num_experts", 1) or 1) if hasattr(child, "lora_A") else 1)
+                visit(
+                    child,
+                    int(getattr(child, "num_experts", 1) or 1) if hasattr(child, "lora_A") else 1,
+                )
 
     visit(model, 1)
     return found_matrices
@@ -162,76 +210,144 @@ def _experts_of_b(experts: int, b: Tensor) -> Sequence[Tensor]:
 
 
 def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_type: str) -> None:
-    """Raises  UsageError for an optimizer whose package is missing, or one beside which a setting would do nothing."""
+    """Raises  UsageError for an optimizer whose package is missing, or one beside which a setting
+    would do nothing.
+    """
     train, name = config.train, config.train.optimizer
     package, _, extra = _ELSEWHERE.get(name, ("", "", ""))
     key, free = f"train.optimizer: {name}", name == SCHEDULE_FREE
-    given = [f"train.{one}" for one in _NOT_READ.get(name, ()) if sources.get(f"train.{one}", "default") != "default"]
+    given = [
+        f"train.{one}"
+        for one in _NOT_READ.get(name, ())
+        if sources.get(f"train.{one}", "default") != "default"
+    ]
     refuse_where(
-        (package and find_spec(package) is None, f"{key} needs {package}", f"pip install 'isotype[{extra}]'"),
+        (
+            package and find_spec(package) is None,
+            f"{key} needs {package}",
+            f"pip install 'isotype[{extra}]'",
+        ),
         *((True, f"{one} has no effect with {key}", f"remove {one}") for one in given),
-        (name == "adamw8bit-paged" and device_type == "cpu", f"{key} on a CPU, where nothing is paged", "train.optimizer: adamw8bit"),
-        (free and train.schedule != "constant", f"{key} with train.schedule: {train.schedule}, which its average replaces",
-         f"{key} and train.schedule: constant"),
-        (free and train.ema is not None, f"{key} with train.ema: it averages the weights itself", f"{key} without train.ema"),
-        (free and train.beta1 == 0, f"{key} with train.beta1: 0, which leaves nothing to average", f"{key} and train.beta1: 0.9"),
-        (name == PRODIGY and train.learning_rate != 1.0,
-         f"{key} with train.learning_rate: {train.learning_rate:g}: it finds the rate itself", f"{key} and train.learning_rate: 1"),
-    )  # fmt: skip
+        (
+            name == "adamw8bit-paged" and device_type == "cpu",
+            f"{key} on a CPU, where nothing is paged",
+            "train.optimizer: adamw8bit",
+        ),
+        (
+            free and train.schedule != "constant",
+            f"{key} with train.schedule: {train.schedule}, which its average replaces",
+            f"{key} and train.schedule: constant",
+        ),
+        (
+            free and train.ema is not None,
+            f"{key} with train.ema: it averages the weights itself",
+            f"{key} without train.ema",
+        ),
+        (
+            free and train.beta1 == 0,
+            f"{key} with train.beta1: 0, which leaves nothing to average",
+            f"{key} and train.beta1: 0.9",
+        ),
+        (
+            name == PRODIGY and train.learning_rate != 1.0,
+            f"{key} with train.learning_rate: {train.learning_rate:g}: it finds the rate itself",
+            f"{key} and train.learning_rate: 1",
+        ),
+    )
 
 
 def build_optimizer(
-    model: nn.Module, train: TrainSection, precision: Precision, gradient: Gradient, *, plus: float | None = None,
+    model: nn.Module,
+    train: TrainSection,
+    precision: Precision,
+    gradient: Gradient,
+    *,
+    plus: float | None = None,
     text_rate: float | Sequence[float] | None = None,
-) -> torch.optim.Optimizer:  # fmt: skip
+) -> torch.optim.Optimizer:
     """The optimizer of a run; weight decay on matrices only.
 
-    plus       the learning rate of an adapter's B as a multiple of the others' (Hayou et al. 2024, "LoRA+")
-    text_rate  that of a denoiser's text encoders, or of each, where it differs from `train.learning_rate`
+    plus       the learning rate of an adapter's B as a multiple of the others' (Hayou et al. 2024,
+               "LoRA+")
+    text_rate  that of a denoiser's text encoders, or of each, where it differs from
+               `train.learning_rate`
     Raises     UsageError when Muon has no matrix
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    trainable, faster = list(named.values()), {p for name, p in named.items() if plus is not None and ".lora_B." in name}
+    trainable, faster = (
+        list(named.values()),
+        {p for name, p in named.items() if plus is not None and ".lora_B." in name},
+    )
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.ndim >= 2 and p not in faster], "weight_decay": train.weight_decay},
-        {"params": [p for p in trainable if p in faster], "weight_decay": train.weight_decay, "rate_factor": plus},
+        {
+            "params": [p for p in trainable if p.ndim >= 2 and p not in faster],
+            "weight_decay": train.weight_decay,
+        },
+        {
+            "params": [p for p in trainable if p in faster],
+            "weight_decay": train.weight_decay,
+            "rate_factor": plus,
+        },
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     rates: dict[str, float] = {}
     if isinstance(text_rate, Sequence):
-        rates = {f".text_encoders.text_encoder{'' if i == 1 else f'_{i}'}.": one for i, one in enumerate(text_rate, 1)}
+        rates = {
+            f".text_encoders.text_encoder{'' if i == 1 else f'_{i}'}.": one
+            for i, one in enumerate(text_rate, 1)
+        }
     elif text_rate is not None:
         rates = {".text_encoders.": text_rate}
     for encoder, one in rates.items() if train.learning_rate > 0 else ():
-        text, factor = {p for name, p in named.items() if encoder in name}, one / train.learning_rate
+        text, factor = (
+            {p for name, p in named.items() if encoder in name},
+            one / train.learning_rate,
+        )
         of_text = [g | {"params": [p for p in g["params"] if p in text]} for g in groups]
         groups = [g | {"params": [p for p in g["params"] if p not in text]} for g in groups]
         groups += [g | {"rate_factor": factor * (g.get("rate_factor") or 1.0)} for g in of_text]
     groups = [g for g in groups if g["params"]]
-    name, rate, betas, eps = train.optimizer, train.learning_rate, (train.beta1, train.beta2), train.epsilon
+    name, rate, betas, eps = (
+        train.optimizer,
+        train.learning_rate,
+        (train.beta1, train.beta2),
+        train.epsilon,
+    )
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=rate, foreach=False)
     if name in _ELSEWHERE:
         package, path, _ = _ELSEWHERE[name]
         made: Any = functools.reduce(getattr, path.split("."), import_module(package))
-        # warm-up is on by default: Prodigy's estimate of its rate must not count it; foreach would copy all gradients
+        # warm-up is on by default: Prodigy's estimate of its rate must not count it; foreach would
+        # copy all gradients
         own = {PRODIGY: {"safeguard_warmup": True}, SCHEDULE_FREE: {"foreach": False}}.get(name, {})
-        elsewhere: torch.optim.Optimizer = made(groups, lr=rate, betas=betas, **({} if name in _NOT_READ else {"eps": eps}), **own)
+        elsewhere: torch.optim.Optimizer = made(
+            groups, lr=rate, betas=betas, **({} if name in _NOT_READ else {"eps": eps}), **own
+        )
         if name == SCHEDULE_FREE:
             elsewhere.train()  # type: ignore[attr-defined]  # its own method
         return elsewhere
-    # torch's fused AdamW refuses meta tensors, with which a memory plan runs; MixedAdamW's kernel has its operands and results
+    # torch's fused AdamW refuses meta tensors, with which a memory plan runs; MixedAdamW's kernel
+    # has its operands and results
     fp32 = precision.trainable == precision.grads == precision.optimizer == "fp32"
     if name == "adamw" and fp32 and not any(p.is_meta for p in trainable):
         return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
     settings: dict[str, Any] = {
-        "lr": rate, "betas": betas, "eps": eps, "gradient": gradient, "state": precision.optimizer, "rounding": precision.rounding,
+        "lr": rate,
+        "betas": betas,
+        "eps": eps,
+        "gradient": gradient,
+        "state": precision.optimizer,
+        "rounding": precision.rounding,
         "seed": train.seed,
-    }  # fmt: skip
+    }
     if name == MUON:
         matrices = matrices_of(model)
         if not matrices:
-            raise UsageError("train.optimizer: muon: no matrix is trained but embeddings and head", fix="train.optimizer: adamw")
+            raise UsageError(
+                "train.optimizer: muon: no matrix is trained but embeddings and head",
+                fix="train.optimizer: adamw",
+            )
         return Muon(groups, matrices=matrices, **settings)
     return MixedAdamW(groups, **settings)
 
@@ -242,9 +358,21 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
     moment = to_torch(precision.optimizer).itemsize
 
     def of(p: nn.Parameter) -> int:
-        elements, moments = p.numel(), {MUON: 1 if p in matrices else 2, "lion": 1, "lion8bit": 1, PRODIGY: 4}.get(train.optimizer, 2)
+        elements, moments = (
+            p.numel(),
+            {
+                MUON: 1 if p in matrices else 2,
+                "lion": 1,
+                "lion8bit": 1,
+                PRODIGY: 4,
+            }.get(train.optimizer, 2),
+        )
         if train.optimizer in EIGHT_BIT:
-            each = 4 * elements if elements < _SMALLEST_8BIT else elements + 4 * -(-elements // _BLOCK_8BIT)
+            each = (
+                4 * elements
+                if elements < _SMALLEST_8BIT
+                else elements + 4 * -(-elements // _BLOCK_8BIT)
+            )
             return moments * each
         if train.optimizer == "adafactor" and p.ndim > 1:
             return moment * (elements // p.shape[-1] + elements // p.shape[-2])
@@ -255,7 +383,8 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
 
 @contextmanager
 def averages_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The model has the averages of a schedule-free optimizer within this block; another optimizer leaves it as it is.
+    """The model has the averages of a schedule-free optimizer within this block; another optimizer
+    leaves it as it is.
 
     `train()` of such an optimizer restores the weights to rounding; a copy restores their bits.
     """
@@ -290,21 +419,25 @@ class Ema:
     """An exponential moving average of the trained weights (`train.ema`), in `precision.ema`.
 
     averages  name -> the average of one trained weight
-    After its n-th update an average has kept the share min(decay, (1 + n) / (10 + n)) of itself, so that the first steps are forgotten in
-    short runs too (as diffusers' EMAModel).
+    After its n-th update an average has kept the share min(decay, (1 + n) / (10 + n)) of itself, so
+    that the first steps are forgotten in short runs too (as diffusers' EMAModel).
     """
 
     def __init__(self, model: nn.Module, decay: float, dtype: str) -> None:
         self.decay, self.dtype = decay, dtype
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.averages = {name: p.detach().to(to_torch(dtype), copy=True) for name, p in self.parameters.items()}
+        self.averages = {
+            name: p.detach().to(to_torch(dtype), copy=True) for name, p in self.parameters.items()
+        }
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes the weights after optimizer step `step`, from 1."""
         share = min(self.decay, (1 + step) / (10 + step))
         averages = list(self.averages.values())
-        weights = [p.detach().to(average.dtype) for p, average in zip(self.parameters.values(), averages)]
+        weights = [
+            p.detach().to(average.dtype) for p, average in zip(self.parameters.values(), averages)
+        ]
         torch._foreach_lerp_(averages, weights, 1 - share)
 
     def observed(self) -> list[tuple[str, str, str]]:
@@ -329,21 +462,26 @@ class Ema:
             saved = tensors.get(f"{PREFIX}{name}")
             if saved is None or saved.shape != average.shape or saved.dtype != average.dtype:
                 raise RunError(
-                    f"this checkpoint has no average of {name} in {self.dtype}", code="CK003",
+                    f"this checkpoint has no average of {name} in {self.dtype}",
+                    code="CK003",
                     fix="resume with the train.ema and precision.ema it was made with",
-                )  # fmt: skip
+                )
             average.copy_(saved)
 
 
 def group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """What an optimizer counts of each of its groups, for a checkpoint: Prodigy's rate, the weights of schedule-free averages."""
+    """What an optimizer counts of each of its groups, for a checkpoint: Prodigy's rate, the weights
+    of schedule-free averages.
+    """
     counted = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
-    return [{key: group[key] for key in counted if key in group} for group in optimizer.param_groups]
+    return [
+        {key: group[key] for key in counted if key in group} for group in optimizer.param_groups
+    ]
 
 
 def adopt_states(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, float]]) -> None:
-    """Makes restored states those that this optimizer keeps: its dtype of the moments, its kind of step count, its paged memory. A resume
-    may change the first two with consent.
+    """Makes restored states those that this optimizer keeps: its dtype of the moments, its kind of
+    step count, its paged memory. A resume may change the first two with consent.
 
     numbers  `group_numbers` of the checkpoint
     """
@@ -352,11 +490,17 @@ def adopt_states(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str
     dtype = optimizer.state_dtype if isinstance(optimizer, MixedAdamW) else torch.float32
     for parameter, state in optimizer.state.items():
         if isinstance(optimizer, MixedAdamW | torch.optim.AdamW):
-            state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if key in state}
+            state |= {
+                key: state[key].to(dtype)
+                for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+                if key in state
+            }
             if isinstance(optimizer, MixedAdamW):
                 state |= {"step": int(state["step"])} if "step" in state else {}
             elif not isinstance(state["step"], Tensor):
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
         elif getattr(optimizer, "is_paged", False):
             for key in ("state1", "state2"):
-                state[key] = optimizer.get_state_buffer(parameter, dtype=state[key].dtype).copy_(state[key])  # type: ignore[attr-defined]  # bitsandbytes'
+                get_state_buffer = optimizer.get_state_buffer  # type: ignore[attr-defined]  # bitsandbytes'
+                paged = get_state_buffer(parameter, dtype=state[key].dtype)
+                state[key] = paged.copy_(state[key])

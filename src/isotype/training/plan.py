@@ -1,4 +1,6 @@
-"""`plan`: what `isotype train` would do, without weights and without a folder: precision, parameters, data, memory, schedule."""
+"""`plan`: what `isotype train` would do, without weights and without a folder: precision,
+parameters, data, memory, schedule.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run. `process`: bytes of this process without a model, which use the same memory on a CPU; 0 on a GPU."""
+    """The plan of a run. `process`: bytes of this process without a model, which use the same
+    memory on a CPU; 0 on a GPU.
+    """
 
     config: RunConfig
     hardware: Hardware
@@ -60,14 +64,31 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         return {
             "device": self.hardware.as_json(),
-            "precision": {"preset": self.resolved.preset, "why": self.resolved.why_preset, "roles": self.resolved.as_json()},
+            "precision": {
+                "preset": self.resolved.preset,
+                "why": self.resolved.why_preset,
+                "roles": self.resolved.as_json(),
+            },
             "warnings": [f.as_json() for f in self.resolved.warnings],
             "attention": self.attention,
-            "parameters": {"architecture": self.architecture, "trainable": self.trainable, "total": self.total},
+            "parameters": {
+                "architecture": self.architecture,
+                "trainable": self.trainable,
+                "total": self.total,
+            },
             "data": self.data,
             "schedule": self.schedule,
-            "checkpointing": {**self.checkpointing.as_settings(), "of": self.checkpointing.of, "reason": self.checkpointing.reason},
-            "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
+            "checkpointing": {
+                **self.checkpointing.as_settings(),
+                "of": self.checkpointing.of,
+                "reason": self.checkpointing.reason,
+            },
+            "memory": {
+                **self.memory.as_json(),
+                "process": self.process,
+                "peak_with_process": self.peak,
+                "fits": self.fits,
+            },
             **({} if self.offload is None else {"offload": dict(self.offload.__dict__)}),
             "notes": list(self.notes),
             **({} if self.processes is None else {"processes": self.processes.as_json()}),
@@ -77,19 +98,41 @@ class Plan:
         s = self.schedule
         # a reason that is the preset's own is said once, above the roles
         why = self.resolved.why_preset
-        roles = [(role, value, "" if why.startswith(reason) else reason) for role, value, reason in self.resolved.rows()]
-        name_width, value_width = max(10, *(len(role) + 1 for role, _, _ in roles)), max(len(value) for _, value, _ in roles)
+        roles = [
+            (role, value, "" if why.startswith(reason) else reason)
+            for role, value, reason in self.resolved.rows()
+        ]
+        name_width, value_width = (
+            max(10, *(len(role) + 1 for role, _, _ in roles)),
+            max(len(value) for _, value, _ in roles),
+        )
         lines = [
-            f"device      {self.hardware.name} ({self.hardware.generation}), bf16 {self.hardware.bf16}",
+            (
+                f"device      {self.hardware.name} ({self.hardware.generation}), bf16"
+                f" {self.hardware.bf16}"
+            ),
             f"precision   {self.resolved.preset}: {self.resolved.why_preset}",
-            *[f"  {role:<{name_width}}{value:<{value_width}}  {reason}".rstrip() for role, value, reason in roles],
-            f"model       {self.config.model.name or 'model.config'} ({self.architecture}): {self.total:,} parameters, "
-            f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
+            *[
+                f"  {role:<{name_width}}{value:<{value_width}}  {reason}".rstrip()
+                for role, value, reason in roles
+            ],
+            (
+                f"model       {self.config.model.name or 'model.config'} ({self.architecture}):"
+                f" {self.total:,} parameters, {self.trainable:,} trained"
+                f" ({self.trainable / self.total:.2%})"
+            ),
             f"data        {self.data_lines[0]}",
             *[f"  {line}" for line in self.data_lines[1:]],
-            f"schedule    {counted(s['steps'], 'step')} of {counted(s['rows_per_step'], self.row)} ({s['epochs']:.3g} epochs), "
-            f"learning rate {s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at {s['last_learning_rate']:.2g}",
-            f"  {_every('evaluation', s['eval_every'])}, {_every('checkpoint', s['save_every'])}, {_every('samples', s['sample_every'])}",
+            (
+                f"schedule    {counted(s['steps'], 'step')} of"
+                f" {counted(s['rows_per_step'], self.row)} ({s['epochs']:.3g} epochs), learning"
+                f" rate {s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at"
+                f" {s['last_learning_rate']:.2g}"
+            ),
+            (
+                f"  {_every('evaluation', s['eval_every'])},"
+                f" {_every('checkpoint', s['save_every'])}, {_every('samples', s['sample_every'])}"
+            ),
             *([f"  {s['note']}"] if s["note"] else []),
             *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
@@ -104,24 +147,40 @@ class Plan:
     def _memory_lines(self) -> list[str]:
         m = self.memory
         parts = [
-            ("frozen weights", m.frozen), ("trained weights", m.trained), ("gradients", m.gradients), ("optimizer", m.optimizer),
-            (f"activations of {m.rows} x {m.length}", m.activations), ("loss and backward", m.working), ("update", m.update),
-            ("evaluation", m.evaluation), ("a sample", m.sampling or 0),
+            ("frozen weights", m.frozen),
+            ("trained weights", m.trained),
+            ("gradients", m.gradients),
+            ("optimizer", m.optimizer),
+            (f"activations of {m.rows} x {m.length}", m.activations),
+            ("loss and backward", m.working),
+            ("update", m.update),
+            ("evaluation", m.evaluation),
+            ("a sample", m.sampling or 0),
             ("this process, without a model", self.process),
-        ]  # fmt: skip
+        ]
         has = f" of {shown(self.hardware.memory)}" if self.hardware.memory else ""
         # above half of what there is, `train` makes malloc give freed blocks back
         plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
-        kept = f"; a process was seen to keep {KEPT} more of what was freed, since there is plenty" if plenty else ""
+        kept = (
+            f"; a process was seen to keep {KEPT} more of what was freed, since there is plenty"
+            if plenty
+            else ""
+        )
         lines = [f"memory      {shown(self.peak)}{has} at the peak{kept}"]
         lines += [f"  {name:<34}{shown(size):>10}" for name, size in parts if size]
         if m.not_simulated:
-            lines.append(f"  without activations: this architecture could not be simulated ({m.not_simulated})")
+            lines.append(
+                "  without activations: this architecture could not be simulated"
+                f" ({m.not_simulated})"
+            )
         return lines
 
 
-def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, gpus: int | None = None) -> Plan:
-    """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would.
+def plan(
+    task: Task, sources: Mapping[str, str], *, device: str | None = None, gpus: int | None = None
+) -> Plan:
+    """Works out everything that can be known before the weights are loaded. Raises UsageError as
+    `train` would.
 
     device  plans for this one, as published, instead of the one that is here
     gpus    plans for a process on each of so many too
@@ -130,35 +189,57 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
     if gpus is not None:
         batching = batching_of(task, gpus)
         evaluated = micro_batch(task.config.train)
-        rows = {"batch_size": batching.rows, "accumulate": batching.total, "eval_batch_size": evaluated}
-        task.config = task.config.model_copy(update={"train": task.config.train.model_copy(update=rows)})
+        rows = {
+            "batch_size": batching.rows,
+            "accumulate": batching.total,
+            "eval_batch_size": evaluated,
+        }
+        task.config = task.config.model_copy(
+            update={"train": task.config.train.model_copy(update=rows)}
+        )
     config = task.config
     quiet_libraries()
-    hardware = detect(config.model.device if device is None else "cpu") if device in (None, "cpu") else by_name(str(device))
+    hardware = (
+        detect(config.model.device if device is None else "cpu")
+        if device in (None, "cpu")
+        else by_name(str(device))
+    )
     basis = settle(task, sources, hardware)
     precision = basis.resolved.precision
     made = task.outline(precision, device_type=basis.device.type)
     architecture, notes = task.model_notes(made, precision)
     process = peak_memory(basis.device) if basis.device.type == "cpu" else 0
-    checkpointing, memory = planned_checkpointing(task, basis, made, has=hardware.memory, besides=process)
+    checkpointing, memory = planned_checkpointing(
+        task, basis, made, has=hardware.memory, besides=process
+    )
     peak = memory.peak + process
     if hardware.memory and peak > hardware.memory:
         how = less_memory(config, checkpointing.kind)
         notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {how}"]
     return Plan(
-        processes=None
-        if gpus is None or batching is None
-        else plan_processes(task, basis, made, batching, gpus, whole=(checkpointing, memory)),
+        processes=(
+            None
+            if gpus is None or batching is None
+            else plan_processes(task, basis, made, batching, gpus, whole=(checkpointing, memory))
+        ),
         config=config,
         hardware=hardware,
         resolved=basis.resolved,
         architecture=architecture,
-        attention=attention_line(made.model, config.model.attention, precision, device_type=basis.device.type),
+        attention=attention_line(
+            made.model, config.model.attention, precision, device_type=basis.device.type
+        ),
         trainable=made.trainable,
         total=made.total,
         data=task.plan_facts(),
         data_lines=task.plan_lines(),
-        schedule=_schedule(config, rows=task.rows, eval_rows=task.eval_rows, stream=config.data.stream, samples=task.samples),
+        schedule=_schedule(
+            config,
+            rows=task.rows,
+            eval_rows=task.eval_rows,
+            stream=config.data.stream,
+            samples=task.samples,
+        ),
         memory=memory,
         checkpointing=checkpointing,
         process=process,
@@ -175,10 +256,18 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
 
 
 def _every(what: str, steps: int) -> str:
-    return f"{what} every {steps} steps" if steps > 1 else f"{what} every step" if steps else f"no {what}"
+    return (
+        f"{what} every {steps} steps"
+        if steps > 1
+        else f"{what} every step"
+        if steps
+        else f"no {what}"
+    )
 
 
-def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int) -> dict[str, Any]:
+def _schedule(
+    config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int
+) -> dict[str, Any]:
     train = config.train
     when = Milestones.of(config, rows=rows, eval_rows=eval_rows)
     per_step = train.batch_size * train.accumulate
@@ -202,8 +291,10 @@ OF_A_MACHINE = 8  # GPUs
 
 @dataclass(frozen=True)
 class ProcessesPlan:
-    """processes  one a GPU;  nodes  machines;  micro_batches  of each process in a step, of `rows` rows;  kinds  the ways to share the
-    work, with the plan of one process;  taken  what `auto` takes"""
+    """processes  one a GPU;  nodes  machines;  micro_batches  of each process in a step, of `rows`
+                  rows;  kinds  the ways to share the
+    work, with the plan of one process;  taken  what `auto` takes
+    """
 
     processes: int
     nodes: int
@@ -218,40 +309,71 @@ class ProcessesPlan:
             "machines": self.nodes,
             "micro_batches": self.micro_batches,
             "rows": self.rows,
-            "kinds": {kind: {"memory": m.as_json(), "checkpointing": c.as_settings()} for kind, (c, m) in self.kinds.items()},
+            "kinds": {
+                kind: {"memory": m.as_json(), "checkpointing": c.as_settings()}
+                for kind, (c, m) in self.kinds.items()
+            },
             "auto": {"kind": self.taken.kind, "reason": self.taken.reason},
         }
 
     def lines(self) -> list[str]:
-        where = "one machine" if self.nodes == 1 else f"{self.nodes} machines of {self.processes // self.nodes}"
+        where = (
+            "one machine"
+            if self.nodes == 1
+            else f"{self.nodes} machines of {self.processes // self.nodes}"
+        )
         return [
-            f"processes   {self.processes} on {where}, each {self.micro_batches} x {self.rows} rows of each step: {self.taken}",
+            (
+                f"processes   {self.processes} on {where}, each {self.micro_batches} x {self.rows}"
+                f" rows of each step: {self.taken}"
+            ),
             f"  {'kind':<11}{'memory a process':>18}   recomputed",
-            *(f"  {kind:<11}{shown(memory.peak):>18}   {chosen.kind}" for kind, (chosen, memory) in self.kinds.items()),
+            *(
+                f"  {kind:<11}{shown(memory.peak):>18}   {chosen.kind}"
+                for kind, (chosen, memory) in self.kinds.items()
+            ),
         ]
 
 
 def batching_of(task: Task, processes: int) -> Batching:
-    """Raises  UsageError for a number of processes that cannot share a step, or that fills no whole machines"""
+    """Raises  UsageError for a number of processes that cannot share a step, or that fills no whole
+    machines
+    """
     if processes > OF_A_MACHINE and processes % OF_A_MACHINE:
         raise UsageError(
-            f"--gpus {processes}: machines of {OF_A_MACHINE} are planned for, and the last one would not be full",
-            fix=f"--gpus {processes // OF_A_MACHINE * OF_A_MACHINE} or {(processes // OF_A_MACHINE + 1) * OF_A_MACHINE}",
+            f"--gpus {processes}: machines of {OF_A_MACHINE} are planned for, and the last one"
+            " would not be full",
+            fix=(
+                f"--gpus {processes // OF_A_MACHINE * OF_A_MACHINE} or"
+                f" {(processes // OF_A_MACHINE + 1) * OF_A_MACHINE}"
+            ),
         )
     return Batching.of(task.config.train, size=processes)
 
 
 def plan_processes(
-    task: Task, basis: Basis, made: Outline, batching: Batching, processes: int, *, whole: tuple[Checkpointing, MemoryPlan]
+    task: Task,
+    basis: Basis,
+    made: Outline,
+    batching: Batching,
+    processes: int,
+    *,
+    whole: tuple[Checkpointing, MemoryPlan],
 ) -> ProcessesPlan:
     """task its configuration has `batching.rows` as `train.batch_size`
     whole  the plan of a process that has the whole model
     """
     has, nodes = basis.hardware.memory, max(1, processes // OF_A_MACHINE)
     kinds, config, peak = {REPLICATE: whole}, task.config, whole[1].peak
-    for kind in () if config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,):
+    for kind in (
+        () if config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,)
+    ):
         parts = processes // nodes if kind == HYBRID else processes
         kinds[kind] = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
     given = config.parallel.kind
-    taken = by_plan(peak, has, lambda: peak, config=config) if given == AUTO else Parallel(given, "parallel.kind")
+    taken = (
+        by_plan(peak, has, lambda: peak, config=config)
+        if given == AUTO
+        else Parallel(given, "parallel.kind")
+    )
     return ProcessesPlan(processes, nodes, len(batching.own), batching.rows, kinds, taken)

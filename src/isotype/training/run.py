@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config.load import LoadedConfig
-from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, versions
+from ..distributed.agree import (
+    lines_of,
+    refuse_differences,
+    refuse_folder_of_another_machine,
+    versions,
+)
 from ..distributed.world import World, join
 from ..environment.hardware import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
@@ -40,22 +45,33 @@ INTERRUPTED = 130
 
 
 def train(
-    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, console: RunConsole | None = None,
-    skips: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (), objective: Objective | None = None,
-) -> int:  # fmt: skip
-    """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status.
+    loaded: LoadedConfig,
+    task: Task,
+    *,
+    resume: Path | None = None,
+    console: RunConsole | None = None,
+    skips: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+) -> int:
+    """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit
+    status.
 
     task       the kind of run, of the same configuration (`isotype.tasks.choose`)
     console    shows the progress, and gets the result (`RunConsole.ended`)
     skips      checks of the preflight to leave out, code to reason
     callbacks  called after steps, evaluations, saves and samples
-    objective  computes the summed losses of a micro-batch instead of the task's function; evaluation still uses the task's
+    objective  computes the summed losses of a micro-batch instead of the task's function;
+               evaluation still uses the task's
 
-    Every process of a run calls it. All return the same status or raise the same error; one of them shows it (`shown_elsewhere`).
+    Every process of a run calls it. All return the same status or raise the same error; one of them
+    shows it (`shown_elsewhere`).
     """
     world = join(loaded.config.model.device, timeout=loaded.config.parallel.timeout)
     try:
-        return _Run(loaded, task, world, console or RunConsole(), resume, skips or {}, callbacks, objective).run()
+        return _Run(
+            loaded, task, world, console or RunConsole(), resume, skips or {}, callbacks, objective
+        ).run()
     except BaseException as error:
         world.failed(error)
         if isinstance(error, IsotypeError):
@@ -69,10 +85,23 @@ class _Run:
     """One call of `train`: `run` holds the folder and explains errors, `_train` does the work."""
 
     def __init__(
-        self, loaded: LoadedConfig, task: Task, world: World, console: RunConsole, resume: Path | None, skips: Mapping[str, str],
-        callbacks: Sequence[Callback], objective: Objective | None,
-    ) -> None:  # fmt: skip
-        self.loaded, self.config, self.task, self.world, self.console = loaded, loaded.config, task, world, console
+        self,
+        loaded: LoadedConfig,
+        task: Task,
+        world: World,
+        console: RunConsole,
+        resume: Path | None,
+        skips: Mapping[str, str],
+        callbacks: Sequence[Callback],
+        objective: Objective | None,
+    ) -> None:
+        self.loaded, self.config, self.task, self.world, self.console = (
+            loaded,
+            loaded.config,
+            task,
+            world,
+            console,
+        )
         self.skips, self.callbacks, self.objective = skips, callbacks, objective
         self.resume, self.resuming = resume, resume is not None
         self.interrupt = Interrupt()
@@ -82,7 +111,11 @@ class _Run:
         if not world.first:
             console.silence()
         # the time may be in the name: it is the first process's
-        path = world.first_does(lambda: str(self.resume or self.config.run.folder.replace("{name}", name_of(self.config))))
+        path = world.first_does(
+            lambda: str(
+                self.resume or self.config.run.folder.replace("{name}", name_of(self.config))
+            )
+        )
         self.folder = folder = RunFolder(Path(path))
         if self.resume is not None:
             if not folder.is_run:
@@ -96,7 +129,9 @@ class _Run:
             changes: list[Changed] = []
             if self.resuming:
                 changes += compare_with_before(self.loaded, self.task, folder, console)
-                changes += compare_objectives(self.loaded, objective_name(self.objective), folder, console)
+                changes += compare_objectives(
+                    self.loaded, objective_name(self.objective), folder, console
+                )
             try:
                 status, result = self._train(changes)
             except KeyboardInterrupt:
@@ -104,16 +139,31 @@ class _Run:
                 world.failed(KeyboardInterrupt())
                 status, result = INTERRUPTED, self._stopped_at_once()
             except PreflightError:
-                # nothing was started: the folder holds only the record, and the same command may be given again
+                # nothing was started: the folder holds only the record, and the same command may be
+                # given again
                 if world.first:
-                    console.ended({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)})
+                    console.ended(
+                        {
+                            "status": "refused",
+                            "folder": str(folder.path),
+                            "preflight": folder.read_json(RECORD),
+                        }
+                    )
                 raise
             except Exception as error:
                 console.settle()
                 explained = self._explained(error)
                 if folder.is_run and world.first:
-                    with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
-                        folder.write_json("result.json", {"status": "failed", "error": str(explained), "folder": str(folder.path)})
+                    # on a full disk the error itself matters more than its record
+                    with contextlib.suppress(RunError):
+                        folder.write_json(
+                            "result.json",
+                            {
+                                "status": "failed",
+                                "error": str(explained),
+                                "folder": str(folder.path),
+                            },
+                        )
                     self._report()
                 if explained is error:
                     raise
@@ -122,39 +172,79 @@ class _Run:
         return status
 
     def _train(self, changes: list[Changed]) -> tuple[int, dict[str, Any]]:
-        loaded, config, task, folder, console, world = self.loaded, self.config, self.task, self.folder, self.console, self.world
+        loaded, config, task, folder, console, world = (
+            self.loaded,
+            self.config,
+            self.task,
+            self.folder,
+            self.console,
+            self.world,
+        )
         quiet_libraries()
         prepared = prepare(task, loaded.sources, folder.base, world)
         if world.size > 1:
             data, weights = str(task.fingerprints()), prepared.fingerprint
-            refuse_differences(world, versions=versions(), configuration=lines_of(config), data=data, weights=weights)
+            refuse_differences(
+                world,
+                versions=versions(),
+                configuration=lines_of(config),
+                data=data,
+                weights=weights,
+            )
         if self.callbacks and prepared.sharding is not None:
-            what = "callbacks are called by the first process, which has only a part of a shared model"
+            what = (
+                "callbacks are called by the first process, which has only a part of a shared model"
+            )
             raise UsageError(what, fix="parallel.kind: replicate")
         if self.objective is not None:
             objective = self.objective
-            prepared.stepper.loss_sum = lambda model, batch, divisor=1: objective(model, batch) / divisor
+            prepared.stepper.loss_sum = lambda model, batch, divisor=1: (
+                objective(model, batch) / divisor
+            )
         loop = Loop(task, prepared, folder, console, callbacks=self.callbacks, world=world)
         world.at(0, "the preflight")
         subject = Subject(
-            config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming,
-            micro_batch=prepared.batching.rows, observer=loop.observer,
-        )  # fmt: skip
+            config=config,
+            task=task,
+            prepared=prepared,
+            plan=loop.plan,
+            folder=folder.path,
+            resuming=self.resuming,
+            micro_batch=prepared.batching.rows,
+            observer=loop.observer,
+        )
         with world.exchanging():
             checked = preflight(subject, self.skips, world=world)
         if self.resuming:
             step, passed = world.first_does(loop.store.newest_whole)
             refuse_fewer_steps(loop, step)
-            known = [*changes, *(compare_data(task, folder, console, changes) if world.first else [])]
+            known = [
+                *changes,
+                *(compare_data(task, folder, console, changes) if world.first else []),
+            ]
             world.first_does(lambda: record_resume(folder, step, known))
         name = objective_name(self.objective)
-        world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming))
+        world.first_does(
+            lambda: write_start(
+                loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming
+            )
+        )
         console.keep_log(folder.path / LOG)
-        rows = [] if name is None else [("objective", f"{name} instead of the loss of the task, which evaluation keeps")]
-        console.header([*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()])
+        rows = (
+            []
+            if name is None
+            else [("objective", f"{name} instead of the loss of the task, which evaluation keeps")]
+        )
+        console.header(
+            [*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()]
+        )
         with world.exchanging():
             dtype = prepared.resolved.precision.loss
-            console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
+            console.header(
+                task.before_training(
+                    prepared.model, prepared.device, folder.path, world, dtype=dtype
+                )
+            )
         loop.precision_record.watched(list(subject.seen))
         del subject, checked  # its observer holds the model, which `finish` frees
         if self.resuming:
@@ -162,7 +252,9 @@ class _Run:
                 console.say(f"resume    {reason}: passed over")
             restore(loop, step, console)
         if world.first and config.run.trackers:
-            loop.trackers = Trackers(config.run.trackers, folder.path, config.model_dump(), console.say)
+            loop.trackers = Trackers(
+                config.run.trackers, folder.path, config.model_dump(), console.say
+            )
         status = 1
         try:
             status, result = self._to_the_end(loop, prepared)
@@ -179,8 +271,12 @@ class _Run:
             result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
             if first:
                 folder.write_json("result.json", result)
-                console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
-                with contextlib.suppress(KeyboardInterrupt):  # a second one: the run is saved, and the report can be made again
+                console.say(
+                    f"interrupted: saved at step {step}. Go on with: isotype train --resume"
+                    f" {folder.path}"
+                )
+                # a second one: the run is saved, and the report can be made again
+                with contextlib.suppress(KeyboardInterrupt):
                     self._report()
             return INTERRUPTED, result
         try:
@@ -195,25 +291,39 @@ class _Run:
         return 0, result
 
     def _stopped_at_once(self) -> dict[str, Any]:
-        """The result of a stop without a save: before step 1, by a second Ctrl-C, or by a KeyboardInterrupt that a callback raised."""
+        """The result of a stop without a save: before step 1, by a second Ctrl-C, or by a
+        KeyboardInterrupt that a callback raised.
+        """
         folder, console = self.folder, self.console
         step, _ = CheckpointStore(folder.checkpoints).newest_whole()
         if not folder.is_run:
-            console.say("interrupted before step 1: nothing was begun, and the same command starts again")
+            console.say(
+                "interrupted before step 1: nothing was begun, and the same command starts again"
+            )
         else:
-            where = f"the last checkpoint is step {step}" if step is not None else "there was no checkpoint yet"
-            what = "interrupted at once, without a save" if self.interrupt.training else "interrupted before it went on"
+            where = (
+                f"the last checkpoint is step {step}"
+                if step is not None
+                else "there was no checkpoint yet"
+            )
+            what = (
+                "interrupted at once, without a save"
+                if self.interrupt.training
+                else "interrupted before it went on"
+            )
             console.say(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         # a result that is there is of the part that is resumed, or of this one, which has ended
         if folder.is_run and self.world.first and not (folder.path / "result.json").exists():
-            with contextlib.suppress(RunError):  # as for a failed run: a full disk is not why this one ended
+            # as for a failed run: a full disk is not why this one ended
+            with contextlib.suppress(RunError):
                 folder.write_json("result.json", result)
         return result
 
     def _explained(self, error: Exception) -> Exception:
-        """An error for want of memory or of the disk as one that says what to do: CK001 in the run's folder, a usage error elsewhere.
-        Another one as it is."""
+        """An error for want of memory or of the disk as one that says what to do: CK001 in the
+        run's folder, a usage error elsewhere. Another one as it is.
+        """
         if (missing := out_of_memory(error)) is not None:
             how = less_memory(self.config, self.config.train.gradient_checkpointing)
             return RunError(f"out of memory: {missing}", fix=how)
@@ -230,12 +340,22 @@ class _Run:
         if not folder.path.is_dir():
             return gone
         step, _ = CheckpointStore(folder.checkpoints).newest_whole()
-        good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
+        good = (
+            f"last good checkpoint: {folder.checkpoints / f'step_{step}'}"
+            if step is not None
+            else "there is no checkpoint yet"
+        )
         message = f"{name}: {reason}" if name else reason
-        return RunError(f"{message}\n  saved     {good}", code="CK001", fix=f"{writable_again(reason)}, then resume")
+        return RunError(
+            f"{message}\n  saved     {good}",
+            code="CK001",
+            fix=f"{writable_again(reason)}, then resume",
+        )
 
     def _report(self) -> str | None:
-        """Writes the report. An error is only printed: the run is done and verified, or a full disk must not hide why it ended."""
+        """Writes the report. An error is only printed: the run is done and verified, or a full disk
+        must not hide why it ended.
+        """
         if not self.config.run.report:
             return None
         from ..report import write_report
@@ -243,7 +363,9 @@ class _Run:
         try:
             page = str(write_report(self.folder.path))
         except Exception as error:
-            self.console.say(f"warning   no report: {error}; isotype report {self.folder.path} makes it")
+            self.console.say(
+                f"warning   no report: {error}; isotype report {self.folder.path} makes it"
+            )
             return None
         self.console.say(f"report    {page}")
         return page

@@ -1,4 +1,6 @@
-"""The course of a run: its learning rate, the steps at which it evaluates, saves and samples, and its pace (time left)."""
+"""The course of a run: its learning rate, the steps at which it evaluates, saves and samples, and
+its pace (time left).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ def warmup_steps(train: TrainSection, total: int) -> int:
 
 
 def learning_rate(train: TrainSection, step: int, total: int) -> float:
-    """The learning rate of step `step`, counted from 1, of `total`: warm-up, then cosine, linear, constant or warmup-stable-decay."""
+    """The learning rate of step `step`, counted from 1, of `total`: warm-up, then cosine, linear,
+    constant or warmup-stable-decay.
+    """
     warmup = warmup_steps(train, total)
     if step <= warmup:
         return train.learning_rate * step / (warmup + 1)
-    done = (step - warmup - 1) / max(1, total - warmup)  # 0 at the first full step, just below 1 at the last
+    # 0 at the first full step, just below 1 at the last
+    done = (step - warmup - 1) / max(1, total - warmup)
     floor = train.min_learning_rate
     if train.schedule == "cosine":
         factor = floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
@@ -41,11 +46,16 @@ def learning_rate(train: TrainSection, step: int, total: int) -> float:
 
 
 def repeats_in_a_step(rows_per_step: int, rows: int) -> str | None:
-    """A warning about a step that takes more rows than the data has; None if each row comes at most once in a step."""
+    """A warning about a step that takes more rows than the data has; None if each row comes at most
+    once in a step.
+    """
     if rows_per_step <= rows:
         return None
     there = "there is 1" if rows == 1 else f"there are {rows}"
-    return f"a step takes {rows_per_step} rows and {there}: each comes {rows_per_step / rows:.3g} times in every step"
+    return (
+        f"a step takes {rows_per_step} rows and {there}: each comes {rows_per_step / rows:.3g}"
+        " times in every step"
+    )
 
 
 @dataclass
@@ -65,8 +75,16 @@ class Milestones:
         tenth = max(1, math.ceil(total / 10))
         eval_every = (config.train.eval_every or tenth) if eval_rows else 0
         often = eval_every or tenth
-        sample_every = math.ceil(total / 4) if config.run.sample_every is None else config.run.sample_every
-        return cls(total, eval_every, config.run.save_every or often, sample_every, config.run.adapters_every or 0)
+        sample_every = (
+            math.ceil(total / 4) if config.run.sample_every is None else config.run.sample_every
+        )
+        return cls(
+            total,
+            eval_every,
+            config.run.save_every or often,
+            sample_every,
+            config.run.adapters_every or 0,
+        )
 
     def adapter_due(self, step: int) -> bool:
         """Whether an adapter is written after a step; after the last one the result is."""
@@ -77,7 +95,9 @@ class Milestones:
 
 
 class Pace:
-    """Median seconds of a step (of the last WINDOW; the first warms up and does not count), and mean seconds of each kind of pause."""
+    """Median seconds of a step (of the last WINDOW; the first warms up and does not count), and
+    mean seconds of each kind of pause.
+    """
 
     WINDOW = 50
 
@@ -108,11 +128,20 @@ class Pace:
             self._paused[kind].append(time.perf_counter() - begin)
 
     def eta(self, plan: Milestones, step: int) -> float | None:
-        """Seconds until the end, right after step `step` and before the pauses that follow it; None before the first measurement."""
+        """Seconds until the end, right after step `step` and before the pauses that follow it; None
+        before the first measurement.
+        """
         if not self._laps:
             return None
-        every: dict[PauseKind, int] = {"evaluation": plan.eval_every, "checkpoint": plan.save_every, "samples": plan.sample_every}
-        pauses = sum(pauses_left(plan.total, steps, step) * fmean(self._paused[kind] or [0.0]) for kind, steps in every.items())
+        every: dict[PauseKind, int] = {
+            "evaluation": plan.eval_every,
+            "checkpoint": plan.save_every,
+            "samples": plan.sample_every,
+        }
+        pauses = sum(
+            pauses_left(plan.total, steps, step) * fmean(self._paused[kind] or [0.0])
+            for kind, steps in every.items()
+        )
         return median(self._laps) * (plan.total - step) + pauses
 
 

@@ -1,4 +1,5 @@
-"""Prepares a run from its configuration: device, precision, data, how processes share the work, model, recomputation, optimizer.
+"""Prepares a run from its configuration: device, precision, data, how processes share the work,
+model, recomputation, optimizer.
 
 `settle` is the part that needs no weights; `run` and `plan` both begin with it.
 """
@@ -34,10 +35,31 @@ from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
 from ..wording import shown
-from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, recomputing, refuse_without_host_memory
-from .memory.device import WITHIN, auto_checkpointing, memory_there, other_memory, return_freed_blocks
+from .memory.blocks import (
+    BLOCKS,
+    KEY,
+    blocks_of,
+    check_offload,
+    recomputing,
+    refuse_without_host_memory,
+)
+from .memory.device import (
+    WITHIN,
+    auto_checkpointing,
+    memory_there,
+    other_memory,
+    return_freed_blocks,
+)
 from .memory.plan import MemoryPlan, plan_part
-from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
+from .memory.recomputation import (
+    AUTO,
+    NONE,
+    Checkpointing,
+    apply_checkpointing,
+    as_configured,
+    check_settings,
+    checkpointable,
+)
 from .optimizer import build_optimizer, check_optimizer
 from .schedule import Milestones
 from .step import Stepper
@@ -49,7 +71,9 @@ REPLICATE, SHARD, HYBRID = "replicate", "shard", "hybrid"
 
 @dataclass(frozen=True)
 class Parallel:
-    """kind: replicate, shard or hybrid; `nodes`: machines that each have the whole model, where the processes of one share it."""
+    """kind: replicate, shard or hybrid; `nodes`: machines that each have the whole model, where the
+    processes of one share it.
+    """
 
     kind: str
     reason: str = ""
@@ -93,8 +117,15 @@ class Prepared(Basis):
     parallel: Parallel = ONE_PROCESS
 
 
-def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None, *, world: World = ALONE) -> Basis:
-    """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is found in seconds. Raises UsageError.
+def settle(
+    task: Task,
+    sources: Mapping[str, str],
+    hardware: Hardware | None = None,
+    *,
+    world: World = ALONE,
+) -> Basis:
+    """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is
+    found in seconds. Raises UsageError.
 
     hardware  prepares for this device instead of the one in this machine
     """
@@ -117,31 +148,82 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
 
 def check_adapters(config: RunConfig) -> None:
     """Raises  UsageError for adapters on the way that would not be written."""
-    run, adapter, none, unset = config.run, config.adapter, "has no effect with adapter.kind: none", AdapterSection()
+    run, adapter, none, unset = (
+        config.run,
+        config.adapter,
+        "has no effect with adapter.kind: none",
+        AdapterSection(),
+    )
 
     def given(*keys: str) -> list[str]:
         return [key for key in keys if getattr(adapter, key) != getattr(unset, key)]
 
-    of_new_ones, lokr = given("dora", "rank_pattern", "alpha_pattern", "start", "train_tokens"), adapter.kind == "lokr"
+    of_new_ones, lokr = (
+        given("dora", "rank_pattern", "alpha_pattern", "start", "train_tokens"),
+        adapter.kind == "lokr",
+    )
     refuse_where(
-        (run.adapters_every is not None and adapter.kind == "none", f"run.adapters_every: {none}",
-         "run.save_every: checkpoints hold every weight"),
-        (run.adapters_keep is not None and run.adapters_every is None, "run.adapters_keep: has no effect without run.adapters_every",
-         "run.adapters_every: 500"),
-        *((adapter.kind == "none", f"adapter.{key}: {none}", f"remove adapter.{key}, or adapter.kind: lora")
-          for key in [*of_new_ones, *given("plus", "start_from")]),
-        *((adapter.start_from is not None, f"adapter.{key}: has no effect with adapter.start_from, whose adapter goes on as it is",
-           f"remove adapter.{key}") for key in of_new_ones),
-        (lokr and kind_of(config) != DIFFUSION, "adapter.kind: lokr is offered for pictures", "adapter.kind: lora"),
-        *((lokr, f"adapter.{key}: has no effect with adapter.kind: lokr", f"remove adapter.{key}, or adapter.kind: lora")
-          for key in given("dropout", "rslora", "dora", "plus", "start")),
-        (not lokr and adapter.factor is not None, f"adapter.factor: has no effect with adapter.kind: {adapter.kind}",
-         "remove adapter.factor, or adapter.kind: lokr"),
-        (run.adapter_format == "comfyui" and adapter.dora, "adapter.dora: not offered with run.adapter_format: comfyui",
-         "remove adapter.dora, or run.adapter_format"),
-        *((config.train.optimizer == "prodigy", f"adapter.{key}: prodigy has one rate for all weights",
-           f"remove adapter.{key}, or another train.optimizer") for key in given("plus", "text_encoder_rate")),
-    )  # fmt: skip
+        (
+            run.adapters_every is not None and adapter.kind == "none",
+            f"run.adapters_every: {none}",
+            "run.save_every: checkpoints hold every weight",
+        ),
+        (
+            run.adapters_keep is not None and run.adapters_every is None,
+            "run.adapters_keep: has no effect without run.adapters_every",
+            "run.adapters_every: 500",
+        ),
+        *(
+            (
+                adapter.kind == "none",
+                f"adapter.{key}: {none}",
+                f"remove adapter.{key}, or adapter.kind: lora",
+            )
+            for key in [*of_new_ones, *given("plus", "start_from")]
+        ),
+        *(
+            (
+                adapter.start_from is not None,
+                (
+                    f"adapter.{key}: has no effect with adapter.start_from, whose adapter goes on"
+                    " as it is"
+                ),
+                f"remove adapter.{key}",
+            )
+            for key in of_new_ones
+        ),
+        (
+            lokr and kind_of(config) != DIFFUSION,
+            "adapter.kind: lokr is offered for pictures",
+            "adapter.kind: lora",
+        ),
+        *(
+            (
+                lokr,
+                f"adapter.{key}: has no effect with adapter.kind: lokr",
+                f"remove adapter.{key}, or adapter.kind: lora",
+            )
+            for key in given("dropout", "rslora", "dora", "plus", "start")
+        ),
+        (
+            not lokr and adapter.factor is not None,
+            f"adapter.factor: has no effect with adapter.kind: {adapter.kind}",
+            "remove adapter.factor, or adapter.kind: lokr",
+        ),
+        (
+            run.adapter_format == "comfyui" and adapter.dora,
+            "adapter.dora: not offered with run.adapter_format: comfyui",
+            "remove adapter.dora, or run.adapter_format",
+        ),
+        *(
+            (
+                config.train.optimizer == "prodigy",
+                f"adapter.{key}: prodigy has one rate for all weights",
+                f"remove adapter.{key}, or another train.optimizer",
+            )
+            for key in given("plus", "text_encoder_rate")
+        ),
+    )
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
@@ -152,7 +234,8 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     precision = basis.resolved.precision
     parallel = choose_parallel(task, basis, world)
     world.at(0, "encoding the data")
-    world.first_before_others(lambda: task.encode(basis.device))  # what it put into the cache, the others find there
+    # what it put into the cache, the others find there
+    world.first_before_others(lambda: task.encode(basis.device))
     world.at(0, "building the model")
     if config.model.offload == BLOCKS:
         found = blocks_of(task.outline(precision, device_type=basis.device.type).model)
@@ -172,23 +255,45 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         return task.build_model(precision, basis.device, folder, part)
 
     def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
-        model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
-        checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size), source=sources.get(_CHECKPOINTING, ""))
+        model, manifest = (
+            world.first_before_others(build) if config.model.init == "random" else build()
+        )
+        checkpointing = choose_checkpointing(
+            task,
+            basis,
+            model,
+            parts=parallel.parts(world.size),
+            source=sources.get(_CHECKPOINTING, ""),
+        )
         apply_checkpointing(model, checkpointing)
         units = [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
         return model, manifest, checkpointing, units
 
-    # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a machine's memory once
+    # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a
+    # machine's memory once
     model, manifest, checkpointing, units = complete() if mesh is None else world.in_turn(complete)
     if world.size > 1 and mesh is None:
         look(model)
     with world.exchanging():
-        sharding = None if mesh is None else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
+        sharding = (
+            None
+            if mesh is None
+            else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
+        )
     accumulator = GradientAccumulator(
-        model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding, processes=world if sharding is None else None
+        model.parameters(),
+        dtype=precision.grads,
+        reduce=precision.reduce,
+        summed=sharding,
+        processes=world if sharding is None else None,
     )
     optimizer = build_optimizer(
-        model, config.train, precision, accumulator.gradient, plus=config.adapter.plus, text_rate=config.adapter.text_encoder_rate
+        model,
+        config.train,
+        precision,
+        accumulator.gradient,
+        plus=config.adapter.plus,
+        text_rate=config.adapter.text_encoder_rate,
     )
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
@@ -196,11 +301,22 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         seed_of_rank(config.train.seed, 0, world.rank)
 
     loss_sum = partial(task.loss_sum, dtype=precision.loss)
-    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding)
+    stepper = Stepper(
+        model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding
+    )
     return Prepared(
-        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprints[-1],
+        basis.hardware,
+        basis.device,
+        basis.resolved,
+        model,
+        manifest,
+        stepper,
+        checkpointing,
+        batching,
+        sharding,
+        fingerprints[-1],
         parallel,
-    )  # fmt: skip
+    )
 
 
 def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
@@ -214,13 +330,20 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
     if kind in (AUTO, REPLICATE):
         return None if kind == AUTO else Parallel(REPLICATE, "parallel.kind")
     if why := why_not_shared(config):
-        raise UsageError(f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate")
+        raise UsageError(
+            f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate"
+        )
     if kind == SHARD:
         return Parallel(SHARD, "parallel.kind")
     if world.nodes == 1 or world.nodes == world.size or world.size % world.nodes:
-        why = "one machine" if world.nodes == 1 else f"{world.nodes} machines with {world.size} processes"
+        why = (
+            "one machine"
+            if world.nodes == 1
+            else f"{world.nodes} machines with {world.size} processes"
+        )
         raise UsageError(
-            f"parallel.kind: hybrid shares the model between the processes of each of several machines, and this run has {why}",
+            "parallel.kind: hybrid shares the model between the processes of each of several"
+            f" machines, and this run has {why}",
             fix="parallel.kind: shard",
         )
     return Parallel(HYBRID, "parallel.kind", world.nodes)
@@ -239,9 +362,18 @@ def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     adapter, optimizer = config.adapter, config.train.optimizer
     cases = (
-        (config.model.offload == BLOCKS, f"{KEY}: a shared model gathers its weights from the other devices"),
-        (optimizer in _OF_WHOLE_WEIGHTS, f"train.optimizer: {optimizer}: {_OF_WHOLE_WEIGHTS.get(optimizer)}"),
-        (adapter.start in OFF_THE_BASE, f"adapter.start: {adapter.start}: it is taken off whole weights"),
+        (
+            config.model.offload == BLOCKS,
+            f"{KEY}: a shared model gathers its weights from the other devices",
+        ),
+        (
+            optimizer in _OF_WHOLE_WEIGHTS,
+            f"train.optimizer: {optimizer}: {_OF_WHOLE_WEIGHTS.get(optimizer)}",
+        ),
+        (
+            adapter.start in OFF_THE_BASE,
+            f"adapter.start: {adapter.start}: it is taken off whole weights",
+        ),
         (adapter.text_encoders, "adapter.text_encoders: shares of them were never tried"),
         (adapter.train_tokens, "adapter.train_tokens: they are rows of a whole embedding"),
         (config.train.ema is not None, "train.ema: averages of shared weights are not offered yet"),
@@ -250,7 +382,9 @@ def why_not_shared(config: RunConfig) -> str | None:
 
 
 def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
-    """The configured kind. `auto` plans the step as one process would compute it. All processes take what the first one decides."""
+    """The configured kind. `auto` plans the step as one process would compute it. All processes
+    take what the first one decides.
+    """
     config, precision, device = task.config, basis.resolved.precision, basis.device
     given = parallel_as_configured(config, world)
     if given is not None:
@@ -271,7 +405,8 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
 
 
 def by_plan(most: int, has: int, peak: Callable[[], int], *, config: RunConfig) -> Parallel:
-    """What `auto` takes: the whole model in each process where it fits, since a step then exchanges least.
+    """What `auto` takes: the whole model in each process where it fits, since a step then exchanges
+    least.
 
     most  an upper bound of a process's bytes
     peak  the planned bytes, asked for only where the bound is near what the device `has`
@@ -279,7 +414,9 @@ def by_plan(most: int, has: int, peak: Callable[[], int], *, config: RunConfig) 
     if not has:
         return Parallel(REPLICATE, "auto: the device's memory is unknown")
     if most <= has // 2:
-        return Parallel(REPLICATE, f"auto: a process cannot take more than {shown(most)} of {shown(has)}")
+        return Parallel(
+            REPLICATE, f"auto: a process cannot take more than {shown(most)} of {shown(has)}"
+        )
     needs = peak()
     if needs <= has * (1 - WITHIN):
         return Parallel(REPLICATE, f"auto: a process takes {shown(needs)} of {shown(has)}")
@@ -289,11 +426,15 @@ def by_plan(most: int, has: int, peak: Callable[[], int], *, config: RunConfig) 
     return Parallel(SHARD, why)
 
 
-def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: int = 1, source: str = "") -> Checkpointing:
-    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory.
+def choose_checkpointing(
+    task: Task, basis: Basis, model: nn.Module, *, parts: int = 1, source: str = ""
+) -> Checkpointing:
+    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is
+    far below the available memory.
 
     parts   how many processes share the model
-    source  of the setting; a resumed run's is the reason for which `auto` chose it in the part before
+    source  of the setting; a resumed run's is the reason for which `auto` chose it in the part
+            before
     """
     train, device, precision = recomputing(task.config), basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
@@ -306,7 +447,9 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: i
         return replace(chosen, reason=source) if source.startswith(f"{AUTO}: ") else chosen
     target = None if train.memory is None else bytes_of(train.memory)
     if not near and (target is None or most - besides <= target):
-        return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
+        return Checkpointing(
+            NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}"
+        )
     made = task.outline(precision, device_type=device.type)
     found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides, parts=parts)
     return found
@@ -314,25 +457,41 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: i
 
 def _as_configured(model: nn.Module, config: RunConfig) -> Checkpointing:
     chosen = as_configured(model, recomputing(config))
-    return replace(chosen, reason=f"{AUTO}: {KEY}") if config.train.gradient_checkpointing == AUTO else chosen
+    return (
+        replace(chosen, reason=f"{AUTO}: {KEY}")
+        if config.train.gradient_checkpointing == AUTO
+        else chosen
+    )
 
 
 def planned_checkpointing(
     task: Task, basis: Basis, made: Outline, *, has: int, besides: int, parts: int = 1
 ) -> tuple[Checkpointing, MemoryPlan]:
-    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step.
+    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and
+    the memory plan of its step.
 
     parts  how many processes share the model
     """
-    train, precision, largest = recomputing(task.config), basis.resolved.precision, task.step_outline(basis.resolved.precision)
+    train, precision, largest = (
+        recomputing(task.config),
+        basis.resolved.precision,
+        task.step_outline(basis.resolved.precision),
+    )
 
     earlier: MemoryPlan | None = None
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
         nonlocal earlier
         found = plan_part(
-            made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type, parts=parts, earlier=earlier
-        )  # fmt: skip
+            made,
+            train,
+            precision,
+            largest,
+            checkpointing=checkpointing,
+            device_type=basis.device.type,
+            parts=parts,
+            earlier=earlier,
+        )
         earlier = earlier or (None if found.not_simulated else found)
         return found
 
@@ -342,8 +501,13 @@ def planned_checkpointing(
     layers = len(checkpointable(made.model))
     target = None if train.memory is None else bytes_of(train.memory)
     return auto_checkpointing(
-        simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type, target=target,
-    )  # fmt: skip
+        simulate,
+        layers=layers,
+        has=has,
+        besides=besides,
+        device_type=basis.device.type,
+        target=target,
+    )
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -356,12 +520,14 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist.
+    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already
+    exist.
 
     task         a `training.task.Task`; of an attached trainer what the checks ask of one
     prepared     of an attached trainer the parts that the checks use
     micro_batch  rows of a forward pass; by default train.batch_size
-    observer     watches each rehearsal; `seen` has what it saw, and `violation` is how severe a violation is
+    observer     watches each rehearsal; `seen` has what it saw, and `violation` is how severe a
+                 violation is
     """
 
     config: RunConfig

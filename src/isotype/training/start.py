@@ -1,7 +1,9 @@
-"""The start of a run, and of each part that goes on with it: the files that describe it, what has changed since the last start, the header.
+"""The start of a run, and of each part that goes on with it: the files that describe it, what has
+changed since the last start, the header.
 
-`plan.json` has what the run was last started with. `resumes.json` has the steps after which it was resumed, and what has been different
-since; it is written before the other files of the run folder, which describe the part that was started last.
+`plan.json` has what the run was last started with. `resumes.json` has the steps after which it was
+resumed, and what has been different since; it is written before the other files of the run folder,
+which describe the part that was started last.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until 
 OBJECTIVE, SETTINGS, DATA = "objective", "settings", "data"  # in plan.json
 _KINDS = (
     ("training", ROWS, "it goes on at the same place in them"),
-    ("evaluation", EVALUATION_ROWS, "their losses are not compared with the earlier ones, and the best is chosen anew"),
+    (
+        "evaluation",
+        EVALUATION_ROWS,
+        "their losses are not compared with the earlier ones, and the best is chosen anew",
+    ),
 )
 
 
@@ -58,10 +64,18 @@ class Changed:
     what: str
 
 
-def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> list[Changed]:
-    """The differences from the configuration that the run was started with, printed too. Refuses those that would make it another run."""
-    resolved = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles)
-    changes = compare(settings_before(folder), loaded.config, auto=resolved.preset, base=resolved.from_checkpoint)
+def compare_with_before(
+    loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole
+) -> list[Changed]:
+    """The differences from the configuration that the run was started with, printed too. Refuses
+    those that would make it another run.
+    """
+    resolved = resolve_precision(
+        loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles
+    )
+    changes = compare(
+        settings_before(folder), loaded.config, auto=resolved.preset, base=resolved.from_checkpoint
+    )
     edited = [c.key for c in changes if c.key not in loaded.given]
     if edited and loaded.path == folder.path / RESOLVED:
         console.say(f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}")
@@ -69,31 +83,49 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
     if forbidden:
         raise UsageError(
             "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden),
-            fix="resume without these, start a new run, or accept them: --yes (from Python: accept_changes=True)",
+            fix=(
+                "resume without these, start a new run, or accept them: --yes (from Python:"
+                " accept_changes=True)"
+            ),
         )
     return [_changed(console, SETTINGS, str(change)) for change in changes]
 
 
-def compare_objectives(loaded: LoadedConfig, now: str | None, folder: RunFolder, console: RunConsole) -> list[Changed]:
-    """The change of a user's objective, printed too; refuses another kind of loss. Only the objective's name is compared.
+def compare_objectives(
+    loaded: LoadedConfig, now: str | None, folder: RunFolder, console: RunConsole
+) -> list[Changed]:
+    """The change of a user's objective, printed too; refuses another kind of loss. Only the
+    objective's name is compared.
 
     now  the objective's name; None for the task's own loss
     """
     recorded = folder.read_json("plan.json")
     before = recorded.get(OBJECTIVE)
-    if OBJECTIVE not in recorded or before == now:  # a run from before this was recorded is not compared
+    # a run from before this was recorded is not compared
+    if OBJECTIVE not in recorded or before == now:
         return []
     if (before is None or now is None) and not loaded.consent:
-        was, become = (f"an objective of your own ({name})" if name else "the loss of the task" for name in (before, now))
-        with_it, without = "isotype.train(resume=..., objective=...) with the same function", "leave the objective out, or start a new run"
+        was, become = (
+            f"an objective of your own ({name})" if name else "the loss of the task"
+            for name in (before, now)
+        )
+        with_it, without = (
+            "isotype.train(resume=..., objective=...) with the same function",
+            "leave the objective out, or start a new run",
+        )
         raise UsageError(
-            f"resuming would be another run: it was trained with {was}, and would go on with {become}", fix=with_it if before else without
+            f"resuming would be another run: it was trained with {was}, and would go on with"
+            f" {become}",
+            fix=with_it if before else without,
         )
     return [_changed(console, OBJECTIVE, f"objective: {before} -> {now}")]
 
 
-def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[Changed] = ()) -> list[Changed]:
-    """What has changed since the run was last started, printed too. A run from before this was recorded is not compared.
+def compare_data(
+    task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[Changed] = ()
+) -> list[Changed]:
+    """What has changed since the run was last started, printed too. A run from before this was
+    recorded is not compared.
 
     settings  those that this start changes
     """
@@ -101,20 +133,30 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: S
     if not isinstance(before, dict):
         return []
     facts, now = task.records().get("data.json", {}), task.fingerprints()
-    by_settings = [change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")]
+    by_settings = [
+        change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")
+    ]
     found: list[Changed] = []
     for kind, of, follows in _KINDS:
         files = _changed_files(recorded, facts, evaluation=of == EVALUATION_ROWS)
-        streamed = bool(facts.get("stream")) and of == ROWS  # the rows that were compared are the first ones only
+        # the rows that were compared are the first ones only
+        streamed = bool(facts.get("stream")) and of == ROWS
         if now[kind] == before.get(kind) and not (streamed and files):
             continue
         if of == EVALUATION_ROWS and not files and found:  # held out of the training files
             files = _changed_files(recorded, facts, evaluation=False)
-        what = ", ".join([*files[:5], *by_settings]) or "the files are the same: the tokenizer, its chat template or a library"
+        what = (
+            ", ".join([*files[:5], *by_settings])
+            or "the files are the same: the tokenizer, its chat template or a library"
+        )
         was, are = _rows(recorded), _rows(facts)
         if of == ROWS and was != are and not streamed:
             what += f"; training rows: {was} before, {are} now"
-        found.append(_changed(console, of, f"the {of} are not those of the run's last start ({what}): {follows}"))
+        found.append(
+            _changed(
+                console, of, f"the {of} are not those of the run's last start ({what}): {follows}"
+            )
+        )
     return found
 
 
@@ -124,11 +166,20 @@ def _changed(console: RunConsole, of: str, what: str) -> Changed:
 
 
 def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
-    """The files of the evaluation, or the others, that data.json names with another checksum than before."""
+    """The files of the evaluation, or the others, that data.json names with another checksum than
+    before.
+    """
     before, after = (
-        dict(_checksums(facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"})) for facts in (old, new)
+        dict(
+            _checksums(
+                facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"}
+            )
+        )
+        for facts in (old, new)
     )
-    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    return sorted(
+        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    )
 
 
 def _rows(facts: dict[str, Any]) -> Any:
@@ -147,7 +198,9 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
 
 
 def settings_before(folder: RunFolder) -> RunConfig:
-    """The settings with which the run was last started, from plan.json; a run from before they were kept there has resolved.yaml alone."""
+    """The settings with which the run was last started, from plan.json; a run from before they were
+    kept there has resolved.yaml alone.
+    """
     try:
         return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
     except (KeyError, ValidationError):
@@ -155,7 +208,9 @@ def settings_before(folder: RunFolder) -> RunConfig:
 
 
 def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed]) -> None:
-    """Records a resume after this step, with what it changes; None where the run begins again, so that nothing before it counts."""
+    """Records a resume after this step, with what it changes; None where the run begins again, so
+    that nothing before it counts.
+    """
     if step is None:
         (folder.path / RESUMES).unlink(missing_ok=True)
         return
@@ -163,8 +218,13 @@ def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed
     # steps that are done again, since their checkpoint was damaged, have the later settings
     changes = [change | {"after_step": min(change["after_step"], step)} for change in changes]
     made = ({"after_step": step, **asdict(one)} for one in changed)
-    changes += [one for one in made if one not in changes]  # those of a resume that was killed at once are there
-    folder.write_json(RESUMES, {"steps": [*(s for s in steps if s <= step), step]} | ({"changes": changes} if changes else {}))
+    # those of a resume that was killed at once are there
+    changes += [one for one in made if one not in changes]
+    folder.write_json(
+        RESUMES,
+        {"steps": [*(s for s in steps if s <= step), step]}
+        | ({"changes": changes} if changes else {}),
+    )
 
 
 def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
@@ -173,12 +233,18 @@ def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     steps, changes = found.get("steps"), found.get("changes")
     return (
         [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
-        [c for c in changes if isinstance(c, dict) and type(c.get("after_step")) is int] if isinstance(changes, list) else [],
+        (
+            [c for c in changes if isinstance(c, dict) and type(c.get("after_step")) is int]
+            if isinstance(changes, list)
+            else []
+        ),
     )
 
 
 def refuse_fewer_steps(loop: Loop, made: int | None) -> None:
-    """Raises UsageError where the run has made more steps than it is to have: its settings would be untrue."""
+    """Raises UsageError where the run has made more steps than it is to have: its settings would be
+    untrue.
+    """
     if made is not None and made > loop.plan.total:
         raise UsageError(
             f"train.steps: {loop.plan.total}, and the run has made {counted(made, 'step')}",
@@ -187,7 +253,9 @@ def refuse_fewer_steps(loop: Loop, made: int | None) -> None:
 
 
 def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
-    """Restores the checkpoint of this step, the newest whole one, or begins at step 1 where there is none. Says which."""
+    """Restores the checkpoint of this step, the newest whole one, or begins at step 1 where there
+    is none. Says which.
+    """
     world = loop.world
     if step is None:
         if world.first:
@@ -200,25 +268,42 @@ def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
         loop.store.tidy(loop.progress.best_step)
     if wrote != world.size:
         of_then, now = (counted(count, "process", "processes") for count in (wrote, world.size))
-        said = f"saved by {of_then}, goes on with {now}: the same rows; dropout, where the model has any, draws differently"
+        said = (
+            f"saved by {of_then}, goes on with {now}: the same rows; dropout, where the model has"
+            " any, draws differently"
+        )
         console.say(f"resume    {said}")
     ended = ""
     if step >= loop.plan.total:
         ended = f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
     elif loop.ended_early:
-        ended = f", where early stopping ended the run: train.patience={2 * loop.progress.without_gain} goes on"
+        ended = (
+            f", where early stopping ended the run: train.patience={2 * loop.progress.without_gain}"
+            " goes on"
+        )
     console.say(f"resume    from step {step}{ended}")
 
 
 def write_start(
-    loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World, objective: str | None, *,
+    loaded: LoadedConfig,
+    task: Task,
+    prepared: Prepared,
+    plan: Milestones,
+    folder: RunFolder,
+    world: World,
+    objective: str | None,
+    *,
     resuming: bool,
-) -> None:  # fmt: skip
-    """Writes a new run's `resolved.yaml` last, since it marks the folder as a run. `objective`: the name of a user's own."""
-    (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
+) -> None:
+    """Writes a new run's `resolved.yaml` last, since it marks the folder as a run. `objective`: the
+    name of a user's own.
+    """
+    # of the part that a resumed run goes on from
+    (folder.path / "result.json").unlink(missing_ok=True)
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
-        folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
+        # as given at first; a resumed run reads resolved.yaml
+        folder.write_text("config.yaml", loaded.text)
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     task.begin(folder.path, resuming=resuming)
@@ -230,21 +315,36 @@ def write_start(
     resolved = _resolved_text(loaded, prepared, folder, resuming=resuming)
     trainable, total = trainable_share(prepared.model)
     described = {
-        **asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, OBJECTIVE: objective, DATA: task.fingerprints(),
-        "processes": world.size, "machines": world.nodes, SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json"),
-    }  # fmt: skip
-    if resuming:  # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with plan.json's again
+        **asdict(plan),
+        "task": task.kind,
+        "parameters": total,
+        "trained": trainable,
+        OBJECTIVE: objective,
+        DATA: task.fingerprints(),
+        "processes": world.size,
+        "machines": world.nodes,
+        SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json"),
+    }
+    # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with
+    # plan.json's again
+    if resuming:
         folder.write_text(RESOLVED, resolved)
     folder.write_json("plan.json", described)
     if not resuming:
         folder.write_text(RESOLVED, resolved)
 
 
-def _resolved_text(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool) -> str:
+def _resolved_text(
+    loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool
+) -> str:
     """`resolved.yaml`: each setting with its source, and what the run chose for those left open."""
     resolved, model = prepared.resolved, prepared.model
-    reasons = {f"precision.{role}": reason for role, reason in resolved.reasons.items()} | {"precision.preset": resolved.why_preset}
-    values = {f"precision.{role}": value for role, value in resolved.precision.items()} | {"precision.preset": resolved.preset}
+    reasons = {f"precision.{role}": reason for role, reason in resolved.reasons.items()} | {
+        "precision.preset": resolved.why_preset
+    }
+    values = {f"precision.{role}": value for role, value in resolved.precision.items()} | {
+        "precision.preset": resolved.preset
+    }
     if base := resolved.from_checkpoint:
         loaded = _with(loaded, "precision", "base", base, resolved.reasons["base"])
     if loaded.config.model.attention == AUTO and has_attention(model):
@@ -255,7 +355,8 @@ def _resolved_text(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, 
         values |= settings
         reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
     given = loaded.config.run.folder
-    if resuming and "{name}" not in given and Path(given).resolve() != folder.path.resolve():  # it was copied or renamed
+    # it was copied or renamed
+    if resuming and "{name}" not in given and Path(given).resolve() != folder.path.resolve():
         loaded = _with(loaded, "run", "folder", str(folder.path), "where the run was resumed")
     return resolved_yaml(loaded, reasons, values)
 
@@ -267,22 +368,40 @@ def _with(loaded: LoadedConfig, section: str, key: str, value: str, source: str)
     return replace(loaded, config=config, sources={**loaded.sources, f"{section}.{key}": source})
 
 
-def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World) -> list[tuple[str, str]]:
+def header_rows(
+    task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World
+) -> list[tuple[str, str]]:
     """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
     config = task.config
     hardware, resolved, train = prepared.hardware, prepared.resolved, config.train
     trainable, total = trainable_share(prepared.model)
     p = resolved.precision
-    how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
+    how = (
+        f"{config.adapter.kind} r={config.adapter.r}"
+        if config.adapter.kind != "none"
+        else "every weight"
+    )
     weights = sum(local_part(p).numel() * p.element_size() for p in prepared.model.parameters())
-    line = attention_line(prepared.model, config.model.attention, p, device_type=prepared.device.type)
+    line = attention_line(
+        prepared.model, config.model.attention, p, device_type=prepared.device.type
+    )
     measured = "isotype plan estimates the peak, each step shows the measured one"
-    returned = "; freed memory is given back at once, since it may become scarce" if returns_freed_blocks() else ""
+    returned = (
+        "; freed memory is given back at once, since it may become scarce"
+        if returns_freed_blocks()
+        else ""
+    )
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
         *_processes_row(world, prepared, config.parallel.kind),
-        ("model", f"{task.base_name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
+        (
+            "model",
+            (
+                f"{task.base_name}  {total:,} parameters, {trainable:,} trained"
+                f" ({trainable / total:.2%}, {how})"
+            ),
+        ),
         ("precision", f"{resolved.text}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
@@ -292,8 +411,10 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("memory", f"weights {size(weights)} of {size(hardware.memory)}; {measured}{returned}"),
         (
             "schedule",
-            f"{counted(plan.total, 'step')} of {train.batch_size} x {train.accumulate} {task.words.row}s, "
-            f"learning rate {train.learning_rate:g} {train.schedule}",
+            (
+                f"{counted(plan.total, 'step')} of {train.batch_size} x {train.accumulate}"
+                f" {task.words.row}s, learning rate {train.learning_rate:g} {train.schedule}"
+            ),
         ),
         *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings],
     ]
@@ -302,16 +423,31 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
 
 def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
     if world.size == 1:
-        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind in ("shard", "hybrid") else []
+        return (
+            [("processes", f"1: parallel.kind: {kind} has no effect")]
+            if kind in ("shard", "hybrid")
+            else []
+        )
     batching = prepared.batching
     where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
     each = f"{len(batching.own)} x {batching.rows} rows of each step"
-    return [("processes", f"{world.size} {where}, started by {world.launcher}, {world.backend}: {prepared.parallel}, each computes {each}")]
+    return [
+        (
+            "processes",
+            (
+                f"{world.size} {where}, started by {world.launcher}, {world.backend}:"
+                f" {prepared.parallel}, each computes {each}"
+            ),
+        )
+    ]
 
 
 def attention_line(model: nn.Module, asked: str, precision: Precision, *, device_type: str) -> str:
-    """The implementation and why it is that one; of diffusers' models the back ends of their layers; "" where neither is known.
+    """The implementation and why it is that one; of diffusers' models the back ends of their
+    layers; "" where neither is known.
 
     asked  `model.attention`
     """
-    return attention_of_transformers(model, asked) or joint_attention.said(model, precision.compute, device_type=device_type)
+    return attention_of_transformers(model, asked) or joint_attention.said(
+        model, precision.compute, device_type=device_type
+    )

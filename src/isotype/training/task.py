@@ -1,7 +1,8 @@
 """`Task`: the protocol that each kind of training implements.
 
-A task loads a model and its data, computes a loss, evaluates, samples, saves. `training` never imports one: the command line chooses it
-(`isotype.tasks.choose`) and hands it in. The order of the calls is `check`, `load_data`, `encode`, `build_model`, then the rest.
+A task loads a model and its data, computes a loss, evaluates, samples, saves. `training` never
+imports one: the command line chooses it (`isotype.tasks.choose`) and hands it in. The order of the
+calls is `check`, `load_data`, `encode`, `build_model`, then the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Yielded = TypeVar("Yielded", covariant=True)
 
 @dataclass(frozen=True)
 class Words:
-    """The words in which the output describes the task: `units` are counted for the speed, losses are divided by `weight`.
+    """The words in which the output describes the task: `units` are counted for the speed, losses
+    are divided by `weight`.
 
     Both are also the keys of metrics.jsonl: `tokens`, `tokens_per_second`, `supervised`.
     """
@@ -43,7 +45,9 @@ class Words:
     evaluated: str = ""
     """What an evaluation's weight is called in metrics.jsonl, if not `units`."""
     measures: tuple[str, ...] = ()
-    """Numbers beside the loss, each a mean over `weight`, in the order in which `loss_sum` gives their sums."""
+    """Numbers beside the loss, each a mean over `weight`, in the order in which `loss_sum` gives
+    their sums.
+    """
     named: Callable[[dict[str, float]], Mapping[str, float]] = dict
     """The numbers of metrics.jsonl from the measures by name: the measures themselves."""
     live: tuple[str, ...] = ()
@@ -91,7 +95,9 @@ class Idle:
 
 
 class Feed(Protocol[Yielded]):
-    """An endless feed of training rows. `state` is all that is needed to continue at the same position."""
+    """An endless feed of training rows. `state` is all that is needed to continue at the same
+    position.
+    """
 
     def take(self, count: int) -> Sequence[Yielded]: ...
 
@@ -118,7 +124,9 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class Averaged:
-    """A sample that was made with the averages of the weights in the model's place; a round has it beside the trained weights' own."""
+    """A sample that was made with the averages of the weights in the model's place; a round has it
+    beside the trained weights' own.
+    """
 
     sample: Sample
 
@@ -136,8 +144,9 @@ class Averaged:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean over `weight`, what a batch's `weight` counts; `parts`: the same over parts of the data, by name; `measures`: the task's
-    other numbers."""
+    """loss: mean over `weight`, what a batch's `weight` counts; `parts`: the same over parts of the
+    data, by name; `measures`: the task's other numbers.
+    """
 
     loss: float
     weight: int
@@ -152,14 +161,24 @@ class Evaluation:
         def mean(value: Callable[[Evaluation], float]) -> float:
             return sum(value(one) * one.weight for one in sets.values()) / max(1, weight)
 
-        common = [name for name in next(iter(sets.values())).measures if all(name in one.measures for one in sets.values())]
+        common = [
+            name
+            for name in next(iter(sets.values())).measures
+            if all(name in one.measures for one in sets.values())
+        ]
         measures = {name: mean(lambda one, name=name: one.measures[name]) for name in common}  # type: ignore[misc]  # mypy does not infer a lambda with a default
-        return cls(mean(lambda one: one.loss), weight, {name: one.loss for name, one in sets.items()}, measures)
+        return cls(
+            mean(lambda one: one.loss),
+            weight,
+            {name: one.loss for name, one in sets.items()},
+            measures,
+        )
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check before step 1. `codes`: the codes of its findings; if the user skips the first of them, the check does not run.
+    """One check before step 1. `codes`: the codes of its findings; if the user skips the first of
+    them, the check does not run.
 
     run  takes a `setup.Subject` of the task that has the check
     """
@@ -184,7 +203,8 @@ class Outline:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutline:
-    """The work that a memory plan runs on tensors without data: the largest step, and the largest evaluation and sample.
+    """The work that a memory plan runs on tensors without data: the largest step, and the largest
+    evaluation and sample.
 
     rows, length  of the largest micro-batch, for the output
     batch         makes it on a device
@@ -202,7 +222,9 @@ class StepOutline:
     beside: int = 0
     """Bytes of other frozen models that the run holds."""
     block_flops: Callable[[nn.Module], Sequence[float]] = lambda model: ()
-    """FLOPs of each block's forward on the largest micro-batch, in the order of `memory.recomputation.checkpointable`."""
+    """FLOPs of each block's forward on the largest micro-batch, in the order of
+    `memory.recomputation.checkpointable`.
+    """
 
 
 class Task(Protocol):
@@ -219,7 +241,9 @@ class Task(Protocol):
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """Roles of `precision` that only this kind of run has -> a dtype by default, or the role that is followed."""
+        """Roles of `precision` that only this kind of run has -> a dtype by default, or the role
+        that is followed.
+        """
 
     def observed(self) -> Iterable[tuple[str, str, str]]:
         """(role, tensor, dtype) of these roles as the last step had them."""
@@ -231,21 +255,28 @@ class Task(Protocol):
     # before step 1
 
     def check(self, precision: Precision) -> None:
-        """Raises  UsageError for settings that this kind of run cannot keep, before anything is loaded"""
+        """Raises  UsageError for settings that this kind of run cannot keep, before anything is
+        loaded
+        """
 
     def load_data(self) -> None:
         """Everything but the model: tokenizer, rows, prompts. Raises UsageError."""
 
     def encode(self, device: torch.device) -> None:
-        """What other models make of the data (latents, text embeddings), computed once; these models are freed. Nothing where there are
-        none. Raises UsageError."""
+        """What other models make of the data (latents, text embeddings), computed once; these
+        models are freed. Nothing where there are none. Raises UsageError.
+        """
 
-    def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
+    def build_model(
+        self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
+    ) -> tuple[nn.Module, Manifest]:
         """The model as it will be trained, and what Isotype replaced in it.
 
         device  of the run; with `part` the weights are on the CPU
-        folder  where a model that is made here (`model.init: random`) is kept, so that a resumed run starts from the same one
-        part    what this process will keep of the model, where several share it: other rows need no values
+        folder  where a model that is made here (`model.init: random`) is kept, so that a resumed
+                run starts from the same one
+        part    what this process will keep of the model, where several share it: other rows need no
+                values
         """
 
     @property
@@ -253,7 +284,9 @@ class Task(Protocol):
         """Rows of an epoch."""
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the `training` rows and one of the `evaluation` rows, by which processes and resumed runs compare theirs."""
+        """A hash of the `training` rows and one of the `evaluation` rows, by which processes and
+        resumed runs compare theirs.
+        """
 
     @property
     def eval_rows(self) -> int: ...
@@ -265,7 +298,9 @@ class Task(Protocol):
         """The rows of the largest batch that training could ever see."""
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
-        """The model as `build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
+        """The model as `build_model` makes it, without its weights. Raises UsageError for adapter
+        targets it lacks.
+        """
 
     def step_outline(self, precision: Precision) -> StepOutline: ...
 
@@ -277,38 +312,66 @@ class Task(Protocol):
 
     # training
 
-    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str) -> list[tuple[str, str]]:
-        """Work on the model as the run starts, before a checkpoint is restored; returns rows of the header. Raises UsageError."""
+    def before_training(
+        self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
+    ) -> list[tuple[str, str]]:
+        """Work on the model as the run starts, before a checkpoint is restored; returns rows of the
+        header. Raises UsageError.
+        """
 
     def one_shape_each(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
         """The rows, in parts that `collate` can make one batch of."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
-    def before_step(self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str) -> Iterable[Batch]:
-        """Gives the batches of a whole step what they share, without gradient. Every process calls it with its own."""
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str
+    ) -> Iterable[Batch]:
+        """Gives the batches of a whole step what they share, without gradient. Every process calls
+        it with its own.
+        """
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
-        """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with `words.measures`, float[1 + measures]: their sums
-        follow, without gradient.
+        """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with
+        `words.measures`, float[1 + measures]: their sums follow, without gradient.
 
-        divisor  the sums are divided by it, inside an op where there is one, so that a gradient is rounded once
+        divisor  the sums are divided by it, inside an op where there is one, so that a gradient is
+                 rounded once
         """
 
-    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        """The loss on the evaluation rows, or on the first `most` of them, or of the training rows where there are none.
+    def evaluate(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        dtype: str,
+        most: int | None = None,
+        world: World = ALONE,
+    ) -> Evaluation:
+        """The loss on the evaluation rows, or on the first `most` of them, or of the training rows
+        where there are none.
 
-        world  the processes that call this together; each may compute a share (`world.sum`), and all return the same
+        world  the processes that call this together; each may compute a share (`world.sum`), and
+               all return the same
         """
 
-    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+    def rehearse_evaluation(
+        self, model: nn.Module, device: torch.device, *, dtype: str
+    ) -> Evaluation | None:
         """One pass over the largest evaluation rows; None where nothing is evaluated."""
 
     @property
     def samples(self) -> int:
         """How many samples a round makes; 0: none."""
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Sample]:
+    def sample(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        shortened: bool = False,
+        world: World = ALONE,
+    ) -> Sequence[Sample]:
         """One round of samples. It does not change the state of training.
 
         shortened  one small sample, as a test
@@ -320,8 +383,12 @@ class Task(Protocol):
     def save(self, model: nn.Module, folder: Path, precision: Precision) -> None:
         """Writes the adapter or the model with all that is needed to use it."""
 
-    def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
-        """Loads what `save` wrote in the way a user would, under the run's precision. `part`: as in `build_model`."""
+    def reload(
+        self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None
+    ) -> nn.Module:
+        """Loads what `save` wrote in the way a user would, under the run's precision. `part`: as in
+        `build_model`.
+        """
 
     # what is shown and recorded
 
@@ -332,10 +399,14 @@ class Task(Protocol):
         """JSON files of the run folder that this kind of run writes at its start, by name."""
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        """Prepares the files that may grow during the run, such as lists; `records` are written once."""
+        """Prepares the files that may grow during the run, such as lists; `records` are written
+        once.
+        """
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
-        """The architecture's name, and the plan's notes about the base. Raises UsageError as `build_model` would."""
+        """The architecture's name, and the plan's notes about the base. Raises UsageError as
+        `build_model` would.
+        """
 
     def plan_facts(self) -> dict[str, Any]:
         """The value of `data` in `isotype plan --json`."""
@@ -349,18 +420,25 @@ def micro_batch(train: TrainSection) -> int:
     return train.eval_batch_size or train.batch_size
 
 
-def batches_of_rank(task: Task, stream: Feed[object], batching: Batching, *, together: bool) -> list[Batch]:
+def batches_of_rank(
+    task: Task, stream: Feed[object], batching: Batching, *, together: bool
+) -> list[Batch]:
     """Takes the rows of a step and collates those of this process; those of others are skipped.
 
-    together  the processes share a model, whose forward is one of all: each makes as many passes as the one that has most
+    together  the processes share a model, whose forward is one of all: each makes as many passes as
+              the one that has most
     """
-    taken: list[Sequence[Sequence[object]]] = [task.one_shape_each(stream.take(batching.rows)) for _ in range(batching.total)]
+    taken: list[Sequence[Sequence[object]]] = [
+        task.one_shape_each(stream.take(batching.rows)) for _ in range(batching.total)
+    ]
     own = [rows for number in batching.own for rows in taken[number]]
     batches = [task.collate(rows) for rows in own]
     if not together:
         return batches
     each = len(batching.own)
-    most = max(sum(map(len, taken[first : first + each])) for first in range(0, batching.total, each))
+    most = max(
+        sum(map(len, taken[first : first + each])) for first in range(0, batching.total, each)
+    )
     return batches + [Idle(task.collate(own[0][:1])) for _ in range(most - len(own))]
 
 
@@ -388,7 +466,9 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Every block under it draws the same numbers, so that two evaluations of a model that draws in its forward can be compared."""
+    """Every block under it draws the same numbers, so that two evaluations of a model that draws in
+    its forward can be compared.
+    """
     with random_state_restored():
         seed_generators(0)
         yield

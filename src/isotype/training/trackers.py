@@ -1,7 +1,8 @@
-"""Sends each row of metrics.jsonl and each round of samples to the trackers of a run, TensorBoard and Weights & Biases.
+"""Sends each row of metrics.jsonl and each round of samples to the trackers of a run, TensorBoard
+and Weights & Biases.
 
-A tracker must not disturb a run: random state is restored after each call, and a tracker that fails (a full disk, a lost network) is named
-once and then switched off.
+A tracker must not disturb a run: random state is restored after each call, and a tracker that fails
+(a full disk, a lost network) is named once and then switched off.
 """
 
 from __future__ import annotations
@@ -29,12 +30,18 @@ class Trackers:
     settings  the run's configuration, section by section
     """
 
-    def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say) -> None:
+    def __init__(
+        self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say
+    ) -> None:
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
         self._say = say
         with random_state_restored():
             for name in dict.fromkeys(names):
-                made = TensorBoard(folder, settings) if name == TensorBoard.name else WeightsAndBiases(folder, settings, say)
+                made = (
+                    TensorBoard(folder, settings)
+                    if name == TensorBoard.name
+                    else WeightsAndBiases(folder, settings, say)
+                )
                 self._trackers.append(made)
                 say(f"tracker   {made.name}: {made.address}")
 
@@ -63,7 +70,9 @@ class Trackers:
                     tell(tracker)
                 except Exception as error:  # an error of a service must not stop the run
                     self._trackers.remove(tracker)
-                    self._say(f"tracker   {tracker.name} failed and is switched off: {first_line(error)}")
+                    self._say(
+                        f"tracker   {tracker.name} failed and is switched off: {first_line(error)}"
+                    )
 
 
 class TensorBoard:
@@ -85,9 +94,13 @@ class TensorBoard:
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step if step else None)
             rows = [
-                f"| {section}.{key} | {write_value(value)} |" for section, part in self._settings.items() for key, value in part.items()
+                f"| {section}.{key} | {write_value(value)} |"
+                for section, part in self._settings.items()
+                for key, value in part.items()
             ]
-            self._writer.add_text("settings", "\n".join(["| key | value |", "|---|---|", *rows]), step)
+            self._writer.add_text(
+                "settings", "\n".join(["| key | value |", "|---|---|", *rows]), step
+            )
         return self._writer
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -109,7 +122,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes the step as a metric of each row, since wandb's own step counter cannot go back to the checkpoint of a resumed run."""
+    """Writes the step as a metric of each row, since wandb's own step counter cannot go back to the
+    checkpoint of a resumed run.
+    """
 
     name = "wandb"
 
@@ -129,15 +144,26 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         write_text(folder / ID, self._run.id + "\n")
-        self.address = str(self._run.url or "") if mode == "online" else f"{mode}, wandb sync {Path(self._run.dir).parent}"
+        self.address = (
+            str(self._run.url or "")
+            if mode == "online"
+            else f"{mode}, wandb sync {Path(self._run.dir).parent}"
+        )
 
     def _start(self, folder: Path, settings: Mapping[str, Any], mode: Any) -> Any:
         file = folder / ID
         return self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "isotype"), name=os.environ.get("WANDB_NAME", folder.resolve().name), dir=str(folder),
-            id=file.read_text(encoding="utf-8").strip() if file.is_file() else None, resume="allow", mode=mode, config=dict(settings),
-            settings=self._wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=TIMEOUT),
-        )  # fmt: skip
+            project=os.environ.get("WANDB_PROJECT", "isotype"),
+            name=os.environ.get("WANDB_NAME", folder.resolve().name),
+            dir=str(folder),
+            id=file.read_text(encoding="utf-8").strip() if file.is_file() else None,
+            resume="allow",
+            mode=mode,
+            config=dict(settings),
+            settings=self._wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, init_timeout=TIMEOUT
+            ),
+        )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})

@@ -12,13 +12,18 @@ from .transforms import Draft, Given
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    kind, network = str(source.get("type") or "sd_trainer"), str(source.get("network.type") or "lora").lower()
+    kind, network = (
+        str(source.get("type") or "sd_trainer"),
+        str(source.get("network.type") or "lora").lower(),
+    )
     if kind not in ("sd_trainer", "ui_trainer", "diffusion_trainer"):
         return f"config.process[0].type: {kind} is not offered: sd_trainer is"
     if network not in ("lora", "lokr"):
         return f"network.type: {network} is not offered: adapter.kind is lora or lokr"
     if any(
-        given.name.startswith(f"{p.DATASET}.") and given.name.endswith(".control_path") and isinstance(given.value, list)
+        given.name.startswith(f"{p.DATASET}.")
+        and given.name.endswith(".control_path")
+        and isinstance(given.value, list)
         for given in source.keys
     ):
         return "datasets: control_path: several pictures before an edit are not offered: one is"
@@ -34,7 +39,9 @@ def _samples(draft: Draft, given: Given) -> None:
     )
     found: list[Any] = []
     for i, entry in enumerate(entries):
-        text = str(entry.get("prompt", "") if isinstance(entry, dict) else entry).replace("[trigger]", trigger)
+        text = str(entry.get("prompt", "") if isinstance(entry, dict) else entry).replace(
+            "[trigger]", trigger
+        )
         made: dict[str, Any] = {"prompt": text}
         if isinstance(entry, dict) and (control := entry.get("ctrl_img")):
             made["control"] = str(control)
@@ -47,7 +54,12 @@ def _samples(draft: Draft, given: Given) -> None:
 
 
 def _size(draft: Draft, given: Given) -> None:
-    draft.set(given, "run.sample_size", max(int(draft.keys.get(f"sample.{side}") or 0) for side in ("width", "height")), "a square")
+    draft.set(
+        given,
+        "run.sample_size",
+        max(int(draft.keys.get(f"sample.{side}") or 0) for side in ("width", "height")),
+        "a square",
+    )
 
 
 _WHOLE = 100_000
@@ -55,10 +67,20 @@ _WHOLE = 100_000
 
 def _refused_when_on(use: str) -> t.Handler:
     """Such a key may have another word than those of `OFF`."""
-    return lambda draft, given: draft.not_offered(given, use) if t.is_on(given.value) else draft.no_effect(given, "switched off")
+    return lambda draft, given: (
+        draft.not_offered(given, use)
+        if t.is_on(given.value)
+        else draft.no_effect(given, "switched off")
+    )
 
 
-_OTHERS = ("model.is_flux", "model.is_v3", "model.is_auraflow", "model.is_pixart", "model.is_lumina2")
+_OTHERS = (
+    "model.is_flux",
+    "model.is_v3",
+    "model.is_auraflow",
+    "model.is_pixart",
+    "model.is_lumina2",
+)
 
 
 def _of_clip(then: t.Handler) -> t.Handler:
@@ -77,7 +99,10 @@ def _base(draft: Draft, given: Given) -> None:
     kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
     word = "fp8" if "float8" in kind else "int8" if kind in ("qint8", "int8") else None
     if word is None:
-        draft.not_offered(given, f"{kind}: the base is bf16; precision.base: fp8 or int8, or precision.preset: nf4-lora")
+        draft.not_offered(
+            given,
+            f"{kind}: the base is bf16; precision.base: fp8 or int8, or precision.preset: nf4-lora",
+        )
     else:
         draft.set(given, "precision.base", word, "with a scale a channel")
 
@@ -117,18 +142,23 @@ _NO_EFFECT = {
     "precision.save: adapters are fp32": "save.dtype",
     p.NOT_UPLOADED: "save.push_to_hub save.hf_*",
     t.IRRELEVANT: (
-        "type performance_log_every sqlite_db_path logging.* model.is_flux model.arch model.is_xl model.is_v2 model.is_v3 "
-        "model.model_kwargs model.quantize_te model.qtype_te train.unload_text_encoder train.cache_text_embeddings train.train_unet "
-        "train.noise_scheduler sample.sampler sample.num_frames sample.fps save.save_format"
+        "type performance_log_every sqlite_db_path logging.* model.is_flux model.arch model.is_xl"
+        " model.is_v2 model.is_v3 model.model_kwargs model.quantize_te model.qtype_te"
+        " train.unload_text_encoder train.cache_text_embeddings train.train_unet"
+        " train.noise_scheduler sample.sampler sample.num_frames sample.fps save.save_format"
     ),
 }
 _NOT_OFFERED = {
     "precision.preset: nf4-lora": "model.low_vram model.layer_offloading*",
-    "an assistant adapter is not offered: train on the model that is not distilled": "model.assistant_lora_path",
+    "an assistant adapter is not offered: train on the model that is not distilled": (
+        "model.assistant_lora_path"
+    ),
     "convolutions have no adapter": "network.conv network.conv_alpha",
     "adapter.targets names modules": "network.network_kwargs",
     p.ADAM: "train.optimizer_params",
-    "images.regularisation keeps what the model can": "train.diff_output_preservation* train.bypass_guidance_embedding",
+    "images.regularisation keeps what the model can": (
+        "train.diff_output_preservation* train.bypass_guidance_embedding"
+    ),
 }
 _DENSITIES = {"sigmoid": "logit_normal", "linear": "uniform", "uniform": "uniform"}
 _STYLE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less (style)"
@@ -138,34 +168,51 @@ KEYS: dict[str, t.Handler] = {
     **t.carried(
         model="name=model.name_or_path",
         diffusion="noise_offset=train.noise_offset",
-        adapter="r=network.linear alpha=network.linear_alpha dropout=network.dropout factor=network.lokr_factor",
+        adapter=(
+            "r=network.linear alpha=network.linear_alpha dropout=network.dropout"
+            " factor=network.lokr_factor"
+        ),
         train=(
-            "steps=train.steps batch_size=train.batch_size accumulate=train.gradient_accumulation_steps "
-            "accumulate=train.gradient_accumulation weight_decay=train.optimizer_params.weight_decay clip=train.max_grad_norm"
+            "steps=train.steps batch_size=train.batch_size"
+            " accumulate=train.gradient_accumulation_steps accumulate=train.gradient_accumulation"
+            " weight_decay=train.optimizer_params.weight_decay clip=train.max_grad_norm"
         ),
         run=(
-            "adapters_every=save.save_every adapters_keep=save.max_step_saves_to_keep sample_every=sample.sample_every "
-            "sample_steps=sample.sample_steps sample_guidance=sample.guidance_scale"
+            "adapters_every=save.save_every adapters_keep=save.max_step_saves_to_keep"
+            " sample_every=sample.sample_every sample_steps=sample.sample_steps"
+            " sample_guidance=sample.guidance_scale"
         ),
     ),
     p.DATASET: p.dataset(_OF_PICTURES),
-    "trigger_word": t.to("images.trigger", str, "put before every caption; there it replaces [trigger] too"),
+    "trigger_word": t.to(
+        "images.trigger", str, "put before every caption; there it replaces [trigger] too"
+    ),
     # model and adapter
     "model.quantize": t.where("model.quantize", "on", _base, "switched off"),
     "model.qtype": t.changed("decides precision.base, where model.quantize is on"),
-    "network.type": lambda draft, given: (p.lokr if str(given.value).lower() == "lokr" else t.no_effect(p.PEFT))(draft, given),
-    "network.lokr_full_rank": t.when_on("adapter.r", _WHOLE, note="a rank at which both factors are whole, with as much alpha"),
+    "network.type": lambda draft, given: (
+        p.lokr if str(given.value).lower() == "lokr" else t.no_effect(p.PEFT)
+    )(draft, given),
+    "network.lokr_full_rank": t.when_on(
+        "adapter.r", _WHOLE, note="a rank at which both factors are whole, with as much alpha"
+    ),
     # steps
     "train.train_text_encoder": _of_clip(t.when_on("adapter.text_encoders", True)),
-    "train.text_encoder_lr": t.where("train.train_text_encoder", "on", _of_clip(p.text_rate), "without train_text_encoder"),
+    "train.text_encoder_lr": t.where(
+        "train.train_text_encoder", "on", _of_clip(p.text_rate), "without train_text_encoder"
+    ),
     "train.gradient_checkpointing": t.either("train.gradient_checkpointing", "layers", "none"),
     "train.optimizer": t.optimizer,
     "train.lr": p.rate,
     "train.lr_scheduler": t.schedule,
     "train.ema_config.use_ema": t.when_on("train.ema", 0.99),
-    "train.ema_config.ema_decay": t.where("train.ema_config.use_ema", "on", t.number("train.ema"), "without use_ema"),
+    "train.ema_config.ema_decay": t.where(
+        "train.ema_config.use_ema", "on", t.number("train.ema"), "without use_ema"
+    ),
     "train.dtype": p.DECIDES,
-    "train.timestep_type": t.word("diffusion.timesteps", _DENSITIES, f"{p.DENSITIES}, and diffusion.shift"),
+    "train.timestep_type": t.word(
+        "diffusion.timesteps", _DENSITIES, f"{p.DENSITIES}, and diffusion.shift"
+    ),
     "train.content_or_style": t.only("balanced", "the default", _STYLE),
     "train.loss_type": t.only("mse", "the squared error", "diffusion.loss: l2, huber"),
     "train.min_denoising_steps": p.of_1000("diffusion.least_noise"),
@@ -176,7 +223,12 @@ KEYS: dict[str, t.Handler] = {
     **t.each(_size, "sample.width sample.height"),
     **t.each(_samples, "sample.prompts sample.samples"),
 }
-_DEFAULTS = {"train.batch_size": 1, "train.weight_decay": 0.01, "images.max_aspect": 2.0, "images.uncaptioned": "empty"}
+_DEFAULTS = {
+    "train.batch_size": 1,
+    "train.weight_decay": 0.01,
+    "images.max_aspect": 2.0,
+    "images.uncaptioned": "empty",
+}
 
 
 def finish(draft: Draft, source: Source) -> None:
@@ -185,7 +237,9 @@ def finish(draft: Draft, source: Source) -> None:
         draft.settings |= {"adapter.r": _WHOLE, "adapter.alpha": float(_WHOLE)}
     if draft.settings.get("adapter.kind") != "lokr":
         draft.settings.pop("adapter.factor", None)
-    draft.default_adapter("lora" if any(given.name.startswith("network.") for given in source.keys) else "none", 4)
+    draft.default_adapter(
+        "lora" if any(given.name.startswith("network.") for given in source.keys) else "none", 4
+    )
     p.without_text_encoders(draft)
     p.preset_of(draft, source.get("train.dtype") or "bf16")
     draft.default_all(p.NONE | _DEFAULTS)
@@ -197,5 +251,7 @@ def finish(draft: Draft, source: Source) -> None:
             side = "images.regularisation" if t.is_on(entry.get("is_reg")) else "images.train"
             sizes = p.several(entry["resolution"]) if entry.get("resolution") else ()
             controls = {"controls": str(entry["control_path"])} if entry.get("control_path") else {}
-            sides[side].append(p.source(folder, repeats=entry.get("num_repeats"), resolution=sizes) | controls)
+            sides[side].append(
+                p.source(folder, repeats=entry.get("num_repeats"), resolution=sizes) | controls
+            )
     p.put_sources(draft, sides)

@@ -1,4 +1,6 @@
-"""axolotl's YAML. Keys that it hands on to Hugging Face's Trainer are translated as that table says."""
+"""axolotl's YAML. Keys that it hands on to Hugging Face's Trainer are translated as that table
+says.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ def _objective(draft: Draft) -> str | None:
     if draft.keys.get("reward_model"):
         return "reward"
     rl = draft.keys.get("rl")
-    return "ipo" if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"] else str(rl) if rl in _RL else None
+    return (
+        "ipo"
+        if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"]
+        else str(rl)
+        if rl in _RL
+        else None
+    )
 
 
 # a setting of `preference`, wherever in the file `rl` stands
@@ -40,23 +48,38 @@ def _rl(draft: Draft, given: Given) -> None:
     if (objective := _objective(draft)) is None:
         draft.no_effect(given, "training is on given answers")
     else:
-        draft.set(given, "train.objective", objective, t.REFERENCE if objective in ("dpo", "ipo", "kto") else "")
+        draft.set(
+            given,
+            "train.objective",
+            objective,
+            t.REFERENCE if objective in ("dpo", "ipo", "kto") else "",
+        )
 
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     if (rl := source.has("rl")) and rl.value not in (None, "", False, *_RL):
-        return f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL)}, reward or distil"
+        return (
+            f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL)},"
+            " reward or distil"
+        )
     for key, what in (
         ("process_reward_model", "reward models are"),
         ("num_labels", "classification is"),
         ("qat", "quantisation-aware training is"),
         ("diffusion", "diffusion language models are"),
     ):
-        if (given := source.has(key)) and given.value and not (key == "num_labels" and source.get("reward_model")):
+        if (
+            (given := source.has(key))
+            and given.value
+            and not (key == "num_labels" and source.get("reward_model"))
+        ):
             return f"line {given.line}: {key}: {what} not offered"
     if (given := source.has("dpo_loss_type")) and given.value not in (None, ["sigmoid"], ["ipo"]):
-        return f"line {given.line}: dpo_loss_type: {given.value}: train.objective: dpo and ipo have one loss each"
+        return (
+            f"line {given.line}: dpo_loss_type: {given.value}: train.objective: dpo and ipo have"
+            " one loss each"
+        )
     adapter = source.get("adapter")
     if adapter not in (None, "", "lora", "qlora"):
         return f"adapter: {adapter} is not offered: lora and qlora are"
@@ -75,8 +98,15 @@ def _datasets(target: str) -> t.Handler:
             if isinstance(one, dict):
                 entry, note = _dataset(one)
                 if _objective(draft) is not None:  # pairs and labels are read in one format
-                    entry = {key: value for key, value in entry.items() if key not in ("format", "columns")}
-                    note.append("rows have prompt, chosen and rejected (kto: prompt, completion, label); other names: data.columns")
+                    entry = {
+                        key: value
+                        for key, value in entry.items()
+                        if key not in ("format", "columns")
+                    }
+                    note.append(
+                        "rows have prompt, chosen and rejected (kto: prompt, completion, label);"
+                        " other names: data.columns"
+                    )
                 entries.append(entry)
                 notes += note
         if not entries:
@@ -92,7 +122,11 @@ def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     notes = []
     files = one.get("data_files")
     path = str((files[0] if isinstance(files, list) else files) or one.get("path"))
-    local = bool(files) or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt")) or path.startswith(("/", "./", "../", "~"))
+    local = (
+        bool(files)
+        or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))
+        or path.startswith(("/", "./", "../", "~"))
+    )
     entry: dict[str, Any] = {"name": path if local else f"hf:{path}"}
     if isinstance(files, list) and len(files) > 1:
         notes.append(f"{len(files)} data_files: the first is named, add the others")
@@ -102,7 +136,11 @@ def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 notes.append(f"{theirs} is for datasets of the hub")
             else:
                 entry[ours] = str(one[theirs])
-    word = str(one["type"]).partition(".")[0].partition(":")[0] if isinstance(one.get("type"), str) else None
+    word = (
+        str(one["type"]).partition(".")[0].partition(":")[0]
+        if isinstance(one.get("type"), str)
+        else None
+    )
     if word in _FORMATS:
         if _FORMATS[word]:
             entry["format"] = _FORMATS[word]
@@ -113,7 +151,9 @@ def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         entry["columns"] = {"messages": str(one["field_messages"])}
     elif word == "completion" and one.get("field") not in (None, "text"):
         entry["columns"] = {"text": str(one["field"])}
-    if one.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or one.get("train_on_eos") not in (None, "turn", "all"):
+    if one.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or one.get(
+        "train_on_eos"
+    ) not in (None, "turn", "all"):
         notes.append("learnt are the assistant's answers with their end of turn (data.loss_on)")
     if one.get("message_property_mappings") or one.get("message_field_role"):
         notes.append("other names inside a message are not read: ShareGPT's and OpenAI's are")
@@ -124,7 +164,9 @@ def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _pretraining(draft: Draft, given: Given) -> None:
     one = given.value[0] if isinstance(given.value, list) and given.value else given.value
-    name, field = (one.get("path"), one.get("text_column")) if isinstance(one, dict) else (one, None)
+    name, field = (
+        (one.get("path"), one.get("text_column")) if isinstance(one, dict) else (one, None)
+    )
     entry: dict[str, Any] = {"name": f"hf:{name}", "format": "text"}
     if isinstance(one, dict) and one.get("name"):
         entry["subset"] = str(one["name"])
@@ -140,7 +182,9 @@ def _filled(_: Draft, given: Given) -> bool:
 
 def _times_an_epoch(target: str) -> t.Handler:
     """`evals_per_epoch: 4`: the number of steps in an epoch is not known before the data is read."""
-    return lambda draft, given: draft.not_offered(given, f"{target} in steps; by default ten evaluations in a run, each with a checkpoint")
+    return lambda draft, given: draft.not_offered(
+        given, f"{target} in steps; by default ten evaluations in a run, each with a checkpoint"
+    )
 
 
 _NO_EFFECT = {
@@ -148,9 +192,10 @@ _NO_EFFECT = {
     "part of train.objective": "dpo_loss_type",
     t.REFERENCE: "precompute_ref_log_probs rl_adapter_ref_model",
     t.OWN_OPS: (
-        "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_padding_free lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
-        "flash_attn_fuse_mlp cut_cross_entropy liger_* use_kernels fused_attn_kernel tiled_mlp flash_attn_cross_entropy "
-        "flash_attn_rms_norm gemma4_hybrid_attn_impl use_dsv4_kernels"
+        "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_padding_free lora_mlp_kernel"
+        " lora_qkv_kernel lora_o_kernel flash_attn_fuse_mlp cut_cross_entropy liger_* use_kernels"
+        " fused_attn_kernel tiled_mlp flash_attn_cross_entropy flash_attn_rms_norm"
+        " gemma4_hybrid_attn_impl use_dsv4_kernels"
     ),
     "samples come by run.sample_every": "dpo_generate_during_eval",
     "evaluations come by train.eval_every, by default ten in a run": "evaluation_strategy",
@@ -161,13 +206,16 @@ _NO_EFFECT = {
         "processor_type skip_prepare_dataset remove_unused_columns"
     ),
     t.IRRELEVANT: (
-        "model_type tokenizer_type tokenizer_use_fast min_sample_len sample_packing_* eval_sample_packing pad_to_sequence_len "
-        "resize_token_embeddings_to_32x num_labels lora_fan_in_fan_out dp_replicate_size context_* accelerator_config local_rank "
-        "strict debug loss_watchdog_threshold loss_watchdog_patience xformers gc_steps hf_use_auth_token push_dataset_to_hub "
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torchdistx_path gptq_groupsize gptq_model_v1 "
-        "max_packed_sequence_len batch_size experimental_skip_move_to_device trackio_* tokenizer_use_mistral_common tokenizer_legacy "
-        "flash_optimum eval_table_size total_num_tokens base_model_ignore_patterns streaming_multipack_buffer_size low_cpu_mem_usage "
-        "flex_attn_compile_kwargs do_bench"
+        "model_type tokenizer_type tokenizer_use_fast min_sample_len sample_packing_*"
+        " eval_sample_packing pad_to_sequence_len resize_token_embeddings_to_32x num_labels"
+        " lora_fan_in_fan_out dp_replicate_size context_* accelerator_config local_rank strict"
+        " debug loss_watchdog_threshold loss_watchdog_patience xformers gc_steps hf_use_auth_token"
+        " push_dataset_to_hub dataloader_num_workers dataloader_pin_memory"
+        " dataloader_prefetch_factor torchdistx_path gptq_groupsize gptq_model_v1"
+        " max_packed_sequence_len batch_size experimental_skip_move_to_device trackio_*"
+        " tokenizer_use_mistral_common tokenizer_legacy flash_optimum eval_table_size"
+        " total_num_tokens base_model_ignore_patterns streaming_multipack_buffer_size"
+        " low_cpu_mem_usage flex_attn_compile_kwargs do_bench"
     ),
 }
 _NOT_OFFERED = {
@@ -176,14 +224,17 @@ _NOT_OFFERED = {
     "write the system message into the rows": "default_system_message",
     "data.max_pixels is the most pixels of a picture": "image_size image_resize_algorithm",
     "data.shuffle: rows in the order of the file, or shuffled": "curriculum_sampling",
-    "the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer": "special_tokens tokens",
+    "the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer": (
+        "special_tokens tokens"
+    ),
     "adapter.* has what is offered of PEFT's settings": "peft",
     "every weight (adapter.kind: none) or adapter.modules_to_save": "unfrozen_parameters",
     "model.init: random builds fresh weights": "reinit_weights",
     "model.attention is sdpa, eager, flash or flex; sdpa is used": "xformers_attention",
     t.OWN_OPS: "plugins",
     "stacked experts stay as they are (model.allow_unquantised)": (
-        "quantize_moe_experts expert_parallel_size experts_implementation use_scattermoe use_sonicmoe llama4_linearized_experts"
+        "quantize_moe_experts expert_parallel_size experts_implementation use_scattermoe"
+        " use_sonicmoe llama4_linearized_experts"
     ),
     "train.schedule: wsd has a constant part": "cosine_constant_lr_ratio",
     "train.min_learning_rate is a share of the peak": "eta_min",
@@ -191,12 +242,13 @@ _NOT_OFFERED = {
     "isotype train --resume RUN": "auto_resume_from_checkpoints",
     "run.trackers is tensorboard or wandb": "use_swanlab swanlab_* use_otel_metrics otel_*",
     t.GPUS: (
-        "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size "
-        "use_ray ray_*"
+        "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size"
+        " sequence_parallel_degree dp_shard_size use_ray ray_*"
     ),
     t.NO_SETTING: (
-        "model_config model_quantization_config model_quantization_config_kwargs cls_model_config dpo_use_weighting dpo_norm_loss "
-        "dpo_loss_weights relora* jagged_restart_* lisa_* llmcompressor fp8_* nvfp4_* dsv4_* s2_attention lr_quadratic_warmup"
+        "model_config model_quantization_config model_quantization_config_kwargs cls_model_config"
+        " dpo_use_weighting dpo_norm_loss dpo_loss_weights relora* jagged_restart_* lisa_*"
+        " llmcompressor fp8_* nvfp4_* dsv4_* s2_attention lr_quadratic_warmup"
     ),
 }
 
@@ -217,7 +269,8 @@ KEYS: dict[str, t.Handler] = {
             "shuffle=shuffle_merged_datasets stream=streaming"
         ),
         adapter=(
-            "parameters=lora_target_parameters rslora=peft_use_rslora dora=peft_use_dora plus=loraplus_lr_ratio start_from=lora_model_dir"
+            "parameters=lora_target_parameters rslora=peft_use_rslora dora=peft_use_dora"
+            " plus=loraplus_lr_ratio start_from=lora_model_dir"
         ),
         train=(
             "epochs=num_epochs batch_size=micro_batch_size min_learning_rate=cosine_min_lr_ratio "
@@ -238,7 +291,9 @@ KEYS: dict[str, t.Handler] = {
         "data.chat_template: a Jinja file; without it the tokenizer's own template is used, not {}",
     ),
     "freeze_mm_modules": frozen("adapter.vision"),
-    "eot_tokens": t.changed("the end of a turn is what the chat template writes; it is always learnt"),
+    "eot_tokens": t.changed(
+        "the end of a turn is what the chat template writes; it is always learnt"
+    ),
     # preferences
     **t.each(_rl, "rl reward_model"),
     "rl_beta": _of("beta", "dpo", "ipo", "simpo", "kto"),
@@ -271,7 +326,9 @@ KEYS: dict[str, t.Handler] = {
     "use_tensorboard": t.when_on("run.trackers", ["tensorboard"], "off"),
     "use_wandb": t.when_on("run.trackers", ["wandb"], "off"),
     "wandb_project": t.when(
-        _filled, t.always("run.trackers", ["wandb"], "the project: WANDB_PROJECT in the environment"), t.no_effect("off")
+        _filled,
+        t.always("run.trackers", ["wandb"], "the project: WANDB_PROJECT in the environment"),
+        t.no_effect("off"),
     ),
 }
 
@@ -280,7 +337,14 @@ def finish(draft: Draft, source: Source) -> None:
     """axolotl's defaults where they are not Isotype's."""
     draft.settings.setdefault("adapter.kind", "none")
     draft.default_adapter("none")
-    draft.default_all({"train.batch_size": 1, "train.accumulate": 1, "data.max_length": 512, "train.schedule": "cosine"})
+    draft.default_all(
+        {
+            "train.batch_size": 1,
+            "train.accumulate": 1,
+            "data.max_length": 512,
+            "train.schedule": "cosine",
+        }
+    )
     if draft.settings.get("train.objective") == "simpo":
         draft.default("preference.nll", 1.0)  # TRL's cpo_alpha
     finish_text(draft)

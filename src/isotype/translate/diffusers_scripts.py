@@ -1,4 +1,6 @@
-"""diffusers' own example scripts: `train_dreambooth_lora_flux.py` and its like, from the shell script that starts one."""
+"""diffusers' own example scripts: `train_dreambooth_lora_flux.py` and its like, from the shell
+script that starts one.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,31 @@ _TEXT_RATE = 5e-6  # of the scripts that have `text_encoder_lr`
 
 def _with(scheme: str, target: str) -> t.Handler:
     """A number that acts with one weighting scheme only."""
-    return t.where("weighting_scheme", scheme, t.number(target), f"without weighting_scheme: {scheme}")
+    return t.where(
+        "weighting_scheme", scheme, t.number(target), f"without weighting_scheme: {scheme}"
+    )
 
 
 _NO_EFFECT = {
     "the caption of images.train": "instance_prompt",
-    "images.regularisation": "class_data_dir class_prompt with_prior_preservation prior_loss_weight",
+    "images.regularisation": (
+        "class_data_dir class_prompt with_prior_preservation prior_loss_weight"
+    ),
     "the default: images.crop: center": "center_crop",
     p.CACHED: "cache_latents cache_dir offload",
     p.NOT_UPLOADED: "push_to_hub hub_*",
     t.GPUS: "num_processes",
     t.IRRELEVANT: (
-        "variant pretrained_vae_model_name_or_path vae_path sample_batch_size prediction_type precondition_outputs logging_dir "
-        "dataloader_num_workers local_rank enable_xformers_memory_efficient_attention set_grads_to_none"
+        "variant pretrained_vae_model_name_or_path vae_path sample_batch_size prediction_type"
+        " precondition_outputs logging_dir dataloader_num_workers local_rank"
+        " enable_xformers_memory_efficient_attention set_grads_to_none"
     ),
 }
 _NOT_OFFERED = {
     "download it, and name its folder in images.train": "dataset_name",
-    "images.columns, and a file of rows": "dataset_config_name image_column cond_image_column caption_column",
+    "images.columns, and a file of rows": (
+        "dataset_config_name image_column cond_image_column caption_column"
+    ),
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
     "run.sample_every counts steps": "validation_epochs",
     "images.max_aspect: 2 puts pictures into buckets by their shape": "aspect_ratio_buckets",
@@ -59,7 +68,10 @@ KEYS: dict[str, t.Handler] = {
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
     **t.carried(
-        images="train=instance_data_dir train=train_data_dir resolution flip=random_flip caption_dropout",
+        images=(
+            "train=instance_data_dir train=train_data_dir resolution flip=random_flip"
+            " caption_dropout"
+        ),
         diffusion="max_text_length=max_sequence_length",
         adapter="r=rank alpha=lora_alpha dropout=lora_dropout",
         run="save_every=checkpointing_steps",
@@ -68,17 +80,30 @@ KEYS: dict[str, t.Handler] = {
     "repeats": t.changed("repeats: {} of images.train"),
     # adapter
     "train_text_encoder": t.when_on("adapter.text_encoders", True),
-    "text_encoder_lr": t.where("train_text_encoder", "on", p.text_rate, "without train_text_encoder"),
+    "text_encoder_lr": t.where(
+        "train_text_encoder", "on", p.text_rate, "without train_text_encoder"
+    ),
     "use_dora": t.when_on("adapter.dora", True),
-    "num_class_images": t.where("with_prior_preservation", "on", t.changed("draw: {} of images.regularisation"), "without class pictures"),
+    "num_class_images": t.where(
+        "with_prior_preservation",
+        "on",
+        t.changed("draw: {} of images.regularisation"),
+        "without class pictures",
+    ),
     "lora_layers": t.names("adapter.targets"),
-    **t.each(p.DECIDES, "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision"),
+    **t.each(
+        p.DECIDES, "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision"
+    ),
     # steps
     "optimizer": t.optimizer,
     "use_8bit_adam": t.when_on("train.optimizer", "adamw8bit"),
-    "num_train_epochs": t.where("max_train_steps", "", t.to("train.epochs", float), "max_train_steps decides"),
+    "num_train_epochs": t.where(
+        "max_train_steps", "", t.to("train.epochs", float), "max_train_steps decides"
+    ),
     # the objective
-    "weighting_scheme": t.word("diffusion.timesteps", _SCHEMES, f"{p.DENSITIES}; the loss counts every level alike"),
+    "weighting_scheme": t.word(
+        "diffusion.timesteps", _SCHEMES, f"{p.DENSITIES}; the loss counts every level alike"
+    ),
     "logit_mean": _with("logit_normal", "diffusion.logit_mean"),
     "logit_std": _with("logit_normal", "diffusion.logit_std"),
     "mode_scale": _with("mode", "diffusion.mode_scale"),
@@ -90,22 +115,43 @@ def finish(draft: Draft, source: Source) -> None:
     """The scripts' defaults where they are not Isotype's."""
     lora = "lora" in source.method or source.get("rank") is not None
     draft.default_adapter("lora" if lora else "none", 4)
-    if "adapter.text_encoders" in draft.settings and draft.said("optimizer") != "prodigy" and re.search("sdxl|advanced", source.method):
+    if (
+        "adapter.text_encoders" in draft.settings
+        and draft.said("optimizer") != "prodigy"
+        and re.search("sdxl|advanced", source.method)
+    ):
         draft.default("adapter.text_encoder_rate", _TEXT_RATE)
     p.preset_of(draft, source.get("mixed_precision"))
-    draft.default_all(p.NONE | {"train.batch_size": 4, "train.weight_decay": 1e-4 if lora else 1e-2, "images.resolution": 512})
-    if source.get("weighting_scheme") is None and any(word in source.method for word in ("flux", "qwen", "z_image")):
-        draft.default_all({"diffusion.timesteps": "uniform", "diffusion.shift": 1.0})  # weighting_scheme none
+    draft.default_all(
+        p.NONE
+        | {
+            "train.batch_size": 4,
+            "train.weight_decay": 1e-4 if lora else 1e-2,
+            "images.resolution": 512,
+        }
+    )
+    if source.get("weighting_scheme") is None and any(
+        word in source.method for word in ("flux", "qwen", "z_image")
+    ):
+        # weighting_scheme none
+        draft.default_all({"diffusion.timesteps": "uniform", "diffusion.shift": 1.0})
     if "flux" in source.method:
         draft.default("diffusion.guidance", 3.5)
     if "train.epochs" not in draft.settings:
         draft.default("train.steps", 500)
     sides = {}
     if "images.train" in draft.settings:
-        settings: dict[str, Any] = {"caption": source.get("instance_prompt"), "repeats": source.get("repeats")}
+        settings: dict[str, Any] = {
+            "caption": source.get("instance_prompt"),
+            "repeats": source.get("repeats"),
+        }
         sides["images.train"] = [p.source(draft.settings["images.train"], **settings)]
     if t.is_on(source.get("with_prior_preservation")) and source.get("class_data_dir"):
         number = source.get("num_class_images") or 100  # the scripts' default
-        settings = {"caption": source.get("class_prompt"), "weight": source.get("prior_loss_weight"), "draw": number}
+        settings = {
+            "caption": source.get("class_prompt"),
+            "weight": source.get("prior_loss_weight"),
+            "draw": number,
+        }
         sides["images.regularisation"] = [p.source(source.get("class_data_dir"), **settings)]
     p.put_sources(draft, sides)

@@ -1,6 +1,8 @@
-"""Hugging Face `TrainingArguments`, TRL's SFT (Python, YAML or command line), and Unsloth's notebooks, which are made of both.
+"""Hugging Face `TrainingArguments`, TRL's SFT (Python, YAML or command line), and Unsloth's
+notebooks, which are made of both.
 
-The other tools for text share with them: rows of the Trainer's arguments, settings of preference methods, what these leave out.
+The other tools for text share with them: rows of the Trainer's arguments, settings of preference
+methods, what these leave out.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ from . import transforms as t
 from .source import Source
 from .transforms import Draft, Given
 
-_METHOD = re.compile(r"^(GRPO|PRM|RLOO|PPO|BCO|XPO|NashMD|GKD|OnlineDPO|MiniLLM)(?:v2)?(?:Config|Trainer)$")
-_TASK = re.compile(r"^(?:Auto\w*|\w+?)(?:ModelFor|For)(?!CausalLM)(\w+)$|^(Diffusion|StableDiffusion|Flux)\w*Pipeline$")
+_METHOD = re.compile(
+    r"^(GRPO|PRM|RLOO|PPO|BCO|XPO|NashMD|GKD|OnlineDPO|MiniLLM)(?:v2)?(?:Config|Trainer)$"
+)
+_TASK = re.compile(
+    r"^(?:Auto\w*|\w+?)(?:ModelFor|For)(?!CausalLM)(\w+)$|^(Diffusion|StableDiffusion|Flux)\w*Pipeline$"
+)
 _METHOD_KEYS = (
     *("rpo_alpha", "ref_model", "reference_free", "num_generations", "desirable_weight"),
     *("reward_funcs", "max_prompt_length", "beta", "cpo_alpha", "center_rewards_coefficient"),
@@ -45,10 +51,16 @@ def _objective(draft: Draft) -> str | None:
 
 
 def frozen(target: str) -> t.Handler:
-    """A tower or projector that the file freezes, or trains as it trains the rest: with adapters, or whole."""
+    """A tower or projector that the file freezes, or trains as it trains the rest: with adapters,
+    or whole.
+    """
 
     def handler(draft: Draft, given: Given) -> None:
-        kind = draft.settings.get("adapter.kind") or draft.keys.get("finetuning_type") or draft.keys.get("adapter")
+        kind = (
+            draft.settings.get("adapter.kind")
+            or draft.keys.get("finetuning_type")
+            or draft.keys.get("adapter")
+        )
         if t.is_on(given.value):
             draft.no_effect(given, f"{target} is none unless asked")
         else:
@@ -58,7 +70,9 @@ def frozen(target: str) -> t.Handler:
 
 
 def preference(name: str, *objectives: str, of: Callable[[Draft], str | None]) -> t.Handler:
-    """A setting of `preference`, for a method that has it. `of` reads the method off the whole file: it may stand after the setting."""
+    """A setting of `preference`, for a method that has it. `of` reads the method off the whole
+    file: it may stand after the setting.
+    """
 
     def handler(draft: Draft, given: Given) -> None:
         if given.value is None:
@@ -72,7 +86,9 @@ def preference(name: str, *objectives: str, of: Callable[[Draft], str | None]) -
 
 
 def finish_text(draft: Draft) -> None:
-    """Without evaluation data the other tools train on every row; settings that they ignore for preference methods are left out."""
+    """Without evaluation data the other tools train on every row; settings that they ignore for
+    preference methods are left out.
+    """
     if "data.eval" in draft.settings:
         draft.settings.pop("data.eval_split", None)
     else:
@@ -101,7 +117,12 @@ _of = partial(preference, of=_objective)
 def _method(draft: Draft, given: Given) -> None:
     rows = "prompt, completion and label" if given.value == "kto" else "chosen and rejected"
     reference = f"; {t.REFERENCE}" if given.value in ("dpo", "kto") else ""
-    draft.set(given, "train.objective", _objective(draft), f"rows have {rows}; other names: data.columns{reference}")
+    draft.set(
+        given,
+        "train.objective",
+        _objective(draft),
+        f"rows have {rows}; other names: data.columns{reference}",
+    )
 
 
 def refusal(source: Source) -> str | None:
@@ -110,26 +131,54 @@ def refusal(source: Source) -> str | None:
     sft = source.calls & {"SFTTrainer", "SFTConfig"}
     for name in sorted(source.calls):
         if found := _METHOD.match(name):
-            return f"{found[1]} is not offered: Isotype trains causal language models on given answers (SFT) and on preferences"
-        plain = name in ("Trainer", "SFTTrainer", "UnslothTrainer", "Seq2SeqTrainer", "PatchDPOTrainer", "PatchKTOTrainer")
-        if name.endswith("Trainer") and not plain and name.removesuffix("Trainer").lower() not in _LOSSES:
-            return f"{name} is a trainer of its own: isotype.optimize(model) and `isotype doctor trace` work with it as it is"
+            return (
+                f"{found[1]} is not offered: Isotype trains causal language models on given answers"
+                " (SFT) and on preferences"
+            )
+        plain = name in (
+            "Trainer",
+            "SFTTrainer",
+            "UnslothTrainer",
+            "Seq2SeqTrainer",
+            "PatchDPOTrainer",
+            "PatchKTOTrainer",
+        )
+        if (
+            name.endswith("Trainer")
+            and not plain
+            and name.removesuffix("Trainer").lower() not in _LOSSES
+        ):
+            return (
+                f"{name} is a trainer of its own: isotype.optimize(model) and `isotype doctor"
+                " trace` work with it as it is"
+            )
         if name == "FastDiffusionModel":
             return f"{name}: `isotype train` with a picture model (docs/diffusion.md)"
         if name.endswith("ForConditionalGeneration"):
             return f"{name}: only causal language models without pictures are trained"
     parsed = source.calls & {"HfArgumentParser", "TrlParser"}
-    if parsed and not any(re.match(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", given.written) for given in source.keys):
+    if parsed and not any(
+        re.match(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", given.written)
+        for given in source.keys
+    ):
         return (
-            f"takes its settings from its command line ({', '.join(sorted(parsed))}): give the shell script or the YAML file that starts it"
+            f"takes its settings from its command line ({', '.join(sorted(parsed))}): give the"
+            " shell script or the YAML file that starts it"
         )
     known = any(
-        "CausalLM" in name or name in _WITH_PICTURES or name in ("SFTTrainer", "SFTConfig") or name.startswith("Fast")
+        "CausalLM" in name
+        or name in _WITH_PICTURES
+        or name in ("SFTTrainer", "SFTConfig")
+        or name.startswith("Fast")
         for name in source.calls
     )
     if not methods and not known:
         for name in sorted(source.calls):
-            if (found := _TASK.match(name)) and name not in ("LoraConfig",) and "Collator" not in name:
+            if (
+                (found := _TASK.match(name))
+                and name not in ("LoraConfig",)
+                and "Collator" not in name
+            ):
                 return f"{name}: only causal language models are trained"
     if len(methods) + bool(sft) > 1:
         named = ", ".join([*(given.written for given in methods), *sorted(sft)])
@@ -142,16 +191,30 @@ def refusal(source: Source) -> str | None:
         return None
     word = source.method.split(" ")[0]
     if word in ("grpo", "rloo", "prm"):
-        return f"trl {word} is not offered: Isotype trains on given answers (SFT) and on preferences"
-    if found := re.search(r"\b(dpo|grpo|kto|orpo|cpo|reward_modeling|rloo|ppo)\w*\.py", source.method):
-        return f"{found[0]} is not offered: Isotype trains on given answers (SFT) and on preferences"
+        return (
+            f"trl {word} is not offered: Isotype trains on given answers (SFT) and on preferences"
+        )
+    if found := re.search(
+        r"\b(dpo|grpo|kto|orpo|cpo|reward_modeling|rloo|ppo)\w*\.py", source.method
+    ):
+        return (
+            f"{found[0]} is not offered: Isotype trains on given answers (SFT) and on preferences"
+        )
     if given := source.has(*_METHOD_KEYS):
         where = f"line {given.line}: {given.written or given.name}"
-        return f"{where} belongs to a preference or reward method, which the file does not name: give the command or program that starts it"
+        return (
+            f"{where} belongs to a preference or reward method, which the file does not name: give"
+            " the command or program that starts it"
+        )
     if given := source.has("auto_model"):
-        return f"line {given.line}: {given.written}: auto_model names another class than a causal language model's"
+        return (
+            f"line {given.line}: {given.written}: auto_model names another class than a causal"
+            " language model's"
+        )
     if source.has("predict_with_generate", "generation_num_beams"):
-        return "sequence-to-sequence training is not offered: only causal language models are trained"
+        return (
+            "sequence-to-sequence training is not offered: only causal language models are trained"
+        )
     return None
 
 
@@ -167,7 +230,11 @@ def _dataset(draft: Draft, given: Given) -> None:
 
 def _data_files(draft: Draft, given: Given) -> None:
     if isinstance(given.value, dict):
-        for split, key in (("train", "data.train"), ("validation", "data.eval"), ("test", "data.eval")):
+        for split, key in (
+            ("train", "data.train"),
+            ("validation", "data.eval"),
+            ("test", "data.eval"),
+        ):
             if split in given.value and key not in draft.settings:
                 draft.set(given, key, given.value[split])
     else:
@@ -185,20 +252,31 @@ def _of_the_dataset(key: str, usual: tuple[str, ...]) -> t.Handler:
             entry = name[0] if isinstance(name, list) else {"name": name}
             draft.set(given, "data.train", [{**entry, key: str(given.value)}])
         else:
-            draft.not_offered(given, f"{key} is for datasets of the hub: data.train: [{{name: 'hf:NAME', {key}: ...}}]")
+            draft.not_offered(
+                given,
+                f"{key} is for datasets of the hub: data.train: [{{name: 'hf:NAME', {key}: ...}}]",
+            )
 
     return handler
 
 
 def _mixture(draft: Draft, given: Given) -> None:
-    """alignment-handbook's and TRL's `dataset_mixture.datasets`: id or path, config, split, weight; columns are ignored."""
+    """alignment-handbook's and TRL's `dataset_mixture.datasets`: id or path, config, split, weight;
+    columns are ignored.
+    """
     entries = []
     for one in given.value:
         entry = {"name": f"hf:{one.get('id') or one['path']}"}
-        for theirs, ours, usual in (("config", "subset", "default"), ("name", "subset", "default"), ("split", "split", "train")):
+        for theirs, ours, usual in (
+            ("config", "subset", "default"),
+            ("name", "subset", "default"),
+            ("split", "split", "train"),
+        ):
             if one.get(theirs) not in (None, usual):
                 entry[ours] = str(one[theirs])
-        entries.append(entry | ({"weight": one["weight"]} if one.get("weight") not in (None, 1, 1.0) else {}))
+        entries.append(
+            entry | ({"weight": one["weight"]} if one.get("weight") not in (None, 1, 1.0) else {})
+        )
     note = ""
     if any("weight" in entry for entry in entries):
         entries = [{"weight": 1, **entry} for entry in entries]
@@ -222,7 +300,11 @@ def _warmup_ratio(draft: Draft, given: Given) -> None:
     value = t.as_number(given.value or 0)
     if draft.keys.get("warmup_steps") and t.as_number(draft.keys["warmup_steps"]) > 0:
         draft.no_effect(given, "warmup_steps wins, there too")
-    elif draft.settings.get("train.schedule") == "constant" and draft.settings.get("train.warmup") == 0 and value:
+    elif (
+        draft.settings.get("train.schedule") == "constant"
+        and draft.settings.get("train.warmup") == 0
+        and value
+    ):
         draft.no_effect(given, "a constant schedule has no warm-up, there too")
     else:
         draft.set(given, "train.warmup", value)
@@ -230,26 +312,40 @@ def _warmup_ratio(draft: Draft, given: Given) -> None:
 
 _checkpointing = t.when(
     lambda _, given: str(given.value).lower() in ("unsloth", "offload", "offload_disk"),
-    t.always("train.gradient_checkpointing", "layers+offload", "recomputes layers and keeps what is left in host memory (GPU only)"),
+    t.always(
+        "train.gradient_checkpointing",
+        "layers+offload",
+        "recomputes layers and keeps what is left in host memory (GPU only)",
+    ),
     t.either("train.gradient_checkpointing", "layers", "none"),
 )
-LIGER = t.when_on("model.optimize", True, "switched off; model.optimize is on by default", "Isotype's own ops instead of Liger's")
+LIGER = t.when_on(
+    "model.optimize",
+    True,
+    "switched off; model.optimize is on by default",
+    "Isotype's own ops instead of Liger's",
+)
 # what Hugging Face's Trainer and PEFT take; LLaMA-Factory and axolotl hand these on
 _TRAINER_NO_EFFECT = {
     "train.seed": "data_seed",
     "isotype train trains": "do_train",
     "evaluation rows are held out: data.eval_split": "do_eval",
-    "checkpoints come by run.save_every, by default at every evaluation, and one at the end": "save_strategy",
+    "checkpoints come by run.save_every, by default at every evaluation, and one at the end": (
+        "save_strategy"
+    ),
     "the best checkpoint is always kept, and the report names it": "load_best_model_at_end",
     "every line is written: run.log_every": "logging_strategy",
     "everything lies in run.folder, which names the run": "run_name",
     "model.device; one process uses one device": "device_map",
     "HF_TOKEN in the environment": "token",
-    "losses are always divided by the tokens of the whole step": "average_tokens_across_devices accelerator_config",
+    "losses are always divided by the tokens of the whole step": (
+        "average_tokens_across_devices accelerator_config"
+    ),
     t.IRRELEVANT: (
-        "gradient_checkpointing_kwargs prediction_loss_only overwrite_output_dir hub_model_id hub_strategy save_safetensors "
-        "save_only_model trackio_* dataloader_num_workers ddp_find_unused_parameters ddp_timeout low_cpu_mem_usage use_cache "
-        "include_tokens_per_second group_by_length"
+        "gradient_checkpointing_kwargs prediction_loss_only overwrite_output_dir hub_model_id"
+        " hub_strategy save_safetensors save_only_model trackio_* dataloader_num_workers"
+        " ddp_find_unused_parameters ddp_timeout low_cpu_mem_usage use_cache"
+        " include_tokens_per_second group_by_length"
     ),
 }
 _TRAINER_NOT_OFFERED = {
@@ -260,7 +356,9 @@ _TRAINER_NOT_OFFERED = {
     "train without it: the fused ops are used by default (model.optimize)": "torch_compile",
     "run.push_to_hub: ORG/NAME pushes the result": "push_to_hub",
     "isotype train --resume RUN": "resume_from_checkpoint",
-    "a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place": "deepspeed",
+    "a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place": (
+        "deepspeed"
+    ),
     t.GPUS: "fsdp fsdp_config",
     "model.device is auto, cuda or cpu": "use_mps_device",
 }
@@ -269,12 +367,16 @@ TRAINER: dict[str, t.Handler] = {
     **t.table(t.not_offered, _TRAINER_NOT_OFFERED),
     **t.carried(
         model="revision=model_revision tokenizer=tokenizer_name trust_remote_code",
-        adapter="r=lora_r alpha=lora_alpha dropout=lora_dropout modules_to_save=lora_modules_to_save",
+        adapter=(
+            "r=lora_r alpha=lora_alpha dropout=lora_dropout modules_to_save=lora_modules_to_save"
+        ),
         train=(
-            "steps=max_steps epochs=num_train_epochs batch_size=per_device_train_batch_size "
-            "accumulate=gradient_accumulation_steps learning_rate weight_decay embedding_noise=neftune_noise_alpha "
-            "beta1=adam_beta1 beta2=adam_beta2 epsilon=adam_epsilon clip=max_grad_norm deterministic=full_determinism "
-            "eval_every=eval_steps eval_batch_size=per_device_eval_batch_size patience=early_stopping_patience"
+            "steps=max_steps epochs=num_train_epochs batch_size=per_device_train_batch_size"
+            " accumulate=gradient_accumulation_steps learning_rate weight_decay"
+            " embedding_noise=neftune_noise_alpha beta1=adam_beta1 beta2=adam_beta2"
+            " epsilon=adam_epsilon clip=max_grad_norm deterministic=full_determinism"
+            " eval_every=eval_steps eval_batch_size=per_device_eval_batch_size"
+            " patience=early_stopping_patience"
         ),
         run="folder=output_dir save_every=save_steps keep=save_total_limit log_every=logging_steps",
     ),
@@ -284,8 +386,9 @@ TRAINER: dict[str, t.Handler] = {
     # precision: decided together
     **t.each(
         t.Draft.precision,
-        "bf16 fp16 tf32 dtype torch_dtype load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning bnb_4bit_quant_type "
-        "bnb_4bit_compute_dtype bnb_4bit_use_double_quant use_bnb_nested_quant bnb_4bit_quant_storage",
+        "bf16 fp16 tf32 dtype torch_dtype load_in_4bit load_in_8bit load_in_16bit load_in_fp8"
+        " full_finetuning bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant"
+        " use_bnb_nested_quant bnb_4bit_quant_storage",
     ),
     # steps
     "seed": t.number("train.seed"),
@@ -316,28 +419,41 @@ TRAINER: dict[str, t.Handler] = {
 }
 _NO_EFFECT = {
     "train.seed": "dataset_mixture.seed",
-    "data.eval names the evaluation data; without it data.eval_split is held out": "dataset_test_split",
+    "data.eval names the evaluation data; without it data.eval_split is held out": (
+        "dataset_test_split"
+    ),
     "data.packing has no padding": "padding_free",
     "rows with `text` are recognised; another key: data.columns": "dataset_text_field",
-    "rows are read by data.* (docs/data.md)": "dataset_num_proc num_proc dataset_kwargs remove_unused_columns",
+    "rows are read by data.* (docs/data.md)": (
+        "dataset_num_proc num_proc dataset_kwargs remove_unused_columns"
+    ),
     "rows are shuffled in every epoch: data.shuffle": "train_sampling_strategy",
     "train.seed makes the adapter's first weights": "lora_seed",
-    "evaluation runs under the run's precision, and leaves the weights as they are": "fp16_full_eval",
+    "evaluation runs under the run's precision, and leaves the weights as they are": (
+        "fp16_full_eval"
+    ),
     t.REFERENCE: "precompute_ref_log_probs precompute_ref_batch_size",
     t.IRRELEVANT: (
-        "packing_strategy eos_token task_type fast_inference disable_dropout num_labels pad_token padding_value label_pad_token_id "
-        "pad_to_multiple_of f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha ref_model_sync_steps log_level "
-        "unsloth_force_compile"
+        "packing_strategy eos_token task_type fast_inference disable_dropout num_labels pad_token"
+        " padding_value label_pad_token_id pad_to_multiple_of f_alpha_divergence_coef discopop_tau"
+        " ref_model_mixup_alpha ref_model_sync_steps log_level unsloth_force_compile"
     ),
 }
 _NOT_OFFERED = {
-    "data.chat_template: a file with this text; without it the tokenizer's own is used": "chat_template",
-    f"{t.REFERENCE}; another one": "ref_model force_use_ref_model sync_ref_model reference_free ref_adapter_name model_adapter_name",
+    "data.chat_template: a file with this text; without it the tokenizer's own is used": (
+        "chat_template"
+    ),
+    f"{t.REFERENCE}; another one": (
+        "ref_model force_use_ref_model sync_ref_model reference_free ref_adapter_name"
+        " model_adapter_name"
+    ),
     "data.max_length is for prompt and answer together": "max_prompt_length max_completion_length",
     "one loss: preference.nll is the weight of the chosen answer's likelihood": "loss_weights",
     "run.samples shows answers": "generate_during_eval",
     "adapter.targets takes names of modules, as PEFT understands them": "layers_to_transform",
-    "adapter.targets names the modules": "finetune_attention_modules finetune_mlp_modules finetune_last_n_layers",
+    "adapter.targets names the modules": (
+        "finetune_attention_modules finetune_mlp_modules finetune_last_n_layers"
+    ),
     t.NO_SETTING: "lora_bias use_weighting ld_alpha alpha loftq qat_scheme offload_embedding",
 }
 KEYS: dict[str, t.Handler] = {
@@ -347,8 +463,9 @@ KEYS: dict[str, t.Handler] = {
     **t.carried(
         model="name=model_name_or_path revision tokenizer=tokenizer_name_or_path",
         data=(
-            "train=train_file eval=validation_file max_length max_length=max_seq_length packing "
-            "chat_template=chat_template_path limit=max_train_samples stream=streaming stream=dataset_streaming"
+            "train=train_file eval=validation_file max_length max_length=max_seq_length packing"
+            " chat_template=chat_template_path limit=max_train_samples stream=streaming"
+            " stream=dataset_streaming"
         ),
         adapter="rslora=use_rslora dora=use_dora rank_pattern alpha_pattern",
     ),
@@ -360,12 +477,16 @@ KEYS: dict[str, t.Handler] = {
     **t.each(_mixture, "dataset_mixture.datasets datasets"),
     "dataset_mixture.test_split_size": t.held_out,
     "data_files": _data_files,
-    **t.each(t.either("data.loss_on", "assistant", "all"), "assistant_only_loss completion_only_loss"),
+    **t.each(
+        t.either("data.loss_on", "assistant", "all"), "assistant_only_loss completion_only_loss"
+    ),
     # adapter
     "use_peft": t.either("adapter.kind", "lora", "none"),
     "finetune_vision_layers": t.when_on("adapter.vision", "lora", "the tower is frozen"),
     "finetune_language_layers": t.only(
-        "True true", "the language part is trained", "the language part is trained: adapter.targets names others"
+        "True true",
+        "the language part is trained",
+        "the language part is trained: adapter.targets names others",
     ),
     **t.each(t.start, "init_lora_weights lora_init"),
     # preferences
@@ -384,19 +505,33 @@ KEYS: dict[str, t.Handler] = {
     "undesirable_weight": _of("undesirable_weight", "kto"),
     "center_rewards_coefficient": _of("center_rewards_coefficient", "reward"),
     "f_divergence_type": t.only("reverse_kl", "the default", "the divergence is the reverse KL"),
-    "truncation_mode": t.only("keep_start", "the default", "what is longer than data.max_length is cut at its end"),
+    "truncation_mode": t.only(
+        "keep_start", "the default", "what is longer than data.max_length is cut at its end"
+    ),
 }
 
 
 def finish(draft: Draft, source: Source) -> None:
-    """Without PEFT every weight is trained; the defaults that differ from Isotype's are written down."""
-    peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.calls & {"LoraConfig", "get_peft_model"}
+    """Without PEFT every weight is trained; the defaults that differ from Isotype's are written
+    down.
+    """
+    peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.calls & {
+        "LoraConfig",
+        "get_peft_model",
+    }
     sft = "SFTConfig" in source.calls or "sft" in source.method
     method = str(source.get("trl_method"))
     if "train.steps" not in draft.settings:
         draft.default("train.epochs", 3.0)
     rate = 1e-4 if method == "reward" else 1e-6 if method in _LOSSES else 2e-5 if sft else 5e-5
-    draft.default_all({"train.batch_size": 8, "train.learning_rate": rate, "train.schedule": "linear", "train.warmup": 0})
+    draft.default_all(
+        {
+            "train.batch_size": 8,
+            "train.learning_rate": rate,
+            "train.schedule": "linear",
+            "train.warmup": 0,
+        }
+    )
     if method in _LOSSES:
         if "max_length" not in draft.keys:
             draft.default("data.max_length", 1024)
@@ -405,15 +540,21 @@ def finish(draft: Draft, source: Source) -> None:
         leave_out(draft)
     if sft and "data.loss_on" not in draft.settings:
         draft.notes.append(
-            "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here the answers only (data.loss_on: all)"
+            "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here"
+            " the answers only (data.loss_on: all)"
         )
     draft.settings.setdefault("adapter.kind", "lora" if peft else "none")
     if source.calls & _WITH_PICTURES:
-        draft.notes.append("data.train: rows with pictures have `messages` and `images` (docs/vision.md)")
+        draft.notes.append(
+            "data.train: rows with pictures have `messages` and `images` (docs/vision.md)"
+        )
     unsloth = source.tool == "unsloth"
     if (
         draft.default_adapter("lora", 16 if unsloth else 8, 16.0 if unsloth else 8.0)
         and "adapter.targets" not in draft.settings
         and not unsloth
     ):
-        draft.notes.append("adapter.targets: there PEFT chooses modules by the model's family; here all linear layers get an adapter")
+        draft.notes.append(
+            "adapter.targets: there PEFT chooses modules by the model's family; here all linear"
+            " layers get an adapter"
+        )

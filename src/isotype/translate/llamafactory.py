@@ -1,4 +1,6 @@
-"""LLaMA-Factory: YAML, JSON and `llamafactory-cli train --...`. Keys of Hugging Face's Trainer are translated as that table says."""
+"""LLaMA-Factory: YAML, JSON and `llamafactory-cli train --...`. Keys of Hugging Face's Trainer are
+translated as that table says.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +60,24 @@ def refusal(source: Source) -> str | None:
         return "do_train: false; isotype eval and isotype sample look at a trained model"
     if train is None and source.has("infer_backend", "do_predict"):
         return "inference: isotype chat, sample and eval take a run folder, a model or an adapter"
-    if given := source.has("dist_config", "peft_config.name", "sample_backend", "model_class", "init_config"):
-        return f"line {given.line}: {given.name}: the format of LLaMA-Factory's v1 is not read, only that of its released versions"
+    if given := source.has(
+        "dist_config", "peft_config.name", "sample_backend", "model_class", "init_config"
+    ):
+        return (
+            f"line {given.line}: {given.name}: the format of LLaMA-Factory's v1 is not read, only"
+            " that of its released versions"
+        )
     return None
 
 
 def _stage(draft: Draft, given: Given) -> None:
     if (objective := _objective(draft)) is not None:
-        draft.set(given, "train.objective", objective, t.REFERENCE if objective in ("dpo", "ipo", "kto") else "")
+        draft.set(
+            given,
+            "train.objective",
+            objective,
+            t.REFERENCE if objective in ("dpo", "ipo", "kto") else "",
+        )
     elif given.value == "pt":
         draft.set(given, "data.format", "text", "plain text, learnt whole")
     else:
@@ -84,20 +96,30 @@ def _datasets(target: str) -> t.Handler:
             entries.append(_entry(draft, name, described or {}))
         note = "named in dataset_info.json"
         if _objective(draft) is not None:
-            note += "; rows have prompt, chosen and rejected (kto: prompt, completion, label); other names: data.columns"
+            note += (
+                "; rows have prompt, chosen and rejected (kto: prompt, completion, label); other"
+                " names: data.columns"
+            )
         if unknown:
-            note = f"dataset_info.json was not found or lacks {', '.join(unknown)}: put the file's path there"
+            note = (
+                f"dataset_info.json was not found or lacks {', '.join(unknown)}: put the file's"
+                " path there"
+            )
         draft.set(given, target, entries, note)
 
     return handler
 
 
 def _registry(draft: Draft) -> dict[str, Any]:
-    """dataset_info.json, where it lies beside the file or in dataset_dir; {} where it cannot be read."""
+    """dataset_info.json, where it lies beside the file or in dataset_dir; {} where it cannot be
+    read.
+    """
     asked = draft.keys.get("dataset_dir", "data")
     for folder in (Path(draft.folder), Path(".")):
         try:
-            read = json.loads((folder / str(asked) / "dataset_info.json").read_text(encoding="utf-8"))
+            read = json.loads(
+                (folder / str(asked) / "dataset_info.json").read_text(encoding="utf-8")
+            )
         except (OSError, ValueError):
             continue
         if isinstance(read, dict):
@@ -108,11 +130,18 @@ def _registry(draft: Draft) -> dict[str, Any]:
 def _entry(draft: Draft, name: str, described: dict[str, Any]) -> dict[str, Any]:
     folder = str(draft.keys.get("dataset_dir", "data"))
     hub = described.get("hf_hub_url")
-    entry: dict[str, Any] = {"name": f"hf:{hub}" if hub else f"{folder}/{described.get('file_name', name + '.json')}"}
+    entry: dict[str, Any] = {
+        "name": f"hf:{hub}" if hub else f"{folder}/{described.get('file_name', name + '.json')}"
+    }
     formatting = _FORMATTING.get(str(described.get("formatting", "alpaca")))
-    if _objective(draft) is not None:  # pairs and labels are read in one format, whose prompt Alpaca's files call instruction
+    # pairs and labels are read in one format, whose prompt Alpaca's files call instruction
+    if _objective(draft) is not None:
         columns = described.get("columns") or {}
-        if described and formatting == "alpaca" and (prompt := columns.get("prompt", "instruction")) != "prompt":
+        if (
+            described
+            and formatting == "alpaca"
+            and (prompt := columns.get("prompt", "instruction")) != "prompt"
+        ):
             entry["columns"] = {"prompt": str(prompt)}
     elif described and formatting:
         entry["format"] = formatting
@@ -134,11 +163,15 @@ _NO_EFFECT = {
     t.OWN_OPS: "use_v1_kernels",
     "part of train.objective": "pref_loss",
     "part of the paths in data.train": "dataset_dir",
-    "rows are tokenised once and cached by their content: data.cache": "overwrite_cache preprocessing_num_workers tokenized_path",
+    "rows are tokenised once and cached by their content: data.cache": (
+        "overwrite_cache preprocessing_num_workers tokenized_path"
+    ),
     t.IRRELEVANT: "pissa_iter quantization_method double_quantization plot_loss",
 }
 _NOT_OFFERED = {
-    "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": "rope_scaling",
+    "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": (
+        "rope_scaling"
+    ),
     "add tokens to a tokenizer and name it in model.tokenizer": "resize_vocab",
     t.REFERENCE: "ref_model ref_model_adapters ref_model_quantization_bit",
     "data.loss_on: every answer of a conversation is learnt, or everything": "mask_history",
@@ -148,12 +181,14 @@ _NOT_OFFERED = {
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"
     ),
     t.GPUS: (
-        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel "
-        "ray_* use_distributed_optimizer overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap"
+        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size"
+        " context_parallel_size sequence_parallel ray_* use_distributed_optimizer"
+        " overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap"
     ),
     t.NO_SETTING: (
-        "mixture_of_depths shift_attn pref_bco_weight ld_alpha fp8 fp8_backend fp8_enable_fsdp_float8_all_gather use_kt kt_* video_* "
-        "audio_* freeze_language_model image_do_pan_and_scan crop_to_patches"
+        "mixture_of_depths shift_attn pref_bco_weight ld_alpha fp8 fp8_backend"
+        " fp8_enable_fsdp_float8_all_gather use_kt kt_* video_* audio_* freeze_language_model"
+        " image_do_pan_and_scan crop_to_patches"
     ),
 }
 KEYS: dict[str, t.Handler] = {
@@ -163,8 +198,8 @@ KEYS: dict[str, t.Handler] = {
     **t.carried(
         model="name=model_name_or_path",
         data=(
-            "max_length=cutoff_len packing=neat_packing packing min_pixels=image_min_pixels max_pixels=image_max_pixels "
-            "limit=max_samples shuffle_buffer=buffer_size"
+            "max_length=cutoff_len packing=neat_packing packing min_pixels=image_min_pixels"
+            " max_pixels=image_max_pixels limit=max_samples shuffle_buffer=buffer_size"
         ),
         adapter="r=lora_rank plus=loraplus_lr_ratio start_from=adapter_name_or_path",
         train="aux_loss=moe_aux_loss_coef",
@@ -187,8 +222,12 @@ KEYS: dict[str, t.Handler] = {
     # data
     "dataset": _datasets("data.train"),
     "eval_dataset": _datasets("data.eval"),
-    "template": t.changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
-    "enable_thinking": t.to("data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}),
+    "template": t.changed(
+        "the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"
+    ),
+    "enable_thinking": t.to(
+        "data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}
+    ),
     "freeze_vision_tower": frozen("adapter.vision"),
     "freeze_multi_modal_projector": frozen("adapter.projector"),
     "val_size": t.held_out,
@@ -209,8 +248,12 @@ def finish(draft: Draft, source: Source) -> None:
     draft.default_adapter("lora", 8, times=2.0)
     draft.default_all(
         {
-            "train.batch_size": 8, "train.epochs": 3.0, "train.learning_rate": 5e-5, "train.schedule": "linear", "train.warmup": 0,
+            "train.batch_size": 8,
+            "train.epochs": 3.0,
+            "train.learning_rate": 5e-5,
+            "train.schedule": "linear",
+            "train.warmup": 0,
             "data.max_length": 2048,
         }
-    )  # fmt: skip
+    )
     finish_text(draft)

@@ -1,4 +1,6 @@
-"""What becomes of another tool's keys: the configuration that is being made, and the transforms that the tools' tables are made of."""
+"""What becomes of another tool's keys: the configuration that is being made, and the transforms
+that the tools' tables are made of.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,14 @@ GPUS = "not set in the file: it says what a step is, not on how many GPUs"
 IRRELEVANT = "nothing here depends on it"
 NO_SETTING = "Isotype has no such setting"
 OWN_OPS = "Isotype's own ops are used by default: model.optimize"
-OTHER_OPTIMIZERS = "train.optimizer has other ones (docs/optimizers.md); adamw is used, its learning rate may have to differ"
-REFERENCE = "the reference is the model as the run starts, with its adapter; its log-probabilities are computed once"
+OTHER_OPTIMIZERS = (
+    "train.optimizer has other ones (docs/optimizers.md); adamw is used, its learning rate may have"
+    " to differ"
+)
+REFERENCE = (
+    "the reference is the model as the run starts, with its adapter; its log-probabilities are"
+    " computed once"
+)
 
 
 class Fate(StrEnum):
@@ -64,7 +72,8 @@ class Outcome:
 
 @dataclass
 class Draft:
-    """The configuration that is being made. A table's transforms call its methods, one for each key.
+    """The configuration that is being made. A table's transforms call its methods, one for each
+    key.
 
     settings  `train.learning_rate` -> value
     sources   `train.learning_rate` -> the key that it came from
@@ -84,7 +93,9 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
     def default(self, target: str, value: Any) -> None:
-        """The other tool's default where it differs from Isotype's and the file does not set the key."""
+        """The other tool's default where it differs from Isotype's and the file does not set the
+        key.
+        """
         if target not in self.settings:
             self.settings[target] = value
             self.defaults.add(target)
@@ -93,16 +104,25 @@ class Draft:
         for target, value in settings.items():
             self.default(target, value)
 
-    def default_adapter(self, kind: str, r: int | None = None, alpha: float | None = None, *, times: float = 1.0) -> bool:
-        """The defaults of an adapter; alpha is `times` the rank where the tool has no number for it. False where every weight is trained:
-        an adapter's settings are dropped then."""
+    def default_adapter(
+        self, kind: str, r: int | None = None, alpha: float | None = None, *, times: float = 1.0
+    ) -> bool:
+        """The defaults of an adapter; alpha is `times` the rank where the tool has no number for
+        it. False where every weight is trained: an adapter's settings are dropped then.
+        """
         self.default("adapter.kind", kind)
         if self.settings["adapter.kind"] == "none":
-            self.settings = {key: value for key, value in self.settings.items() if not key.startswith("adapter.") or key == "adapter.kind"}
+            self.settings = {
+                key: value
+                for key, value in self.settings.items()
+                if not key.startswith("adapter.") or key == "adapter.kind"
+            }
             return False
         if r is not None:
             self.default("adapter.r", r)
-            self.default("adapter.alpha", times * self.settings["adapter.r"] if alpha is None else alpha)
+            self.default(
+                "adapter.alpha", times * self.settings["adapter.r"] if alpha is None else alpha
+            )
         return True
 
     def said(self, key: str) -> str:
@@ -111,7 +131,9 @@ class Draft:
         return "" if value is None else str(value).lower()
 
     def set(self, given: Given, target: str, value: Any, note: str = "") -> None:
-        """One setting from one key. A note, or a value that is not the given one, makes it `changed`."""
+        """One setting from one key. A note, or a value that is not the given one, makes it
+        `changed`.
+        """
         self.settings[target] = value
         self.sources[target] = given
         fate = Fate.RENAMED
@@ -152,7 +174,11 @@ Handler = Callable[[Draft, Given], None]
 def as_number(value: Any) -> float | int:
     """1e-5 is text in YAML 1.1, and on a command line everything is."""
     parsed = float(value)
-    return int(parsed) if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower() else parsed
+    return (
+        int(parsed)
+        if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower()
+        else parsed
+    )
 
 
 def is_on(value: Any) -> bool:
@@ -160,13 +186,19 @@ def is_on(value: Any) -> bool:
 
 
 def each(handler: Handler, names: str) -> dict[str, Handler]:
-    """Rows of a table for keys of which the same becomes; a name that ends in `*` is a family of keys."""
+    """Rows of a table for keys of which the same becomes; a name that ends in `*` is a family of
+    keys.
+    """
     return dict.fromkeys(names.split(), handler)
 
 
 def table(fate: Callable[[str], Handler], rows: Mapping[str, str]) -> dict[str, Handler]:
     """Rows of one fate: reason -> the keys, as `each` takes them."""
-    return {name: handler for why, names in rows.items() for name, handler in each(fate(why), names).items()}
+    return {
+        name: handler
+        for why, names in rows.items()
+        for name, handler in each(fate(why), names).items()
+    }
 
 
 def to(target: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Handler:
@@ -178,13 +210,21 @@ def number(target: str) -> Handler:
 
 
 def carried(**sections: str) -> dict[str, Handler]:
-    """Rows of keys that keep their value, by section: `train="seed clip=max_grad_norm"`, ours=theirs, or one word for both."""
-    pairs = [(section, *word.partition("=")) for section, words in sections.items() for word in words.split()]
+    """Rows of keys that keep their value, by section: `train="seed clip=max_grad_norm"`,
+    ours=theirs, or one word for both.
+    """
+    pairs = [
+        (section, *word.partition("="))
+        for section, words in sections.items()
+        for word in words.split()
+    ]
     return {theirs or ours: _typed(f"{section}.{ours}") for section, ours, _, theirs in pairs}
 
 
 def _typed(target: str) -> Handler:
-    """The value as the schema types `target`: a whole number from 1 on, a number, a truth, text, or as it stands."""
+    """The value as the schema types `target`: a whole number from 1 on, a number, a truth, text, or
+    as it stands.
+    """
 
     def handler(draft: Draft, given: Given) -> None:
         if takes(target, "integer"):
@@ -194,8 +234,11 @@ def _typed(target: str) -> Handler:
         elif takes(target, "boolean"):
             draft.set(given, target, is_on(given.value))
         else:
-            as_it_is = isinstance(given.value, bool) or takes(target, "array") or takes(target, "object")
-            draft.set(given, target, given.value if as_it_is else str(given.value))  # a truth is no text: the schema refuses it
+            as_it_is = (
+                isinstance(given.value, bool) or takes(target, "array") or takes(target, "object")
+            )
+            # a truth is no text: the schema refuses it
+            draft.set(given, target, given.value if as_it_is else str(given.value))
 
     return handler
 
@@ -207,7 +250,12 @@ def either(target: str, yes: Any, no: Any) -> Handler:
 
 def names(target: str) -> Handler:
     """A list, or text with commas."""
-    return to(target, lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value)
+    return to(
+        target,
+        lambda value: (
+            [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        ),
+    )
 
 
 def count(target: str) -> Handler:
@@ -225,8 +273,12 @@ def count(target: str) -> Handler:
     return handler
 
 
-def word(target: str, words: Mapping[str, Any], otherwise: str, *, fate: str = "not_offered") -> Handler:
-    """The word's counterpart (`value`, or `(value, note)`); where there is none, `otherwise` with that fate."""
+def word(
+    target: str, words: Mapping[str, Any], otherwise: str, *, fate: str = "not_offered"
+) -> Handler:
+    """The word's counterpart (`value`, or `(value, note)`); where there is none, `otherwise` with
+    that fate.
+    """
 
     def handler(draft: Draft, given: Given) -> None:
         said = re.sub(r"^.*(?:OptimizerNames|SchedulerType)\.", "", str(given.value)).lower()
@@ -242,14 +294,22 @@ def word(target: str, words: Mapping[str, Any], otherwise: str, *, fate: str = "
 
 def when_on(target: str, value: Any, off: str = "switched off", note: str = "") -> Handler:
     """Sets `target` where the key is on."""
-    return lambda draft, given: draft.set(given, target, value, note) if is_on(given.value) else draft.no_effect(given, off)
+    return lambda draft, given: (
+        draft.set(given, target, value, note) if is_on(given.value) else draft.no_effect(given, off)
+    )
 
 
 def where(key: str, words: str, then: Handler, otherwise: str) -> Handler:
-    """`then` where another key of the file has one of these words (`on`: is switched on; none: is not set); else no effect."""
+    """`then` where another key of the file has one of these words (`on`: is switched on; none: is
+    not set); else no effect.
+    """
 
     def handler(draft: Draft, given: Given) -> None:
-        holds = is_on(draft.keys.get(key)) if words == "on" else draft.said(key) in (words.split() or [""])
+        holds = (
+            is_on(draft.keys.get(key))
+            if words == "on"
+            else draft.said(key) in (words.split() or [""])
+        )
         then(draft, given) if holds else draft.no_effect(given, otherwise)
 
     return handler
@@ -277,12 +337,16 @@ def changed(note: str) -> Handler:
 def not_offered(use: str) -> Handler:
     """Only where the key is switched on; off, it changes nothing."""
     return lambda draft, given: (
-        draft.no_effect(given, "switched off") if given.value in OFF or given.value in ([], {}) else draft.not_offered(given, use)
+        draft.no_effect(given, "switched off")
+        if given.value in OFF or given.value in ([], {})
+        else draft.not_offered(given, use)
     )
 
 
 def only(words: str, why: str, use: str) -> Handler:
-    """The one way that is offered has no effect; others are not offered: a note, in which {} is the value."""
+    """The one way that is offered has no effect; others are not offered: a note, in which {} is the
+    value.
+    """
 
     def handler(draft: Draft, given: Given) -> None:
         if str(given.value) in words.split():
@@ -296,11 +360,17 @@ def only(words: str, why: str, use: str) -> Handler:
 _NOT_PAGED = "not paged: states stay on the GPU"
 # ours -> other tools' words
 _OPTIMIZER_WORDS = {
-    "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla torch.optim.adamw fused_adamw adamw_apex_fused optimi-adamw "
-    "bnb-adamw",
-    "adamw8bit": "adamw8bit adamw_8bit adamw_bnb_8bit bitsandbytes.optim.adamw8bit torchao.optim.adamw8bit adamw_torch_8bit "
-    "adamw8bitkahan ao-adamw8bit bnb-adamw8bit",
-    "adamw8bit-paged": "paged_adamw_8bit bitsandbytes.optim.pagedadamw8bit pagedadamw8bit bnb-adamw8bit-paged",
+    "adamw": (
+        "adamw adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla torch.optim.adamw fused_adamw"
+        " adamw_apex_fused optimi-adamw bnb-adamw"
+    ),
+    "adamw8bit": (
+        "adamw8bit adamw_8bit adamw_bnb_8bit bitsandbytes.optim.adamw8bit torchao.optim.adamw8bit"
+        " adamw_torch_8bit adamw8bitkahan ao-adamw8bit bnb-adamw8bit"
+    ),
+    "adamw8bit-paged": (
+        "paged_adamw_8bit bitsandbytes.optim.pagedadamw8bit pagedadamw8bit bnb-adamw8bit-paged"
+    ),
     "lion": "lion lion_32bit bitsandbytes.optim.lion bnb-lion optimi-lion",
     "lion8bit": "lion8bit lion_8bit bitsandbytes.optim.lion8bit bnb-lion8bit",
     "schedule-free": "schedule_free_adamw adamw_schedulefree adamwschedulefree",
@@ -308,10 +378,17 @@ _OPTIMIZER_WORDS = {
     "adafactor": "adafactor torch.optim.adafactor",
     "prodigy": "prodigy",
 }
-OPTIMIZERS = {theirs: ours for ours, words in _OPTIMIZER_WORDS.items() for theirs in words.split()} | {
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw", "bitsandbytes.optim.pagedadamw", "bnb-adamw-paged"), ("adamw", _NOT_PAGED)),
+OPTIMIZERS = {
+    theirs: ours for ours, words in _OPTIMIZER_WORDS.items() for theirs in words.split()
+} | {
+    **dict.fromkeys(
+        ("paged_adamw_32bit", "paged_adamw", "bitsandbytes.optim.pagedadamw", "bnb-adamw-paged"),
+        ("adamw", _NOT_PAGED),
+    ),
     **dict.fromkeys(("paged_lion_32bit", "bnb-lion-paged"), ("lion", _NOT_PAGED)),
-    **dict.fromkeys(("paged_lion_8bit", "pagedlion8bit", "bnb-lion8bit-paged"), ("lion8bit", _NOT_PAGED)),
+    **dict.fromkeys(
+        ("paged_lion_8bit", "pagedlion8bit", "bnb-lion8bit-paged"), ("lion8bit", _NOT_PAGED)
+    ),
 }
 optimizer = word("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZERS)
 
@@ -321,23 +398,37 @@ def settle_optimizer(draft: Draft) -> None:
     name, settings = draft.settings.get("train.optimizer", "adamw"), draft.settings
     asked = draft.sources.get("train.optimizer")
     if settings.get("precision.preset") == "bf16-pure" and name != "adamw":
-        name = settings["train.optimizer"] = "adamw"  # PR018: the others round to the nearest and take bf16 gradients
+        # PR018: the others round to the nearest and take bf16 gradients
+        name = settings["train.optimizer"] = "adamw"
         why = "the others cannot round bf16 weights stochastically"
         draft.outcomes = [
-            Outcome(asked, Fate.CHANGED, "train.optimizer: adamw", why) if asked is not None and outcome.given is asked else outcome
+            (
+                Outcome(asked, Fate.CHANGED, "train.optimizer: adamw", why)
+                if asked is not None and outcome.given is asked
+                else outcome
+            )
             for outcome in draft.outcomes
         ]
     if name == "schedule-free" and settings.get("train.schedule", "constant") != "constant":
         settings["train.schedule"] = "constant"
-        draft.notes.append("train.schedule: constant; the average of schedule-free takes the place of a schedule")
+        draft.notes.append(
+            "train.schedule: constant; the average of schedule-free takes the place of a schedule"
+        )
     if name == "schedule-free" and settings.pop("train.ema", None) is not None:
         draft.notes.append("train.ema is left out: schedule-free averages the weights itself")
     if name == "prodigy" and settings.get("train.learning_rate", 1) != 1:
         settings["train.learning_rate"] = 1
         draft.notes.append("train.learning_rate: 1; prodigy finds the rate itself")
     if name == "adafactor" and settings.pop("train.learning_rate", None) is not None:
-        draft.notes.append("train.learning_rate is left out: torch's Adafactor multiplies it by each weight's size; its own is 0.01")
-    for key in {"adafactor": ("beta1", "beta2", "epsilon"), "lion": ("epsilon",), "lion8bit": ("epsilon",)}.get(name, ()):
+        draft.notes.append(
+            "train.learning_rate is left out: torch's Adafactor multiplies it by each weight's"
+            " size; its own is 0.01"
+        )
+    for key in {
+        "adafactor": ("beta1", "beta2", "epsilon"),
+        "lion": ("epsilon",),
+        "lion8bit": ("epsilon",),
+    }.get(name, ()):
         if settings.pop(f"train.{key}", None) is not None:
             draft.notes.append(f"train.{key} is left out: {name} does not read it")
 
@@ -360,17 +451,25 @@ def start(draft: Draft, given: Given) -> None:
     if word == "true":
         draft.no_effect(given, "the default")
     elif word.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
-        draft.set(given, "adapter.start", word.partition("_niter_")[0], "its start is an exact SVD" if "_niter_" in word else "")
+        draft.set(
+            given,
+            "adapter.start",
+            word.partition("_niter_")[0],
+            "its start is an exact SVD" if "_niter_" in word else "",
+        )
     else:
         draft.not_offered(given, "adapter.start is default, orthogonal, pissa or olora")
 
 
 def schedule_of(words: Mapping[str, Any]) -> Handler:
-    choose = word("train.schedule", words, "train.schedule is cosine, linear, constant or wsd; cosine is used")
+    choose = word(
+        "train.schedule", words, "train.schedule is cosine, linear, constant or wsd; cosine is used"
+    )
 
     def handler(draft: Draft, given: Given) -> None:
         choose(draft, given)
-        if str(given.value).lower().endswith("constant"):  # this schedule has no warm-up, and ignores warmup_ratio
+        # this schedule has no warm-up, and ignores warmup_ratio
+        if str(given.value).lower().endswith("constant"):
             draft.settings["train.warmup"] = 0
 
     return handler
@@ -389,17 +488,24 @@ def attention(draft: Draft, given: Given) -> None:
     if str(given.value).lower() in ("auto", "none", "null"):
         draft.no_effect(given, "the default, sdpa")
     else:
-        word("model.attention", words, "model.attention is sdpa, eager, flash or flex; sdpa is used")(draft, given)
+        word(
+            "model.attention", words, "model.attention is sdpa, eager, flash or flex; sdpa is used"
+        )(draft, given)
 
 
 def trackers(draft: Draft, given: Given) -> None:
-    asked = [str(one).lower() for one in (given.value if isinstance(given.value, list) else [given.value])]
+    asked = [
+        str(one).lower()
+        for one in (given.value if isinstance(given.value, list) else [given.value])
+    ]
     known = [one for one in asked if one in ("tensorboard", "wandb")]
     other = [one for one in asked if one not in ("tensorboard", "wandb", "none", "[]", "null")]
     if known:
         draft.set(given, "run.trackers", known, f"{', '.join(other)}: not offered" if other else "")
     elif other and other != ["all"]:
-        draft.not_offered(given, "run.trackers is tensorboard or wandb; metrics.jsonl is always written")
+        draft.not_offered(
+            given, "run.trackers is tensorboard or wandb; metrics.jsonl is always written"
+        )
     else:
         draft.no_effect(given, "metrics.jsonl and report.html are always written")
 
@@ -419,4 +525,8 @@ def targets(draft: Draft, given: Given) -> None:
         value = [part.strip() for part in value.split(",")]
     if value in ("all", "all-linear", ["all-linear"], ["all"]):
         value = "all-linear"
-    draft.set(given, "adapter.targets", value.split() if isinstance(value, str) and value != "all-linear" else value)
+    draft.set(
+        given,
+        "adapter.targets",
+        value.split() if isinstance(value, str) and value != "all-linear" else value,
+    )

@@ -1,4 +1,6 @@
-"""A file of another tool becomes a configuration of Isotype: each key by the tool's table, then the precision; the result is checked."""
+"""A file of another tool becomes a configuration of Isotype: each key by the tool's table, then the
+precision; the result is checked.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,23 @@ from ..doctor.check import check
 from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
-from . import ai_toolkit, axolotl, diffusers_scripts, hugging_face, kohya, llamafactory, onetrainer, simpletuner, torchtune
+from . import (
+    ai_toolkit,
+    axolotl,
+    diffusers_scripts,
+    hugging_face,
+    kohya,
+    llamafactory,
+    onetrainer,
+    simpletuner,
+    torchtune,
+)
 from .pictures import hidden
 from .source import Source, read
 from .transforms import OFF, Computed, Draft, Fate, Given, Handler, Outcome, settle_optimizer
 
-# name of a tool -> its module: KEYS (what becomes of a key), refusal (why a source cannot be translated), finish (the tool's defaults)
+# name of a tool -> its module: KEYS (what becomes of a key), refusal (why a source cannot be
+# translated), finish (the tool's defaults)
 TOOLS: dict[str, Any] = {
     "axolotl": axolotl,
     "llamafactory": llamafactory,
@@ -35,7 +48,8 @@ TOOLS: dict[str, Any] = {
     "onetrainer": onetrainer,
     "diffusers": diffusers_scripts,
 }
-_OWN_PRECISION = (kohya, ai_toolkit, onetrainer, diffusers_scripts)  # their tables decide the preset, not the record of check
+# their tables decide the preset, not the record of check
+_OWN_PRECISION = (kohya, ai_toolkit, onetrainer, diffusers_scripts)
 _OF_PICTURES = (simpletuner, *_OWN_PRECISION)
 _NAMES = {
     "trl": "TRL",
@@ -73,7 +87,9 @@ class Translation:
 
 
 def translate(path: Path | str, tool: str | None = None) -> Translation:
-    """Raises UsageError where the file cannot be read, belongs to no known tool, or its method is not offered."""
+    """Raises UsageError where the file cannot be read, belongs to no known tool, or its method is
+    not offered.
+    """
     path = Path(path)
     source = read(path, tool)
     if source.tool is None and source.calls and (reason := hugging_face.refusal(source)):
@@ -95,7 +111,10 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     settle_optimizer(draft)
     _complete(draft, "images.train" if module in _OF_PICTURES else "data.train")
     order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
-    outcomes = sorted(draft.outcomes, key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)))
+    outcomes = sorted(
+        draft.outcomes,
+        key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)),
+    )
     text = _text(draft, source, _NAMES.get(name, name))
     try:
         config_of(text, "the configuration made of it")
@@ -110,12 +129,20 @@ def _tool(source: Source, asked: str | None) -> str:
         known = f"did you mean {near[0]}?" if near else f"there are {', '.join(TOOLS)}"
         raise UsageError(f"--from {asked}: not a tool that isotype import reads; {known}")
     if asked is None and source.tool == "isotype":
-        raise UsageError(f"{source.file}: is a configuration of Isotype: isotype plan {source.file}")
+        raise UsageError(
+            f"{source.file}: is a configuration of Isotype: isotype plan {source.file}"
+        )
     if asked is None and source.tool not in TOOLS:
         seen = f"looks like {source.tool}, which" if source.tool else "has no key of a tool that"
-        raise UsageError(f"{source.file}: {seen} isotype import does not translate", fix=f"--from names the tool: {', '.join(TOOLS)}")
+        raise UsageError(
+            f"{source.file}: {seen} isotype import does not translate",
+            fix=f"--from names the tool: {', '.join(TOOLS)}",
+        )
     if asked and source.tool in TOOLS and TOOLS[asked] is not TOOLS[source.tool]:
-        raise UsageError(f"{source.file}: --from {asked}, and the keys are those of {source.tool}", fix=f"--from {source.tool}")
+        raise UsageError(
+            f"{source.file}: --from {asked}, and the keys are those of {source.tool}",
+            fix=f"--from {source.tool}",
+        )
     if not source.keys:
         raise UsageError(f"{source.file}: no training setting found in it")
     return asked or str(source.tool)
@@ -136,35 +163,61 @@ def _account(draft: Draft, given: Given, table: Mapping[str, Handler], tool: str
     handler = _handler(given.name, table)
     if handler is None:
         near = get_close_matches(given.name, table, n=1, cutoff=0.85)
-        hint = f"did you mean {near[0]}?" if near else f"what it does is in {_NAMES.get(tool, tool)}'s documentation; nothing came of it"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"what it does is in {_NAMES.get(tool, tool)}'s documentation; nothing came of it"
+        )
         draft.not_offered(given, f"isotype import does not know this key: {hint}")
     elif given.value is None:
         draft.no_effect(given, "not set")
     elif given.value is Computed:
         shown = replace(given, value="computed")
-        if given.name in ("bf16", "fp16", "dtype", "torch_dtype"):  # `bf16=is_bfloat16_supported()`: what `auto` does
-            draft.no_effect(shown, "known when the program runs; precision.preset decides by the device")
+        # `bf16=is_bfloat16_supported()`: what `auto` does
+        if given.name in ("bf16", "fp16", "dtype", "torch_dtype"):
+            draft.no_effect(
+                shown, "known when the program runs; precision.preset decides by the device"
+            )
         else:
-            draft.not_offered(shown, "its value is only known when the program runs: set it by hand")
+            draft.not_offered(
+                shown, "its value is only known when the program runs: set it by hand"
+            )
     else:
         try:
             handler(draft, given)
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
-            draft.not_offered(given, f"{_short(given.value)} is not a value that isotype import understands: set it by hand")
+            draft.not_offered(
+                given,
+                f"{_short(given.value)} is not a value that isotype import understands: set it by"
+                " hand",
+            )
 
 
 def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
-    """Of the key itself, of what it lies below (`profiler.enabled`: `profiler`), or of a family (`galore_rank`: `galore_*`)."""
+    """Of the key itself, of what it lies below (`profiler.enabled`: `profiler`), or of a family
+    (`galore_rank`: `galore_*`).
+    """
     below = name
     while below:
         if below in table:
             return table[below]
         below = below.rpartition(".")[0]
-    return next((handler for key, handler in table.items() if key.endswith("*") and name.startswith(key[:-1])), None)
+    return next(
+        (
+            handler
+            for key, handler in table.items()
+            if key.endswith("*") and name.startswith(key[:-1])
+        ),
+        None,
+    )
 
 
-def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Finding], Record | None]:
-    """The findings of `isotype doctor check` for the file, without notes, and its record of the precision."""
+def _checked(
+    path: Path, torchtune_file: bool, source: Source
+) -> tuple[list[Finding], Record | None]:
+    """The findings of `isotype doctor check` for the file, without notes, and its record of the
+    precision.
+    """
     checked = check([source.config or str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
     record = checked.records[0] if checked.records else None
@@ -175,36 +228,56 @@ def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Fin
 
 def _without_secrets(finding: Finding) -> Finding:
     texts: dict[str, Any] = {
-        f.name: hidden(text) for f in fields(finding) if f.name != "code" and isinstance(text := getattr(finding, f.name), str)
+        f.name: hidden(text)
+        for f in fields(finding)
+        if f.name != "code" and isinstance(text := getattr(finding, f.name), str)
     }
-    return replace(finding, **texts, details=tuple((name, hidden(text)) for name, text in finding.details))
+    return replace(
+        finding, **texts, details=tuple((name, hidden(text)) for name, text in finding.details)
+    )
 
 
 def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:
-    """Raises UsageError for errors of `isotype doctor check`: such a file means two things, and a translation would take one."""
-    wrong = [f for f in findings if f.severity == Severity.ERROR and f.code not in simpletuner.HARMLESS]
+    """Raises UsageError for errors of `isotype doctor check`: such a file means two things, and a
+    translation would take one.
+    """
+    wrong = [
+        f for f in findings if f.severity == Severity.ERROR and f.code not in simpletuner.HARMLESS
+    ]
     if wrong:
         raise UsageError(
-            "\n".join(f"{f.place.file or path}:{f.place.line or 1}: {f.code} {f.message}; {f.fix}" for f in wrong),
+            "\n".join(
+                f"{f.place.file or path}:{f.place.line or 1}: {f.code} {f.message}; {f.fix}"
+                for f in wrong
+            ),
             fix=f"mend these, then import again; isotype doctor check {path} explains them",
         )
 
 
 def _decide(draft: Draft, record: Record | None) -> None:
-    """The preset that does what the other tool's flags do, by the record of `isotype doctor check`; accounts for each key of it."""
+    """The preset that does what the other tool's flags do, by the record of `isotype doctor check`;
+    accounts for each key of it.
+    """
     chosen, note = _chosen(draft, record)
     draft.settings.update(chosen)
-    shown = ", ".join(f"{key}: {value}" for key, value in chosen.items()) or "precision.preset: auto"
+    shown = (
+        ", ".join(f"{key}: {value}" for key, value in chosen.items()) or "precision.preset: auto"
+    )
     for given in draft.about_precision:
         if given.value in OFF:
             draft.outcomes.append(Outcome(given, Fate.NO_EFFECT, note="switched off"))
         else:
-            draft.outcomes.append(Outcome(given, Fate.CHANGED, shown, _precision_note(given.name, note)))
+            draft.outcomes.append(
+                Outcome(given, Fate.CHANGED, shown, _precision_note(given.name, note))
+            )
 
 
 def _precision_note(name: str, note: str) -> str:
     own = {
-        "tf32": "fp32 products use TF32 if PyTorch's setting allows it; Isotype does not change that setting",
+        "tf32": (
+            "fp32 products use TF32 if PyTorch's setting allows it; Isotype does not change that"
+            " setting"
+        ),
         "bnb_4bit_use_double_quant": "nf4 with double quantisation",
         "fp8": "fp8 is not offered: products are bf16",
         "load_in_fp8": "fp8 is not offered: products are bf16",
@@ -223,13 +296,27 @@ def _chosen(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
     if four_bits and not adapter:
         return {"precision.preset": "bf16-mixed"}, "a 4-bit base is trained through an adapter only"
     if four_bits and compute == "fp16":
-        roles = {"precision.compute": "fp16", "precision.loss_scaling": "dynamic", "precision.generate": "fp16"}
+        roles = {
+            "precision.compute": "fp16",
+            "precision.loss_scaling": "dynamic",
+            "precision.generate": "fp16",
+        }
         return {"precision.preset": "nf4-lora", **roles}, "4-bit base, fp16 products"
-    preset = "nf4-lora" if four_bits else _preset(compute, record.value("trained"), record.value("parameters"), adapter=adapter)
+    preset = (
+        "nf4-lora"
+        if four_bits
+        else _preset(compute, record.value("trained"), record.value("parameters"), adapter=adapter)
+    )
     chosen = {"precision.preset": preset} if preset else {}
     if "int8" in storage and adapter:
         chosen["precision.base"] = "int8"
-        return chosen, f"{_WHY[preset]}; the base is int8 with a scale a channel, which does not round activations"
+        return (
+            chosen,
+            (
+                f"{_WHY[preset]}; the base is int8 with a scale a channel, which does not round"
+                " activations"
+            ),
+        )
     return chosen, _WHY[preset]
 
 
@@ -244,7 +331,9 @@ _WHY = {
 }
 
 
-def _preset(compute: str | None, trained: str | None, parameters: str | None, *, adapter: bool) -> str:
+def _preset(
+    compute: str | None, trained: str | None, parameters: str | None, *, adapter: bool
+) -> str:
     """By the dtypes of products, trained weights and loaded ones; "" where the device decides."""
     if compute == "fp16":
         return "fp16-mixed"
@@ -266,7 +355,9 @@ def _complete(draft: Draft, data: str) -> None:
         draft.notes.append(f"{data}: the file names no data; put a file, a folder{hub} there")
     if draft.settings.get("data.stream") and "train.steps" not in draft.settings:
         draft.settings["train.steps"] = 1000
-        draft.notes.append("train.steps: a stream has no end; 1000 stands there for the number that you mean")
+        draft.notes.append(
+            "train.steps: a stream has no end; 1000 stands there for the number that you mean"
+        )
     if "{" in str(draft.settings.get("run.folder", "")):
         draft.settings.pop("run.folder")
     for key in ("train.batch_size", "train.accumulate"):
@@ -276,9 +367,16 @@ def _complete(draft: Draft, data: str) -> None:
 
 def _text(draft: Draft, source: Source, tool: str) -> str:
     """The YAML: sections in Isotype's order, each setting with the line that it came from."""
-    lines = [f"# From {source.file} ({tool}), by `isotype import`. See what it would do: isotype plan FILE"]
+    lines = [
+        f"# From {source.file} ({tool}), by `isotype import`. See what it would do: isotype plan"
+        " FILE"
+    ]
     for section in sections():
-        settings = {key: draft.settings[key] for key in keys() if key.startswith(f"{section}.") and key in draft.settings}
+        settings = {
+            key: draft.settings[key]
+            for key in keys()
+            if key.startswith(f"{section}.") and key in draft.settings
+        }
         if not settings:
             continue
         lines += ["", f"{section}:"]
@@ -289,7 +387,15 @@ def _text(draft: Draft, source: Source, tool: str) -> str:
             if origin is not None:
                 why = f"{origin.written or origin.name}{f', line {origin.line}' if origin.line else ''}"
             elif key.startswith("precision."):
-                why = ", ".join(sorted({given.written or given.name for given in draft.about_precision if given.value not in OFF}))
+                why = ", ".join(
+                    sorted(
+                        {
+                            given.written or given.name
+                            for given in draft.about_precision
+                            if given.value not in OFF
+                        }
+                    )
+                )
             lines.append(f"{setting:<40}  # {' '.join(why.split())}" if why else setting)
     return "\n".join(lines) + "\n"
 

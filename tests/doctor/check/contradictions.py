@@ -1,5 +1,7 @@
 # ruff: noqa: E501  a table: one row, one contradiction
-"""Every known contradiction that a configuration can decide, and its repair: name -> (code, files, repaired files, device)."""
+"""Every known contradiction that a configuration can decide, and its repair: name -> (code, files,
+repaired files, device).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """note: the finding is a note by design (a choice, a recommendation); else it is a warning or an error."""
+    """note: the finding is a note by design (a choice, a recommendation); else it is a warning or
+    an error.
+    """
 
     code: str
     bad: dict[str, str]
@@ -24,17 +28,36 @@ def j(**values: Any) -> str:
 
 
 def hf(**values: Any) -> dict[str, str]:
-    return {"training_args.json": j(output_dir="out", per_device_train_batch_size=2, learning_rate=2e-4, **values)}
+    return {
+        "training_args.json": j(
+            output_dir="out", per_device_train_batch_size=2, learning_rate=2e-4, **values
+        )
+    }
 
 
 def st(**values: Any) -> dict[str, str]:
-    base = {"model_family": "flux", "model_type": "lora", "data_backend_config": "config/multidatabackend.json", "learning_rate": 1e-4}
-    return {"config.json": json.dumps({f"--{k}": v for k, v in {**base, **values}.items()}, indent=1)}
+    base = {
+        "model_family": "flux",
+        "model_type": "lora",
+        "data_backend_config": "config/multidatabackend.json",
+        "learning_rate": 1e-4,
+    }
+    return {
+        "config.json": json.dumps({f"--{k}": v for k, v in {**base, **values}.items()}, indent=1)
+    }
 
 
 def env(*lines: str) -> dict[str, str]:
     return {
-        "config.env": "\n".join(["export MODEL_TYPE='lora'", "export MODEL_FAMILY=flux", "export VALIDATION_PROMPT='a cat'", *lines]) + "\n"
+        "config.env": "\n".join(
+            [
+                "export MODEL_TYPE='lora'",
+                "export MODEL_FAMILY=flux",
+                "export VALIDATION_PROMPT='a cat'",
+                *lines,
+            ]
+        )
+        + "\n"
     }
 
 
@@ -43,31 +66,72 @@ def y(name: str, **values: Any) -> dict[str, str]:
 
 
 def ax(**values: Any) -> dict[str, str]:
-    return y("axolotl.yaml", base_model="NousResearch/Llama-3.2-1B", micro_batch_size=2, sequence_len=2048, learning_rate=2e-4, **values)
+    return y(
+        "axolotl.yaml",
+        base_model="NousResearch/Llama-3.2-1B",
+        micro_batch_size=2,
+        sequence_len=2048,
+        learning_rate=2e-4,
+        **values,
+    )
 
 
 def lf(**values: Any) -> dict[str, str]:
-    base = {"model_name_or_path": "meta-llama/Llama-3.1-8B", "stage": "sft", "do_train": True, "template": "llama3", "learning_rate": 1e-4}
+    base = {
+        "model_name_or_path": "meta-llama/Llama-3.1-8B",
+        "stage": "sft",
+        "do_train": True,
+        "template": "llama3",
+        "learning_rate": 1e-4,
+    }
     return y("train.yaml", **{**base, "finetuning_type": "lora", **values})
 
 
 def ac(**values: Any) -> dict[str, str]:
-    return y("accelerate.yaml", compute_environment="LOCAL_MACHINE", **{"distributed_type": "MULTI_GPU", "num_processes": 2, **values})
+    return y(
+        "accelerate.yaml",
+        compute_environment="LOCAL_MACHINE",
+        **{"distributed_type": "MULTI_GPU", "num_processes": 2, **values},
+    )
 
 
 def ds(**values: Any) -> dict[str, str]:
-    return {"ds_config.json": j(**{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}, **values})}
+    return {
+        "ds_config.json": j(
+            **{
+                "train_micro_batch_size_per_gpu": "auto",
+                "zero_optimization": {"stage": 2},
+                **values,
+            }
+        )
+    }
 
 
 AUTO = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 BF16_MODEL = {"model.json": j(model_name_or_path="m", dtype="bfloat16")}
 LORA = {"adapter_config.json": j(peft_type="LORA", r=16, lora_alpha=32, target_modules=["q_proj"])}
-CHECKPOINT = {"config.json": j(architectures=["LlamaForCausalLM"], hidden_size=64, model_type="llama", torch_dtype="bfloat16")}
+CHECKPOINT = {
+    "config.json": j(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=64,
+        model_type="llama",
+        torch_dtype="bfloat16",
+    )
+}
 
 
 def published(sizes: dict[str, int] | None = None, **quantisation: Any) -> dict[str, str]:
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 448}
-    return {"config.json": j(torch_dtype="bfloat16", **llama | (sizes or {}), quantization_config=quantisation)}
+    llama = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 448,
+    }
+    return {
+        "config.json": j(
+            torch_dtype="bfloat16", **llama | (sizes or {}), quantization_config=quantisation
+        )
+    }
 
 
 BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}

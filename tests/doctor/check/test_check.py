@@ -52,7 +52,13 @@ def test_backward_and_steps_inside_an_autocast_region(tmp_path: Path):
 
 
 def test_a_run_of_isotype_is_its_plans(tmp_path: Path):
-    told = {"template": "chatml", "stage": "sft", "fp16": True, "bf16": True, "finetuning_type": "lora"}
+    told = {
+        "template": "chatml",
+        "stage": "sft",
+        "fp16": True,
+        "bf16": True,
+        "finetuning_type": "lora",
+    }
     for name in ("data.json", "plan.json", "manifest.json", "env.json", "resolved.yaml"):
         (tmp_path / name).write_text(json.dumps(told))
     assert not check([str(tmp_path)]).findings
@@ -65,16 +71,30 @@ def test_a_run_of_isotype_is_its_plans(tmp_path: Path):
 
 def test_a_checkpoint_that_disagrees_with_its_config(tmp_path: Path):
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(4)
+    )
     config = tmp_path / "config.json"
     for word, codes in (("float16", {"CF046"}), ("bfloat16", set())):
-        config.write_text(json.dumps({"architectures": ["A"], "hidden_size": 8, "model_type": "llama", "torch_dtype": word}))
+        config.write_text(
+            json.dumps(
+                {
+                    "architectures": ["A"],
+                    "hidden_size": 8,
+                    "model_type": "llama",
+                    "torch_dtype": word,
+                }
+            )
+        )
         assert {f.code for f in check([str(tmp_path)]).findings} == codes
 
 
 def test_a_safetensors_header(tmp_path: Path):
     tensors = {"a": ("BF16", [2, 3], [0, 12]), "b": ("F32", [4], [12, 28])}
-    described = {name: {"dtype": dtype, "shape": shape, "data_offsets": at} for name, (dtype, shape, at) in tensors.items()}
+    described = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": at}
+        for name, (dtype, shape, at) in tensors.items()
+    }
     header = json.dumps({"__metadata__": {}} | described).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(28))
@@ -85,13 +105,26 @@ def test_a_safetensors_header(tmp_path: Path):
     assert [f.code for f in check([str(file)]).findings] == ["CF099"]
 
 
-FULL = {"output_dir": "o", "bf16": True, "learning_rate": 1e-5, "model_init_kwargs": {"dtype": "bfloat16"}, "fsdp": "full_shard"}
+FULL = {
+    "output_dir": "o",
+    "bf16": True,
+    "learning_rate": 1e-5,
+    "model_init_kwargs": {"dtype": "bfloat16"},
+    "fsdp": "full_shard",
+}
 
 
 def test_accelerate_makes_trained_weights_fp32_under_fsdp_and_mixed_precision(tmp_path: Path):
-    """prepare_model of accelerate 1.10 to 1.15, FSDP1 and FSDP2: without mixed precision, or without FSDP, the weights stay bf16."""
+    """prepare_model of accelerate 1.10 to 1.15, FSDP1 and FSDP2: without mixed precision, or
+    without FSDP, the weights stay bf16.
+    """
     without_fsdp = {key: value for key, value in FULL.items() if key != "fsdp"}
-    rows = ((FULL | {"fsdp_config": {"version": 2}}, "fp32"), (FULL, "fp32"), (FULL | {"bf16": False}, "bf16"), (without_fsdp, "bf16"))
+    rows = (
+        (FULL | {"fsdp_config": {"version": 2}}, "fp32"),
+        (FULL, "fp32"),
+        (FULL | {"bf16": False}, "bf16"),
+        (without_fsdp, "bf16"),
+    )
     for settings, trained in rows:
         (tmp_path / "training_args.json").write_text(json.dumps(settings))
         checked = check([str(tmp_path)])

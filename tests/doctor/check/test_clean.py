@@ -1,4 +1,6 @@
-"""Realistic configurations in the tools' documented styles give no finding at all above a note, and each is understood."""
+"""Realistic configurations in the tools' documented styles give no finding at all above a note, and
+each is understood.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CLEAN = sorted(p for p in (Path(__file__).parent / "fixtures" / "clean").iterdir
 @pytest.mark.parametrize("folder", CLEAN, ids=lambda p: p.name)
 def test_no_false_alarm(folder: Path):
     checked = check([str(folder)])
-    assert not [(f.code, f.message, str(f.place)) for f in checked.findings if f.severity > Severity.NOTE]
+    assert not [
+        (f.code, f.message, str(f.place)) for f in checked.findings if f.severity > Severity.NOTE
+    ]
     if not folder.name.startswith("repository"):
         assert checked.records, "not recognised"
         assert all(
@@ -32,5 +36,7 @@ def test_an_unreadable_file_counts_only_if_it_is_about_training(tmp_path: Path):
 
 
 def test_values_made_at_run_time_are_not_guessed(tmp_path: Path):
-    (tmp_path / "t.py").write_text("from trl import SFTConfig\nargs = SFTConfig(output_dir='o', bf16=supported(), fp16=not supported())\n")
+    (tmp_path / "t.py").write_text(
+        "from trl import SFTConfig\nargs = SFTConfig(output_dir='o', bf16=supported(), fp16=not supported())\n"
+    )
     assert not check([str(tmp_path)], device="t4").findings

@@ -1,4 +1,5 @@
-"""What rules and records say of a library holds for its installed version: a newer one that does otherwise fails here.
+"""What rules and records say of a library holds for its installed version: a newer one that does
+otherwise fails here.
 
 The sources are read, not imported: importing a trainer takes seconds.
 """
@@ -13,21 +14,41 @@ import pytest
 
 # what check says -> library, file, a pattern that its source holds
 CLAIMS = {
-    "CF040: use_cpu replaces no_cuda": ("transformers", "training_args.py", r"(?m)^    use_cpu\s*:"),
-    "CF042: one quantisation only": ("transformers", "utils/quantization_config.py", r"both True, but only one can be used"),
+    "CF040: use_cpu replaces no_cuda": (
+        "transformers",
+        "training_args.py",
+        r"(?m)^    use_cpu\s*:",
+    ),
+    "CF042: one quantisation only": (
+        "transformers",
+        "utils/quantization_config.py",
+        r"both True, but only one can be used",
+    ),
     "CF010: products in fp32 unless told otherwise": (
         "transformers",
         "utils/quantization_config.py",
         r"bnb_4bit_compute_dtype is None:\s+self\.bnb_4bit_compute_dtype = torch\.float32",
     ),
-    "CF010: the 4-bit type is fp4": ("transformers", "utils/quantization_config.py", r"bnb_4bit_quant_type=\"fp4\""),
+    "CF010: the 4-bit type is fp4": (
+        "transformers",
+        "utils/quantization_config.py",
+        r"bnb_4bit_quant_type=\"fp4\"",
+    ),
     "CF015: 4-bit weights are stored as uint8": (
         "transformers",
         "utils/quantization_config.py",
         r"bnb_4bit_quant_storage is None:\s+self\.bnb_4bit_quant_storage = torch\.uint8",
     ),
-    "CF004: a checkpoint's dtype is the default": ("transformers", "modeling_utils.py", r"dtype = \"auto\""),
-    "record: PEFT makes adapters fp32": ("peft", "mapping_func.py", r"autocast_adapter_dtype: bool = True"),
+    "CF004: a checkpoint's dtype is the default": (
+        "transformers",
+        "modeling_utils.py",
+        r"dtype = \"auto\"",
+    ),
+    "record: PEFT makes adapters fp32": (
+        "peft",
+        "mapping_func.py",
+        r"autocast_adapter_dtype: bool = True",
+    ),
     "record: SFTConfig is bf16 where fp16 is off": (
         "trl",
         "trainer/base_config.py",
@@ -48,8 +69,16 @@ CLAIMS = {
         "trainer/utils.py",
         r"else:\n.*\n.*\n.*\n +row_logps = F\.log_softmax\(row_logits, dim=-1\)",
     ),
-    "CF030: ORPO": ("trl", "experimental/orpo/orpo_trainer.py", r"per_token_logps = selective_log_softmax\(logits, labels\)"),
-    "CF030: CPO": ("trl", "experimental/cpo/cpo_trainer.py", r"per_token_logps = selective_log_softmax\(logits, labels\)"),
+    "CF030: ORPO": (
+        "trl",
+        "experimental/orpo/orpo_trainer.py",
+        r"per_token_logps = selective_log_softmax\(logits, labels\)",
+    ),
+    "CF030: CPO": (
+        "trl",
+        "experimental/cpo/cpo_trainer.py",
+        r"per_token_logps = selective_log_softmax\(logits, labels\)",
+    ),
     "CF060: buffer_dtype for FSDP1, output_dtype for FSDP2": (
         "accelerate",
         "utils/dataclasses.py",
@@ -80,4 +109,6 @@ def test_the_installed_version_does_as_check_says(library: str):
         pytest.skip(f"{library} is not installed")
     for claim, (of, file, pattern) in CLAIMS.items():
         if of == library:
-            assert re.search(pattern, (Path(spec.origin).parent / file).read_text(encoding="utf-8")), f"{library}/{file}: {claim} is stale"
+            assert re.search(
+                pattern, (Path(spec.origin).parent / file).read_text(encoding="utf-8")
+            ), f"{library}/{file}: {claim} is stale"

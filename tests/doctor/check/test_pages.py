@@ -1,4 +1,6 @@
-"""Every code that the doctor can emit has a page; those of check and explain have the fixed sections."""
+"""Every code that the doctor can emit has a page; those of check and explain have the fixed
+sections.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,25 @@ from isotype.doctor.check.rules import RULES
 from isotype.doctor.explain.explain import codes
 from isotype.pages import page
 
-PREFIXES = {"doctor/check": "CF", "doctor/explain": "EX", "doctor/trace": "TR", "doctor/kernels": "KN", "testing": "AC"}
+PREFIXES = {
+    "doctor/check": "CF",
+    "doctor/explain": "EX",
+    "doctor/trace": "TR",
+    "doctor/kernels": "KN",
+    "testing": "AC",
+}
 
 
 def test_every_emitted_code_has_a_page():
     for folder, prefix in PREFIXES.items():
         files = (Path(isotype.__file__).parent / folder).rglob("*.py")
-        codes = {code for file in files for code in re.findall(rf'"({prefix}\d{{3}})"', file.read_text())}
+        codes = {
+            code for file in files for code in re.findall(rf'"({prefix}\d{{3}})"', file.read_text())
+        }
         assert codes, folder
-        assert [code for code in sorted(codes) if not (page(code) or "").startswith(f"# {code}")] == []
+        assert [
+            code for code in sorted(codes) if not (page(code) or "").startswith(f"# {code}")
+        ] == []
 
 
 def test_rules_are_asked_in_the_order_of_their_codes():
@@ -28,7 +40,11 @@ def test_rules_are_asked_in_the_order_of_their_codes():
 def test_pages_have_their_sections():
     for code in [*RULES, *(code for code in codes() if code != "EX000")]:
         text = page(code) or ""
-        missing = [part for part in ("**Why it matters.**", "**Example.**", "**What to do.**") if part not in text]
+        missing = [
+            part
+            for part in ("**Why it matters.**", "**Example.**", "**What to do.**")
+            if part not in text
+        ]
         assert not missing, f"{code}: {missing}"
 
 

@@ -1,4 +1,6 @@
-"""Logs of any shape: ranks interleaved, chained exceptions, notebooks, megabytes of progress, several errors."""
+"""Logs of any shape: ranks interleaved, chained exceptions, notebooks, megabytes of progress,
+several errors.
+"""
 
 from __future__ import annotations
 
@@ -81,4 +83,6 @@ def test_a_traceback_inside_a_json_string():
     )
     (incident,) = incidents([line])
     assert incident.text.endswith("c10::BFloat16")
-    assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [("/srv/app.py", 9, "go", "y = f(x)")]
+    assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [
+        ("/srv/app.py", 9, "go", "y = f(x)")
+    ]

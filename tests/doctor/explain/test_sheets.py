@@ -13,14 +13,24 @@ from isotype.doctor.explain.situation import Seen, read
 def test_every_text_can_be_said():
     """With what its wordings find in a text, and nothing else."""
     worded = {operator for operator, _ in FORMS}
-    for operator, form in [*FORMS, *((operator, "") for operator in FAMILIES if operator not in worded)]:
+    for operator, form in [
+        *FORMS,
+        *((operator, "") for operator in FAMILIES if operator not in worded),
+    ]:
         if operator not in FAMILIES:
             continue
         names = set(re.findall(r"<(\w+)>", form))
-        words = {name.strip("_").rstrip("2"): "torch.bfloat16" for name in names if name.startswith("_")}
-        dtypes = {name: "bf16" if i % 2 else "fp32" for i, name in enumerate(sorted(n for n in names if not n.startswith("_")))}
+        words = {
+            name.strip("_").rstrip("2"): "torch.bfloat16" for name in names if name.startswith("_")
+        }
+        dtypes = {
+            name: "bf16" if i % 2 else "fp32"
+            for i, name in enumerate(sorted(n for n in names if not n.startswith("_")))
+        }
         for frames in ((), [Frame("lora/moe.py", 3, "generate", "y = self.vae.encode(x) @ w")]):
-            message, _, causes = explained(Seen(text="", operator=operator, dtypes=dtypes, words=words, situation=read(frames)))
+            message, _, causes = explained(
+                Seen(text="", operator=operator, dtypes=dtypes, words=words, situation=read(frames))
+            )
             assert message, operator
             assert causes, operator
             assert all(cause.name and cause.why and cause.fix for cause in causes)

@@ -16,7 +16,12 @@ def traceback(*frames: tuple[str, int, str, str], error: str = MIXED) -> list[st
     return [*lines, error]
 
 
-LINEAR = (f"{LIB}/torch/nn/modules/linear.py", 125, "forward", "return F.linear(input, self.weight, self.bias)")
+LINEAR = (
+    f"{LIB}/torch/nn/modules/linear.py",
+    125,
+    "forward",
+    "return F.linear(input, self.weight, self.bias)",
+)
 
 
 TRACEBACKS = [
@@ -45,7 +50,13 @@ def test_a_region_that_is_on_is_no_remedy():
         (f"{LIB}/torch/amp/autocast_mode.py", 44, "decorate_autocast", "return func("),
     ]
     for around, switched_on in ((frames[:1], True), (frames, False)):
-        (finding,) = explain(traceback(*around, (f"{LIB}/torch/nn/functional.py", 9, "linear", "linear("), error=f"RuntimeError: {MIXED}"))
+        (finding,) = explain(
+            traceback(
+                *around,
+                (f"{LIB}/torch/nn/functional.py", 9, "linear", "linear("),
+                error=f"RuntimeError: {MIXED}",
+            )
+        )
         assert finding.fix.splitlines()[0].count("torch.autocast(") == switched_on
 
 
@@ -55,9 +66,7 @@ def test_the_odd_one_of_query_key_value():
         ("float", "c10::BFloat16", "c10::BFloat16", "KV cache"),
         ("c10::Half", "float", "c10::Half", "key"),
     ):
-        text = (
-            f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."
-        )
+        text = f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."
         (finding,) = explain([text])
         assert cause in (finding.cause or "")
 
@@ -95,13 +104,21 @@ def test_what_a_report_quotes_or_says_decides_its_first_cause(subtests):
 
 def test_autocast_is_advised_for_the_device_that_the_text_names():
     for where, device in (("inference on a CPU", "cpu"), ("on MPS", "mps"), ("on an A100", "cuda")):
-        (finding,) = explain([f"RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16, {where}"])
+        (finding,) = explain(
+            [
+                f"RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16, {where}"
+            ]
+        )
         told = f"{finding.fix} {dict(finding.details).get('or', '')}"
         assert f'torch.autocast("{device}"' in told
 
 
 def test_code_that_a_long_log_quotes_is_not_the_failing_call():
-    log = ["torch.layer_norm(x, shape)", *["step"] * 50, "RuntimeError: expected scalar type BFloat16 but found Float"]
+    log = [
+        "torch.layer_norm(x, shape)",
+        *["step"] * 50,
+        "RuntimeError: expected scalar type BFloat16 but found Float",
+    ]
     (finding,) = explain(log)
     assert finding.code == "EX001"
 

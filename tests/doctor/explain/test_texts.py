@@ -1,5 +1,7 @@
 # ruff: noqa: E501  a table of real texts
-"""One mistake has many texts: CPU and CUDA, old and new, and as users reported them; each gives its family, dtypes, a cause and a fix."""
+"""One mistake has many texts: CPU and CUDA, old and new, and as users reported them; each gives its
+family, dtypes, a cause and a fix.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from isotype.finding import Severity
 
 def table(name: str, columns: int) -> list[list[str]]:
     lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
-    return [line.replace("\\n", "\n").split("\t", columns - 1) for line in lines if not line.startswith("#")]
+    return [
+        line.replace("\\n", "\n").split("\t", columns - 1)
+        for line in lines
+        if not line.startswith("#")
+    ]
 
 
 NOT_DTYPE = [
@@ -94,7 +100,10 @@ def test_texts_that_are_no_dtype_errors_are_not_explained(subtests):
 
 
 def test_a_log_of_nan_losses_is_one_finding_at_its_first():
-    lines = ["{'loss': 1.2, 'grad_norm': 0.5}", *["{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1e-05}"] * 200]
+    lines = [
+        "{'loss': 1.2, 'grad_norm': 0.5}",
+        *["{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1e-05}"] * 200,
+    ]
     (finding,) = explain(lines, source="train.log")
     assert (finding.code, finding.place.line) == ("EX032", 2)
 

@@ -114,7 +114,9 @@ def tanh_by_ptx(x_ptr, out_ptr, BLOCK: tl.constexpr):
     """An instruction that sm_80 does not have and sm_90 has."""
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i)
-    y = tl.inline_asm_elementwise("tanh.approx.bf16x2 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    y = tl.inline_asm_elementwise(
+        "tanh.approx.bf16x2 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
     tl.store(out_ptr + i, y)
 
 

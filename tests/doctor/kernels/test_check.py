@@ -19,7 +19,10 @@ from . import fault_kernels as kernels  # noqa: E402
 
 def low(**types: str) -> dict[str, dict[str, str]]:
     """The signature with every `*F` pointer in each float dtype."""
-    return {word: {n: t.replace("F", word) for n, t in types.items()} for word in ("fp32", "bf16", "fp16")}
+    return {
+        word: {n: t.replace("F", word) for n, t in types.items()}
+        for word in ("fp32", "bf16", "fp16")
+    }
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,11 @@ def test_the_fault_is_found_named_and_explained_and_its_repaired_form_is_quiet(c
     kernel = getattr(kernels, case.name)
     (finding,) = loud(check(kernel, case.signatures, {**case.constexprs, "FIXED": False}).findings)
     text = finding.render()
-    assert (finding.code, finding.severity, dict(finding.details)["variable"]) == (case.code, case.severity, case.variable), text
+    assert (finding.code, finding.severity, dict(finding.details)["variable"]) == (
+        case.code,
+        case.severity,
+        case.variable,
+    ), text
     assert [word for word in case.words if word not in text] == [], text
     assert finding.fix
     # in the kernel or in the function of its file that it calls
@@ -72,17 +79,24 @@ def test_the_fault_is_found_named_and_explained_and_its_repaired_form_is_quiet(c
 
 
 def test_a_block_through_one_pointer_is_no_matter_of_dtypes() -> None:
-    assert {f.code for f in check(kernels.block_through_one_pointer, low(**XO), {"BLOCK": 64}).findings} == {"KN009"}
+    assert {
+        f.code for f in check(kernels.block_through_one_pointer, low(**XO), {"BLOCK": 64}).findings
+    } == {"KN009"}
 
 
-BINARY = [  # kernel, words, signature, constexprs, target, and constexprs and a target for which it is quiet
+# kernel, words, signature, constexprs, target, and constexprs and a target for which it is quiet
+BINARY = [
     ("tanh_by_ptx", "machine code", {"x_ptr": "*bf16", "out_ptr": "*bf16"}, {"BLOCK": 256}, "sm_80", {"BLOCK": 256}, "sm_90"),
     ("three_rows_in_one_warp", "spills", {"x_ptr": "*bf16", "out_ptr": "*bf16", "n": "i32"}, {"BLOCK": 4096}, "sm_90", {"BLOCK": 256}, "sm_90"),
 ]  # fmt: skip
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "words", "types", "values", "target", "fine", "there"), BINARY, ids=[row[1] for row in BINARY])
+@pytest.mark.parametrize(
+    ("name", "words", "types", "values", "target", "fine", "there"),
+    BINARY,
+    ids=[row[1] for row in BINARY],
+)
 def test_machine_code(name, words, types, values, target, fine, there, capfd) -> None:
     kernel = getattr(kernels, name)
     (found,) = loud(check(kernel, {"bf16": types}, values, [target], binary=True).findings)

@@ -97,10 +97,14 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_checked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_checked_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "x = 1\ndef f(:\n", "syntax.py")
-    written(tmp_path, "number = 1\ndef idle():\n    return 1\ndef wants(x):\n    return x\n", "empty.py")
+    written(
+        tmp_path, "number = 1\ndef idle():\n    return 1\ndef wants(x):\n    return x\n", "empty.py"
+    )
     written(tmp_path, "raise RuntimeError('at import')\n", "raising.py")
     for target, message in REFUSED.items():
         with pytest.raises(UsageError, match=message) as caught:
@@ -110,7 +114,9 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_unsupported_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signature, "version", lambda name: "3.2.0")
-    with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; Isotype reads Triton 3\.4 to 3\.9"):
+    with pytest.raises(
+        UsageError, match=r"Triton 3\.2\.0 is installed; Isotype reads Triton 3\.4 to 3\.9"
+    ):
         check(fault_kernels.branch_else)
 
 
@@ -118,18 +124,27 @@ def test_signatures_that_do_not_fit_the_kernel() -> None:
     with pytest.raises(UsageError, match="names y_ptr"):
         check(fault_kernels.branch_else, {"a": {"y_ptr": "*fp32"}})
     with pytest.raises(UsageError, match="says nothing of causal"):
-        check(fault_kernels.branch_else, {"a": {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}}, {"BLOCK": 64})
+        check(
+            fault_kernels.branch_else,
+            {"a": {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}},
+            {"BLOCK": 64},
+        )
     with pytest.raises(UsageError, match=r"no @triton.jit kernel"):
         check(print)
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, BROKEN) + ":with_inputs", "--json"])
+    run = CliRunner().invoke(
+        build_app(), ["doctor", "kernels", written(tmp_path, BROKEN) + ":with_inputs", "--json"]
+    )
     assert run.exit_code == 1
     answer = json.loads(run.stdout)
     assert answer["findings"][0]["code"] == "KN001"
     assert answer["kernels"] == ["row_lse"]
     assert page("KN001")
-    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, RIGHT, "r.py"), "--arch", "sm_90,gfx942"])
+    run = CliRunner().invoke(
+        build_app(),
+        ["doctor", "kernels", written(tmp_path, RIGHT, "r.py"), "--arch", "sm_90,gfx942"],
+    )
     assert run.exit_code == 0
     assert "no findings" in run.stdout

@@ -34,7 +34,9 @@ class GoodMul(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
         with torch.cuda.device(gate.device):
-            silu_mul_forward[(triton.cdiv(gate.numel(), 64),)](gate, up, out, gate.numel(), BLOCK=64)
+            silu_mul_forward[(triton.cdiv(gate.numel(), 64),)](
+                gate, up, out, gate.numel(), BLOCK=64
+            )
         return out
 
     @staticmethod
@@ -64,7 +66,13 @@ def bad_mul(gate, up):
     return BadBackward.apply(gate, up)
 
 
-@triton.autotune(configs=[triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128}, num_stages=3)], key=["n"])
+@triton.autotune(
+    configs=[
+        triton.Config({"BLOCK": 64}, num_warps=2),
+        triton.Config({"BLOCK": 128}, num_stages=3),
+    ],
+    key=["n"],
+)
 @triton.heuristics({"EVEN": lambda given: given["n"] % given["BLOCK"] == 0})
 @triton.jit
 def tuned_copy(x_ptr, out_ptr, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):

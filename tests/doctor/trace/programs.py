@@ -1,6 +1,8 @@
-"""Small programs with a dtype fault, each with its repaired twin: `NAME(broken=True)` fails or misbehaves, `NAME(broken=False)` is right.
+"""Small programs with a dtype fault, each with its repaired twin: `NAME(broken=True)` fails or
+misbehaves, `NAME(broken=False)` is right.
 
-They vary public failures: mask, rotary table, cache, adapter, checkpoint, optimizer, evaluation, averaged weights.
+They vary public failures: mask, rotary table, cache, adapter, checkpoint, optimizer, evaluation,
+averaged weights.
 """
 
 from __future__ import annotations
@@ -114,7 +116,11 @@ def image_features_into_embeddings(broken):
     class Multimodal(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.vision, self.post_norm = nn.Embedding(8, 16), nn.Linear(4, 16), nn.LayerNorm(16)
+            self.embed, self.vision, self.post_norm = (
+                nn.Embedding(8, 16),
+                nn.Linear(4, 16),
+                nn.LayerNorm(16),
+            )
 
         def forward(self, ids, pixels):
             x = self.embed(ids).clone()
@@ -147,7 +153,12 @@ def python_check_in_a_library(broken):
     """Made above the dispatcher, before any op runs."""
     q = torch.randn(1, 2, 4, 8).to(bf16)
     mask = torch.zeros(4, 4, dtype=torch.float32 if broken else bf16)
-    F.scaled_dot_product_attention(q, q, q, attn_mask=mask.expand(1, 2, 4, 4) if not broken else torch.zeros(4, 4, dtype=torch.float16))
+    F.scaled_dot_product_attention(
+        q,
+        q,
+        q,
+        attn_mask=mask.expand(1, 2, 4, 4) if not broken else torch.zeros(4, 4, dtype=torch.float16),
+    )
 
 
 def default_dtype_in_generator(broken):
@@ -339,7 +350,9 @@ def copied_back_from_fp32(broken):
         with torch.no_grad():
             new = p.float() - 1e-5 * torch.rand(64, 64)
             if not broken:
-                bits = new.view(torch.int32) + torch.randint(0, 1 << 16, new.shape, dtype=torch.int32)
+                bits = new.view(torch.int32) + torch.randint(
+                    0, 1 << 16, new.shape, dtype=torch.int32
+                )
                 new = (bits & -65536).view(torch.float32)
             p.copy_(new)
 
@@ -357,7 +370,9 @@ def rotary_by_autocast_product(broken):
     class Rotary(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16), persistent=False)
+            self.register_buffer(
+                "inv_freq", 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16), persistent=False
+            )
 
         def forward(self, n):
             with torch.autocast("cpu", enabled=broken, dtype=bf16):
@@ -382,7 +397,9 @@ def inv_freq_rounded_with_the_model(broken):
     class Rotary(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16), persistent=False)
+            self.register_buffer(
+                "inv_freq", 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16), persistent=False
+            )
 
         def forward(self, n):
             return torch.outer(torch.arange(n).float(), self.inv_freq.float()).cos()
@@ -460,7 +477,10 @@ def gradients_accumulated_in_bf16(broken):
 
 
 def metric_summed_in_bf16(broken):
-    model, total = nn.Linear(16, 1).to(bf16), torch.zeros((), dtype=bf16 if broken else torch.float32)
+    model, total = (
+        nn.Linear(16, 1).to(bf16),
+        torch.zeros((), dtype=bf16 if broken else torch.float32),
+    )
     with torch.no_grad():
         for n in range(80):
             total += 0.3 + 0.01 * model(x_of(n=2)).float().abs().mean().to(total.dtype) + n / 10_000
@@ -514,11 +534,15 @@ def log_probs_gathered_in_bf16(broken):
     logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
     labels = torch.arange(400).view(2, 200, 1)
     logits = logits if broken else logits.float()
-    (-logits.log_softmax(-1).gather(-1, labels).squeeze(-1).sum(-1)).diff().sigmoid().log().sum().backward()
+    (
+        -logits.log_softmax(-1).gather(-1, labels).squeeze(-1).sum(-1)
+    ).diff().sigmoid().log().sum().backward()
 
 
 def logits_gathered_in_bf16(broken):
-    """Right: what is gathered is a logit, and the logsumexp beside it is in fp32; a softmax in bf16 elsewhere has the same shape."""
+    """Right: what is gathered is a logit, and the logsumexp beside it is in fp32; a softmax in bf16
+    elsewhere has the same shape.
+    """
     torch.manual_seed(0)
     head = nn.Linear(32, 500, bias=False).to(bf16)
     logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
@@ -567,13 +591,17 @@ class Gate(nn.Module):
 
 
 def sine_of_values_scaled_by_a_bf16_buffer(broken):
-    """A 1-d bf16 buffer that is no table of frequencies: its products are not one position times the table."""
+    """A 1-d bf16 buffer that is no table of frequencies: its products are not one position times
+    the table.
+    """
     Gate()(torch.randn(4, 16))
 
 
 # ---- frozen layers of quantised checkpoints
 class W8A8(nn.Linear):
-    """As transformers runs a compressed-tensors checkpoint whose activations are rounded; `rounds`: how."""
+    """As transformers runs a compressed-tensors checkpoint whose activations are rounded; `rounds`:
+    how.
+    """
 
     rounds = "no_grad"
 
@@ -592,7 +620,11 @@ class W8A8(nn.Linear):
 class Adapted(nn.Module):
     def __init__(self, base):
         super().__init__()
-        self.base, self.a, self.b = base.requires_grad_(False), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+        self.base, self.a, self.b = (
+            base.requires_grad_(False),
+            nn.Linear(16, 2, bias=False),
+            nn.Linear(2, 16, bias=False),
+        )
 
     def forward(self, x):
         return x + self.base(x) + self.b(self.a(x))
@@ -618,7 +650,9 @@ def quantised_model_in_bf16(broken):
     class Quantised(nn.Module):
         def __init__(self):
             super().__init__()
-            self.config = type("Config", (), {"quantization_config": {"quant_method": "compressed-tensors"}})()
+            self.config = type(
+                "Config", (), {"quantization_config": {"quant_method": "compressed-tensors"}}
+            )()
             self.layers = nn.Sequential(Adapted(nn.Linear(16, 16)), Adapted(nn.Linear(16, 16)))
 
         def forward(self, x):
@@ -627,6 +661,10 @@ def quantised_model_in_bf16(broken):
     model = Quantised().to(bf16)
     for layer in model.layers:
         if not broken:
-            layer.base.weight = nn.Parameter(layer.base.weight.to(torch.float8_e4m3fn), requires_grad=False)
-            layer.base.forward = lambda x, base=layer.base: F.linear(x, base.weight.to(x.dtype), base.bias)
+            layer.base.weight = nn.Parameter(
+                layer.base.weight.to(torch.float8_e4m3fn), requires_grad=False
+            )
+            layer.base.forward = lambda x, base=layer.base: F.linear(
+                x, base.weight.to(x.dtype), base.bias
+            )
     model(x_of()).float().pow(2).mean().backward()

@@ -1,5 +1,6 @@
-"""`with trace(model)`: the exception survives, nothing is left behind, memory does not grow, numbers do not change; a run that repeats
-itself is watched now and then, and what changes, fails or goes on outside its forwards is found all the same.
+"""`with trace(model)`: the exception survives, nothing is left behind, memory does not grow,
+numbers do not change; a run that repeats itself is watched now and then, and what changes, fails or
+goes on outside its forwards is found all the same.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def test_memory_does_not_grow_with_steps():
         train(model, steps)
         for mean, p in zip(average, model.parameters()):
             for _ in range(steps):
-                mean.data = (mean.float() * 0.9 + p.detach() * 0.1).to(bf16)  # a chain of casts that never ends
+                # a chain of casts that never ends
+                mean.data = (mean.float() * 0.9 + p.detach() * 0.1).to(bf16)
         gc.collect()
         return sum(isinstance(thing, (torch.Tensor, Origin)) for thing in gc.get_objects())
 

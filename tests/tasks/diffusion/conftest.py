@@ -11,7 +11,9 @@ pytest.importorskip("diffusers")
 
 
 class Studio:
-    """`pictures`: 12 drawn ones with their captions; any other name: the folder of that tiny pipeline, made when it is first asked for."""
+    """`pictures`: 12 drawn ones with their captions; any other name: the folder of that tiny
+    pipeline, made when it is first asked for.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -33,15 +35,23 @@ def studio(tmp_path_factory) -> Studio:
 
 
 def draw_in(studio: Studio, place: Path) -> Any:
-    """`make("run", model=studio.flux, precision={...})` writes place/run.yaml and loads it; the run goes to place/`folder`.
+    """`make("run", model=studio.flux, precision={...})` writes place/run.yaml and loads it; the run
+    goes to place/`folder`.
 
     model  a folder, a name on the hub, or the whole section
     """
 
-    def make(folder: str = "run", *, model: Path | str | dict[str, Any] | None = None, **sections: Any) -> Any:
+    def make(
+        folder: str = "run", *, model: Path | str | dict[str, Any] | None = None, **sections: Any
+    ) -> Any:
         config = {
             "model": model if isinstance(model, dict) else {"name": str(model or studio.sd3)},
-            "images": {"train": str(studio.pictures), "eval_split": 0.2, "resolution": 32, "cache": "none"},
+            "images": {
+                "train": str(studio.pictures),
+                "eval_split": 0.2,
+                "resolution": 32,
+                "cache": "none",
+            },
             "diffusion": {"max_text_length": 8, "eval_draws": 2},
             "adapter": {"kind": "lora", "r": 4},
             "precision": {"preset": "fp32"},

@@ -1,4 +1,6 @@
-"""Tiny pipelines of each family from configurations, saved as folders, and drawn pictures with captions. Random weights."""
+"""Tiny pipelines of each family from configurations, saved as folders, and drawn pictures with
+captions. Random weights.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,11 @@ def tokenizer(length: int) -> transformers.PreTrainedTokenizerFast:
     inner.pre_tokenizer = Whitespace()
     inner.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=length,
     )
 
 
@@ -41,12 +47,16 @@ def clip(*, projection: bool) -> torch.nn.Module:
         vocab_size=len(WORDS), hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=8, projection_dim=WIDTH, eos_token_id=1, bos_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    return (transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel)(config)
+    return (transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel)(
+        config
+    )
 
 
 def t5() -> transformers.T5EncoderModel:
     return transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+        transformers.T5Config(
+            vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2
+        )
     )
 
 
@@ -104,7 +114,12 @@ def pixart(folder: Path) -> Path:
 
 def sdxl(folder: Path, *, prediction: str = "epsilon") -> Path:
     torch.manual_seed(0)
-    settings = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "prediction_type": prediction}
+    settings = {
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "prediction_type": prediction,
+    }
     diffusers.StableDiffusionXLPipeline(
         unet=sdxl_unet(), vae=vae(4), scheduler=diffusers.EulerDiscreteScheduler(**settings),
         text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=clip(projection=True), tokenizer_2=tokenizer(8),
@@ -132,12 +147,16 @@ def pictures(folder: Path) -> Path:
         for colour in COLOURS:
             for shift in range(3):
                 draw(shape, colour, shift).save(folder / f"{colour}_{shape}_{shift}.png")
-                (folder / f"{colour}_{shape}_{shift}.txt").write_text(f"a {colour} {shape} on white\n")
+                (folder / f"{colour}_{shape}_{shift}.txt").write_text(
+                    f"a {colour} {shape} on white\n"
+                )
     return folder
 
 
 def pairs(folder: Path) -> Path:
-    """`after`: pictures with an instruction each; `before`: those that they were made from; `rows.jsonl` names both."""
+    """`after`: pictures with an instruction each; `before`: those that they were made from;
+    `rows.jsonl` names both.
+    """
     rows = []
     for part in ("after", "before"):
         (folder / part).mkdir(parents=True)
@@ -147,7 +166,13 @@ def pairs(folder: Path) -> Path:
             draw(shape, "red", shift).save(folder / f"before/{name}.png")
             draw(shape, "green", shift).save(folder / f"after/{name}.png")
             (folder / f"after/{name}.txt").write_text("green on white\n")
-            rows.append({"source": f"before/{name}.png", "edited_image": f"after/{name}.png", "instruction": "green on white"})
+            rows.append(
+                {
+                    "source": f"before/{name}.png",
+                    "edited_image": f"after/{name}.png",
+                    "instruction": "green on white",
+                }
+            )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -176,7 +201,9 @@ def built(loaded, folder: Path):
 
 
 def with_adapter(loaded, folder: Path, *, rows: int):
-    """The task of a configuration, its model in training with random numbers in its adapter, which is saved in `folder`, and a batch."""
+    """The task of a configuration, its model in training with random numbers in its adapter, which
+    is saved in `folder`, and a batch.
+    """
     task, model = built(loaded, folder)
     with torch.no_grad():
         for name, p in model.named_parameters():

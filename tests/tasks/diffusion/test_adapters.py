@@ -1,9 +1,11 @@
-"""Adapters of a denoiser: for ComfyUI, read by its own rules; written as a run goes; DoRA, LoKr and starts; of text encoders.
+"""Adapters of a denoiser: for ComfyUI, read by its own rules; written as a run goes; DoRA, LoKr and
+starts; of text encoders.
 
-The rules, from ComfyUI's comfy/lora.py, comfy/utils.py and comfy/weight_adapter/lora.py: a table has the names that a module of the model
-may have in a file; of each such name it takes `NAME.alpha`, the matrices under `NAME.lora_up.weight` and `NAME.lora_down.weight`, or else
-`NAME.lora_B.weight` and `NAME.lora_A.weight`; it adds alpha / rank times their product, or the product itself without alpha; a tensor that
-no name takes is reported as not loaded.
+The rules, from ComfyUI's comfy/lora.py, comfy/utils.py and comfy/weight_adapter/lora.py: a table
+has the names that a module of the model may have in a file; of each such name it takes
+`NAME.alpha`, the matrices under `NAME.lora_up.weight` and `NAME.lora_down.weight`, or else
+`NAME.lora_B.weight` and `NAME.lora_A.weight`; it adds alpha / rank times their product, or the
+product itself without alpha; a tensor that no name takes is reported as not loaded.
 """
 
 import json
@@ -56,9 +58,13 @@ OWN_NAMES = [  # Wan's
 
 
 def read_as_comfyui_does(file, names):
-    """name of a module -> what is added to its weight; raises where a tensor of the file is not loaded."""
+    """name of a module -> what is added to its weight; raises where a tensor of the file is not
+    loaded.
+    """
     tensors, added, loaded = load_file(file), {}, set()
-    known = {key.rpartition(".alpha")[0] for key in tensors} | {re.sub(r"\.lora_(down|up|A|B)\.weight$", "", key) for key in tensors}
+    known = {key.rpartition(".alpha")[0] for key in tensors} | {
+        re.sub(r"\.lora_(down|up|A|B)\.weight$", "", key) for key in tensors
+    }
     for name in {name for name in known for pattern in names if re.fullmatch(pattern, name)}:
         alpha = None
         if f"{name}.alpha" in tensors:
@@ -78,14 +84,21 @@ def peft_deltas(folder):
     """name of a module -> what PEFT adds to its weight."""
     settings = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
-    names = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    names = [
+        name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")
+    ]
 
     def scale(name):
-        alpha = next((a for end, a in settings["alpha_pattern"].items() if name.endswith(f".{end}")), settings["lora_alpha"])
+        alpha = next(
+            (a for end, a in settings["alpha_pattern"].items() if name.endswith(f".{end}")),
+            settings["lora_alpha"],
+        )
         return alpha / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
 
     return {
-        name.removeprefix("base_model.model."): scale(name) * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+        name.removeprefix("base_model.model."): scale(name)
+        * tensors[f"{name}.lora_B.weight"]
+        @ tensors[f"{name}.lora_A.weight"]
         for name in names
     }
 
@@ -96,15 +109,26 @@ def peft_deltas(folder):
         ("flux", {}),
         ("sdxl", {"rslora": True, "alpha_pattern": {"to_q": 8.0}}),
         ("wan", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("sd3", "qwen", "kontext", "qwen_edit", "hidream", "ltx")),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.full)
+            for name in ("sd3", "qwen", "kontext", "qwen_edit", "hidream", "ltx")
+        ),
     ],
 )
 def test_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, settings):
     run = {"adapter_format": "comfyui", "adapters_every": 2}
-    loaded = drawn(model=getattr(studio, family), adapter={"r": 4, "alpha": 8.0, **settings}, run=run, images=data_of(family, studio)[0])
+    loaded = drawn(
+        model=getattr(studio, family),
+        adapter={"r": 4, "alpha": 8.0, **settings},
+        run=run,
+        images=data_of(family, studio)[0],
+    )
     assert train(loaded) == 0
     for folder in (tmp_path / "run/adapter", tmp_path / "run/adapters/step_2"):
-        added, trained = read_as_comfyui_does(folder / "comfyui.safetensors", NAMES[family]), peft_deltas(folder)
+        added, trained = (
+            read_as_comfyui_does(folder / "comfyui.safetensors", NAMES[family]),
+            peft_deltas(folder),
+        )
         named = {_named(name, family): delta for name, delta in trained.items()}
         assert set(added) == set(named)
         for name, delta in named.items():
@@ -121,13 +145,27 @@ def _named(name, family):
 
 
 def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, capsys):
-    """`run.adapters_every` writes what the run of as many steps would have: it is loaded, drawn with and exported."""
+    """`run.adapters_every` writes what the run of as many steps would have: it is loaded, drawn
+    with and exported.
+    """
     drawing = {"samples": ["a red circle on white"], "sample_every": 0}
     schedule = {"schedule": "constant", "warmup": 0}
     assert train(drawn("short", train={**schedule, "steps": 2}, run=drawing)) == 0
-    assert train(drawn("way", train={**schedule, "steps": 4}, run={**drawing, "adapters_every": 1, "adapters_keep": 2})) == 0
+    assert (
+        train(
+            drawn(
+                "way",
+                train={**schedule, "steps": 4},
+                run={**drawing, "adapters_every": 1, "adapters_keep": 2},
+            )
+        )
+        == 0
+    )
     assert sorted(p.name for p in (tmp_path / "way/adapters").iterdir()) == ["step_2", "step_3"]
-    short, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("short/adapter", "way/adapters/step_2"))
+    short, second = (
+        load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("short/adapter", "way/adapters/step_2")
+    )
     assert all(torch.equal(second[name], tensor) for name, tensor in short.items())
     taken, (picture,) = draw_with(tmp_path / "way/adapters/step_2", [])
     assert (taken, picture.png) == ("adapters/step_2", draw_with(tmp_path / "short", [])[1][0].png)
@@ -146,45 +184,92 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
 # --- Adapters besides plain LoRA: DoRA, starts and LoKr on a denoiser.
 
 
-@pytest.mark.parametrize(("family", "adapter"), [("flux", {"dora": True}), ("sdxl", {"start": "pissa"})])
+@pytest.mark.parametrize(
+    ("family", "adapter"), [("flux", {"dora": True}), ("sdxl", {"start": "pissa"})]
+)
 def test_a_dora_or_a_start_is_loaded_by_diffusers(drawn, studio, tmp_path, family, adapter):
     assert train(drawn(model=getattr(studio, family), adapter={"r": 4, **adapter})) == 0
     result = json.loads((tmp_path / "run/result.json").read_text())
-    assert result["check"]["trained_loss"] == pytest.approx(result["check"]["reloaded_loss"], abs=1e-6)
+    assert result["check"]["trained_loss"] == pytest.approx(
+        result["check"]["reloaded_loss"], abs=1e-6
+    )
     assert (tmp_path / "run/adapter/pytorch_lora_weights.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("family", "factor"), [("flux", 4), pytest.param("sdxl", None, marks=pytest.mark.full)])
-def test_a_lokr_is_pefts_and_comfyui_adds_what_was_trained(drawn, studio, tmp_path, capsys, family, factor):
+@pytest.mark.parametrize(
+    ("family", "factor"), [("flux", 4), pytest.param("sdxl", None, marks=pytest.mark.full)]
+)
+def test_a_lokr_is_pefts_and_comfyui_adds_what_was_trained(
+    drawn, studio, tmp_path, capsys, family, factor
+):
     model, precision = getattr(studio, family), {"preset": "bf16-lora"}
-    adapter = {"kind": "lokr", "r": 4, "alpha": 2.0, "factor": factor, "rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_q": 3.0}}
-    assert train(drawn(model=model, adapter=adapter, precision=precision, run={"adapter_format": "comfyui"})) == 0
-    assert "PF014" not in capsys.readouterr().out, "one factor begins at 0, so that the others get no gradient in step 1"
+    adapter = {
+        "kind": "lokr",
+        "r": 4,
+        "alpha": 2.0,
+        "factor": factor,
+        "rank_pattern": {"to_k": 2},
+        "alpha_pattern": {"to_q": 3.0},
+    }
+    assert (
+        train(
+            drawn(
+                model=model, adapter=adapter, precision=precision, run={"adapter_format": "comfyui"}
+            )
+        )
+        == 0
+    )
+    assert "PF014" not in capsys.readouterr().out, (
+        "one factor begins at 0, so that the others get no gradient in step 1"
+    )
     assert json.loads((tmp_path / "run/precision.json").read_text())["violations"] == []
     part = "unet" if family == "sdxl" else "transformer"
     plain = getattr(DiffusionPipeline.from_pretrained(model), part)
     before = {name: weight.clone() for name, weight in plain.state_dict().items()}
-    merged = PeftModel.from_pretrained(plain, tmp_path / "run/adapter").merge_and_unload().state_dict()
-    changed = {name: merged[name] - before[name] for name in before if not torch.equal(merged[name], before[name])}
+    merged = (
+        PeftModel.from_pretrained(plain, tmp_path / "run/adapter").merge_and_unload().state_dict()
+    )
+    changed = {
+        name: merged[name] - before[name]
+        for name in before
+        if not torch.equal(merged[name], before[name])
+    }
     added = {
-        name: delta for name, delta in as_comfyui_reads(load_file(tmp_path / "run/adapter/comfyui.safetensors")).items() if delta.any()
+        name: delta
+        for name, delta in as_comfyui_reads(
+            load_file(tmp_path / "run/adapter/comfyui.safetensors")
+        ).items()
+        if delta.any()
     }
     assert len(added) == len(changed) > 5
     for name, delta in changed.items():
         module = name.removesuffix(".weight")
-        named = f"lora_unet_{module.replace('.', '_')}" if family == "sdxl" else f"transformer.{module}"
+        named = (
+            f"lora_unet_{module.replace('.', '_')}" if family == "sdxl" else f"transformer.{module}"
+        )
         torch.testing.assert_close(added[named], delta, rtol=1e-4, atol=1e-6)
     merge_denoiser(tmp_path / "run", tmp_path / "merged", dtype="fp32")
     ours = getattr(DiffusionPipeline.from_pretrained(tmp_path / "merged"), part).state_dict()
     for name, weight in merged.items():
-        torch.testing.assert_close(ours[name], weight.to(torch.bfloat16).float() if name not in changed else weight, rtol=0.02, atol=0.01)
+        torch.testing.assert_close(
+            ours[name],
+            weight.to(torch.bfloat16).float() if name not in changed else weight,
+            rtol=0.02,
+            atol=0.01,
+        )
 
 
 def as_comfyui_reads(tensors):
-    """Module -> what is added to its weight, by ComfyUI's comfy/weight_adapter/lokr.py: without alpha the Kronecker product itself."""
+    """Module -> what is added to its weight, by ComfyUI's comfy/weight_adapter/lokr.py: without
+    alpha the Kronecker product itself.
+    """
     added = {}
     for module in {name.rpartition(".")[0] for name in tensors}:
-        parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] == module}
+        parts = {
+            name.rpartition(".")[2]: tensor
+            for name, tensor in tensors.items()
+            if name.rpartition(".")[0] == module
+        }
         first, second = (parts.get(f"lokr_w{i}") for i in (1, 2))
         first = parts["lokr_w1_a"] @ parts["lokr_w1_b"] if first is None else first
         second = parts["lokr_w2_a"] @ parts["lokr_w2_b"] if second is None else second
@@ -192,23 +277,34 @@ def as_comfyui_reads(tensors):
     return added
 
 
-def test_an_adapter_to_go_on_from_that_would_not_be_written_is_refused_before_training(drawn, studio, tmp_path):
+def test_an_adapter_to_go_on_from_that_would_not_be_written_is_refused_before_training(
+    drawn, studio, tmp_path
+):
     def begins(settings, adapter, **run):
         (tmp_path / "adapter_config.json").write_text(settings)
         return refused(drawn(adapter={"start_from": str(tmp_path), **adapter}, run=run))
 
-    save_file({"base_model.model.nowhere.lora_A.weight": torch.zeros(4, 4)}, tmp_path / "adapter_model.safetensors")
-    assert "an adapter of another model than this SD3Transformer2DModel: nowhere: no such module" in begins("{}", {})
+    save_file(
+        {"base_model.model.nowhere.lora_A.weight": torch.zeros(4, 4)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    assert (
+        "an adapter of another model than this SD3Transformer2DModel: nowhere: no such module"
+        in begins("{}", {})
+    )
     save_file({}, tmp_path / "adapter_model.safetensors")
     dora = json.dumps({"peft_type": "LORA", "use_dora": True})
     assert "a DoRA, which is not written for ComfyUI" in begins(dora, {}, adapter_format="comfyui")
     assert "is a lora, and adapter.kind is lokr" in begins(dora, {"kind": "lokr"})
     assert "is a lokr, and adapter.kind is lora" in begins('{"peft_type": "LOKR"}', {})
     assert "adapter_config.json: Expecting value" in begins("nothing", {})
-    assert "adapter.start_from: has no effect with adapter.kind: none" in begins(dora, {"kind": "none"})
+    assert "adapter.start_from: has no effect with adapter.kind: none" in begins(
+        dora, {"kind": "none"}
+    )
 
 
-# --- Text encoders of SDXL and Stable Diffusion that are trained with the denoiser (`adapter.text_encoders`).
+# --- Text encoders of SDXL and Stable Diffusion that are trained with the denoiser
+# (`adapter.text_encoders`).
 
 
 PARTS = {"sdxl": ("text_encoder", "text_encoder_2"), "sd1": ("text_encoder",)}
@@ -217,13 +313,18 @@ ON = {"kind": "lora", "r": 4, "alpha": 8.0, "text_encoders": True}
 
 
 def plain_loss(pipe, batch):
-    """The loss of diffusers' scripts, with the embeddings of encoders that are trained; a dropped caption of SDXL is zeros."""
+    """The loss of diffusers' scripts, with the embeddings of encoders that are trained; a dropped
+    caption of SDXL is zeros.
+    """
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     steps = (batch.sigma * 1000).round().long()
     noisy, given = scheduler.add_noise(batch.latents, batch.noise, steps), {}
     ids = batch.text["ids"]
     if hasattr(pipe, "text_encoder_2"):
-        one, two = (encoder(ids[:, i], output_hidden_states=True) for i, encoder in enumerate((pipe.text_encoder, pipe.text_encoder_2)))
+        one, two = (
+            encoder(ids[:, i], output_hidden_states=True)
+            for i, encoder in enumerate((pipe.text_encoder, pipe.text_encoder_2))
+        )
         shown = batch.text["captioned"].to(batch.latents)[:, None]
         text = torch.cat([one.hidden_states[-2], two.hidden_states[-2]], -1) * shown[..., None]
         sizes = torch.cat([batch.cut, torch.tensor([[32.0, 32.0]]).expand(len(batch.cut), 2)], 1)
@@ -235,7 +336,9 @@ def plain_loss(pipe, batch):
 
 @pytest.mark.parametrize("family", PARTS)
 def test_loss_and_gradients_are_those_of_diffusers_and_peft(drawn, studio, tmp_path, family):
-    loaded = drawn(model=getattr(studio, family), images={"limit": 6, "caption_dropout": 0.5}, adapter=ON)
+    loaded = drawn(
+        model=getattr(studio, family), images={"limit": 6, "caption_dropout": 0.5}, adapter=ON
+    )
     task, model, batch = with_adapter(loaded, tmp_path, rows=4)
     assert 0 < int(batch.text["captioned"].sum()) < len(batch.latents)
     ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
@@ -245,24 +348,40 @@ def test_loss_and_gradients_are_those_of_diffusers_and_peft(drawn, studio, tmp_p
     theirs = {}
     for part in ("unet", *PARTS[family]):
         module = getattr(pipe, part).train()
-        theirs |= {f"{'' if part == 'unet' else f'text_encoders.{part}.'}{name}": p for name, p in module.named_parameters()}
+        theirs |= {
+            f"{'' if part == 'unet' else f'text_encoders.{part}.'}{name}": p
+            for name, p in module.named_parameters()
+        }
     for name, p in theirs.items():
         p.requires_grad_("lora_" in name)
     plain = plain_loss(pipe, batch)
     plain.backward()
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
-    trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {
+        name.removeprefix("base_model.model."): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert set(trained) == {name for name, p in theirs.items() if p.requires_grad}
     grads = {name: theirs[name].grad.clone() for name in trained}
     for part in ("unet", *PARTS[family]):
         getattr(pipe, part).double().zero_grad()
     plain_loss(pipe, in_fp64(batch)).backward()
     for part in ("unet", *PARTS[family]):
-        mine = [n for n in trained if n.startswith(f"text_encoders.{part}.") or (part == "unet" and "text_encoders." not in n)]
+        mine = [
+            n
+            for n in trained
+            if n.startswith(f"text_encoders.{part}.")
+            or (part == "unet" and "text_encoders." not in n)
+        ]
         assert all(trained[name].grad.any() for name in mine)
         found, right, exact = (
             torch.cat([grad.flatten() for grad in some])
-            for some in ([trained[n].grad for n in mine], [grads[n] for n in mine], [theirs[n].grad for n in mine])
+            for some in (
+                [trained[n].grad for n in mine],
+                [grads[n] for n in mine],
+                [theirs[n].grad for n in mine],
+            )
         )
         # where diffusers' own fp32 is further than that from fp64, twice its distance
         assert relative(found, exact) < max(1e-6, 2 * relative(right, exact)), part
@@ -271,13 +390,24 @@ def test_loss_and_gradients_are_those_of_diffusers_and_peft(drawn, studio, tmp_p
 def test_a_run_with_encoders_ends_in_files_that_are_read(drawn, studio, tmp_path):
     """Of SDXL, whose second encoder has other names than its first."""
     family, adapter = "sdxl", {**ON, "text_encoder_rate": 5e-4}
-    loaded = drawn(model=studio.sdxl, adapter=adapter, images={"caption_dropout": 0.2}, run={"samples": ["a red circle on white"]})
+    loaded = drawn(
+        model=studio.sdxl,
+        adapter=adapter,
+        images={"caption_dropout": 0.2},
+        run={"samples": ["a red circle on white"]},
+    )
     assert train(loaded) == 0
     run = tmp_path / "run"
     tensors = load_file(run / "adapter/pytorch_lora_weights.safetensors")
     assert {name.split(".")[0] for name in tensors} == {"unet", *PARTS[family]}
-    assert all(name.split(".")[1] == "text_model" for name in tensors if name.startswith("text_encoder"))
-    assert any(t.any() for name, t in tensors.items() if name.startswith("text_encoder") and "lora_B" in name)
+    assert all(
+        name.split(".")[1] == "text_model" for name in tensors if name.startswith("text_encoder")
+    )
+    assert any(
+        t.any()
+        for name, t in tensors.items()
+        if name.startswith("text_encoder") and "lora_B" in name
+    )
     assert draw_with(run, ["a green square on white"])[1]
     assert evaluate_with(run, str(studio.pictures))[1].loss > 0
 
@@ -291,19 +421,37 @@ def test_a_run_with_encoders_ends_in_files_that_are_read(drawn, studio, tmp_path
     torch.testing.assert_close(added["lora_te2_text_model_encoder_layers_0_mlp_fc1"], deltas[name])
 
     merge_denoiser(run, tmp_path / "merged", dtype="fp32")
-    merged, plain = DiffusionPipeline.from_pretrained(tmp_path / "merged"), DiffusionPipeline.from_pretrained(getattr(studio, family))
+    merged, plain = (
+        DiffusionPipeline.from_pretrained(tmp_path / "merged"),
+        DiffusionPipeline.from_pretrained(getattr(studio, family)),
+    )
     plain.load_lora_weights(run / "adapter")
     arguments = {"do_classifier_free_guidance": False, "device": "cpu", "num_images_per_prompt": 1}
     with torch.no_grad():
-        ours, theirs = (pipe.encode_prompt("a red circle on white", **arguments)[0] for pipe in (merged, plain))
+        ours, theirs = (
+            pipe.encode_prompt("a red circle on white", **arguments)[0] for pipe in (merged, plain)
+        )
     torch.testing.assert_close(ours, theirs)
 
 
 def test_encoders_have_a_rate_of_their_own_or_one_each():
     encoders = torch.nn.ModuleDict({part: torch.nn.Linear(2, 2) for part in PARTS["sdxl"]})
-    model = torch.nn.ModuleDict({"unet": torch.nn.ModuleDict({"text_encoders": encoders, "block": torch.nn.Linear(2, 2)})})
+    model = torch.nn.ModuleDict(
+        {"unet": torch.nn.ModuleDict({"text_encoders": encoders, "block": torch.nn.Linear(2, 2)})}
+    )
     for plus, given, wanted in ((1.0, 5e-5, (0.25, 0.25)), (4.0, [1e-4, 5e-5], (0.5, 0.25))):
-        optimizer = build_optimizer(model, TrainSection(learning_rate=2e-4), PRESETS["fp32"], lambda p: p.grad, plus=plus, text_rate=given)
-        rates = {id(p): group.get("rate_factor", 1.0) for group in optimizer.param_groups for p in group["params"]}
+        optimizer = build_optimizer(
+            model,
+            TrainSection(learning_rate=2e-4),
+            PRESETS["fp32"],
+            lambda p: p.grad,
+            plus=plus,
+            text_rate=given,
+        )
+        rates = {
+            id(p): group.get("rate_factor", 1.0)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         found = {name.split(".")[-2]: rates[id(p)] for name, p in model.named_parameters()}
         assert found == {"block": 1.0, **dict(zip(PARTS["sdxl"], wanted))}

@@ -16,12 +16,21 @@ from tests.tasks.diffusion.conftest import draw_in
 def run(studio, tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     steps = {"steps": 2, "eval_every": 2}
-    assert train(draw_in(studio, folder)(train=steps, run={"samples": ["a red circle"], "sample_every": 1})) == 0
+    assert (
+        train(
+            draw_in(studio, folder)(
+                train=steps, run={"samples": ["a red circle"], "sample_every": 1}
+            )
+        )
+        == 0
+    )
     return folder / "run"
 
 
 def test_sample_draws_into_the_run(run):
-    said = json.loads(ask("sample", run, "a red circle", "a green square", "--json").splitlines()[-1])
+    said = json.loads(
+        ask("sample", run, "a red circle", "a green square", "--json").splitlines()[-1]
+    )
     assert [s["prompt"] for s in said["samples"]] == ["a red circle", "a green square"]
     first = (run / "drawn/1.png").read_bytes()
     assert first.startswith(b"\x89PNG")
@@ -33,8 +42,14 @@ def test_sample_draws_into_the_run(run):
 
 def test_eval_takes_other_pictures_and_does_not_depend_on_the_batch(run, studio):
     said = json.loads(ask("eval", run, studio.pictures, "--json").splitlines()[-1])
-    other = json.loads(ask("eval", run, studio.pictures, "--batch-size", 5, "--json").splitlines()[-1])
-    assert (said["rows"], said["taken"], set(said["parts"])) == (12, "adapter", {"t0_500", "t500_1000"})
+    other = json.loads(
+        ask("eval", run, studio.pictures, "--batch-size", 5, "--json").splitlines()[-1]
+    )
+    assert (said["rows"], said["taken"], set(said["parts"])) == (
+        12,
+        "adapter",
+        {"t0_500", "t500_1000"},
+    )
     assert said["loss"] == pytest.approx(other["loss"], rel=1e-5)
     with pytest.raises(UsageError, match="nowhere: no such file or folder"):
         ask("eval", run, "nowhere")
@@ -54,7 +69,10 @@ def test_a_run_on_pictures_is_pushed_with_a_card(run, studio, standing, tmp_path
     from isotype.inference.push import check_push, push
 
     config = load(run.parent / "run.yaml", ["run.push_to_hub=circles"], {}).config
-    assert push(run, config, str(check_push(config, None))) == f"pushed    adapter to {standing.url}/me/circles, private"
+    assert (
+        push(run, config, str(check_push(config, None)))
+        == f"pushed    adapter to {standing.url}/me/circles, private"
+    )
     card = (tmp_path / "hub/models/me/circles/README.md").read_text()
     assert f"* base: `{studio.sd3}`" in card
     assert "* data: 10 train pictures, 2 eval pictures, " in card
@@ -69,7 +87,9 @@ def test_a_merged_pipeline_is_the_adapter_on_its_base(run, studio, tmp_path):
     said = json.loads(ask("merge", run, "--out", tmp_path / "merged", "--json"))
     assert (said["dtype"], said["noise"] < 1e-3, said["rows"]) == ("fp32", True, 4)
     assert said["merged_loss"] == pytest.approx(said["adapter_loss"], rel=1e-5)
-    merged, base = (DiffusionPipeline.from_pretrained(folder) for folder in (tmp_path / "merged", studio.sd3))
+    merged, base = (
+        DiffusionPipeline.from_pretrained(folder) for folder in (tmp_path / "merged", studio.sd3)
+    )
     plain = {name: tensor.clone() for name, tensor in base.transformer.state_dict().items()}
     base.load_lora_weights(run / "adapter")
     base.fuse_lora()
@@ -78,6 +98,8 @@ def test_a_merged_pipeline_is_the_adapter_on_its_base(run, studio, tmp_path):
     assert fused.keys() == found.keys()
     for name, tensor in fused.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
-    assert any(not torch.equal(tensor, plain[name]) for name, tensor in fused.items()), "the adapter does something"
+    assert any(not torch.equal(tensor, plain[name]) for name, tensor in fused.items()), (
+        "the adapter does something"
+    )
     with pytest.raises(UsageError, match="not empty"):
         merge_denoiser(run, tmp_path / "merged")

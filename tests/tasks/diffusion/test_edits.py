@@ -19,11 +19,23 @@ from tests.tasks.diffusion.test_families import edits
 from tests.training.memory.test_blocks import same
 
 
-def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_are_gone(drawn, studio, tmp_path):
+def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_are_gone(
+    drawn, studio, tmp_path
+):
     """Only where samples are drawn they are read."""
     control = str(shutil.copy(studio.pairs / "before/circle_0.png", tmp_path))
     run = {"samples": [{"prompt": "green on white", "control": control}], "sample_every": 4}
-    assert train(drawn(model=studio.kontext, images=edits(studio), run=run, precision={"preset": "bf16-lora"})) == 0
+    assert (
+        train(
+            drawn(
+                model=studio.kontext,
+                images=edits(studio),
+                run=run,
+                precision={"preset": "bf16-lora"},
+            )
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "run/precision.json").read_text())["violations"] == []
     (sample,) = json.loads((tmp_path / "run/samples/step_4.json").read_text())["samples"]
     assert sample["prompt"] == "green on white (circle_0.png)"
@@ -31,7 +43,12 @@ def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_ar
     assert "<figcaption>before the edit</figcaption>" in (tmp_path / "run/report.html").read_text()
     (tmp_path / "circle_0.png").unlink()
     ask("export", tmp_path / "run", "--to", "comfyui")
-    assert json.loads(ask("eval", tmp_path / "run", studio.pairs / "rows.jsonl", "--json").splitlines()[-1])["rows"] == 8
+    assert (
+        json.loads(
+            ask("eval", tmp_path / "run", studio.pairs / "rows.jsonl", "--json").splitlines()[-1]
+        )["rows"]
+        == 8
+    )
     ask("merge", tmp_path / "run", "--out", tmp_path / "merged")
     assert ask("sample", tmp_path / "run", "red", "--control", studio.pairs / "before/circle_1.png")
 
@@ -39,10 +56,19 @@ def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_ar
 def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_path, monkeypatch):
     monkeypatch.setattr("isotype.training.memory.blocks.SMALLEST", 1 << 8)  # of tiny weights
     file = studio.kontext / "transformer/config.json"
-    model = {"name": str(file.parents[1]), "init": "random", "config": json.loads(file.read_text()) | {"num_layers": 3}}
+    model = {
+        "name": str(file.parents[1]),
+        "init": "random",
+        "config": json.loads(file.read_text()) | {"num_layers": 3},
+    }
     sample = {"prompt": "green on white", "control": str(studio.pairs / "before/circle_0.png")}
     train = {"gradient_checkpointing": "layers", "batch_size": 2}
-    settings = {"images": edits(studio), "precision": {"preset": "bf16-lora"}, "train": train, "run": {"samples": [sample]}}
+    settings = {
+        "images": edits(studio),
+        "precision": {"preset": "bf16-lora"},
+        "train": train,
+        "run": {"samples": [sample]},
+    }
     drawn_with = []
 
     def batches(task):
@@ -51,31 +77,53 @@ def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_p
 
     late, sizes, models = same(drawn(model=model, **settings), batches, tmp_path)
     assert late.most <= sum(sorted(sizes)[-2:]) < sum(sizes)
-    first, second = (task.sample(model, torch.device("cpu")) for task, model in zip(drawn_with, models))
+    first, second = (
+        task.sample(model, torch.device("cpu")) for task, model in zip(drawn_with, models)
+    )
     assert [sample.png for sample in first] == [sample.png for sample in second]
 
 
 def test_a_bad_pair_is_named_with_its_line(drawn, studio, tmp_path):
     folder = shutil.copytree(studio.pairs, tmp_path / "pairs")
-    Image.open(folder / "before/circle_1.png").resize((64, 64)).save(folder / "before/circle_1.png")  # the same shape, more pixels
+    # the same shape, more pixels
+    Image.open(folder / "before/circle_1.png").resize((64, 64)).save(folder / "before/circle_1.png")
     Image.new("RGB", (64, 32)).save(folder / "before/circle_2.png")
     (folder / "before/circle_3.png").write_bytes((folder / "before/circle_3.png").read_bytes()[:60])
     (folder / "before/square_0.png").unlink()
-    (folder / "two.jsonl").write_text(json.dumps({"image": "after/circle_0.png", "control": ["before/circle_0.png"] * 2, "text": "green"}))
+    (folder / "two.jsonl").write_text(
+        json.dumps(
+            {"image": "after/circle_0.png", "control": ["before/circle_0.png"] * 2, "text": "green"}
+        )
+    )
     said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "two.jsonl")}))
-    assert "control: 2 pictures in a row: an edit with several pictures before it is not offered" in said
+    assert (
+        "control: 2 pictures in a row: an edit with several pictures before it is not offered"
+        in said
+    )
     said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "rows.jsonl")}))
     assert said.splitlines() == [f"{folder}/rows.jsonl:5: before/square_0.png: no such picture"]
-    said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "after"), "controls": str(folder / "before")}))
-    assert said == f"{folder}/after/square_0.png: no picture before the edit: {folder}/before has none of its name"
+    said = said_of(
+        drawn(
+            model=studio.kontext,
+            images={"train": str(folder / "after"), "controls": str(folder / "before")},
+        )
+    )
+    assert (
+        said
+        == f"{folder}/after/square_0.png: no picture before the edit: {folder}/before has none of its name"
+    )
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "rows.jsonl").write_text("\n".join(row for row in rows if "square_0" not in row))
     for family in ("kontext", "qwen_edit"):
-        said = said_of(drawn(model=getattr(studio, family), images={"train": str(folder / "rows.jsonl")}))
+        said = said_of(
+            drawn(model=getattr(studio, family), images={"train": str(folder / "rows.jsonl")})
+        )
         assert said.splitlines()[0] == (
             f"{folder}/rows.jsonl:3: 32 x 32 pixels, and the picture before the edit has 64 x 32: cut one to the other's shape"
         )
-        assert said.splitlines()[1].startswith(f"{folder}/rows.jsonl:4: the picture before the edit: ")
+        assert said.splitlines()[1].startswith(
+            f"{folder}/rows.jsonl:4: the picture before the edit: "
+        )
 
 
 def said_of(loaded):
@@ -86,18 +134,35 @@ def said_of(loaded):
 
 def test_settings_of_edits_are_refused_where_they_do_nothing(drawn, studio, tmp_path):
     images = edits(studio)
-    assert "images.controls: has no effect: FluxPipeline does not edit" in refused(drawn(model=studio.flux, images=images))
+    assert "images.controls: has no effect: FluxPipeline does not edit" in refused(
+        drawn(model=studio.flux, images=images)
+    )
     source = {"name": images["train"], "controls": images["controls"]}
-    assert "images.train[0].controls: has no effect" in refused(drawn(model=studio.flux, images={"train": [source]}))
-    rows = {"train": str(studio.pairs / "rows.jsonl"), "columns": {"image": "edited_image", "control": "source", "text": "instruction"}}
-    assert "images.columns: control: has no effect" in refused(drawn(model=studio.flux, images=rows))
-    assert "sees the picture as it is" in refused(drawn(model=studio.qwen_edit, images={**images, "flip": True}))
+    assert "images.train[0].controls: has no effect" in refused(
+        drawn(model=studio.flux, images={"train": [source]})
+    )
+    rows = {
+        "train": str(studio.pairs / "rows.jsonl"),
+        "columns": {"image": "edited_image", "control": "source", "text": "instruction"},
+    }
+    assert "images.columns: control: has no effect" in refused(
+        drawn(model=studio.flux, images=rows)
+    )
+    assert "sees the picture as it is" in refused(
+        drawn(model=studio.qwen_edit, images={**images, "flip": True})
+    )
     said = refused(drawn(model=studio.kontext, images=images, run={"samples": ["green"]}))
-    assert said == "run.samples: 'green': FluxKontextPipeline edits a picture, and control is missing"
+    assert (
+        said == "run.samples: 'green': FluxKontextPipeline edits a picture, and control is missing"
+    )
     sample = {"prompt": "green", "control": str(tmp_path / "nowhere.png")}
-    assert "nowhere.png: No such file" in refused(drawn(model=studio.kontext, images=images, run={"samples": [sample]}))
+    assert "nowhere.png: No such file" in refused(
+        drawn(model=studio.kontext, images=images, run={"samples": [sample]})
+    )
     sample["control"] = str(studio.pairs / "before/circle_0.png")
-    said = refused(drawn(model=studio.flux, images={"train": images["train"]}, run={"samples": [sample]}))
+    said = refused(
+        drawn(model=studio.flux, images={"train": images["train"]}, run={"samples": [sample]})
+    )
     assert "control: has no effect: FluxPipeline does not edit" in said
     inside = {"train": str(studio.pairs), "controls": str(studio.pairs / "before")}
     assert "which holds the edited ones" in refused(drawn(model=studio.kontext, images=inside))
@@ -106,8 +171,17 @@ def test_settings_of_edits_are_refused_where_they_do_nothing(drawn, studio, tmp_
 @pytest.mark.full
 def test_an_edit_is_drawn_as_the_pipeline_draws_it(drawn, studio, tmp_path):
     """Of the size that the pipeline scales pictures to; its own picture and text go in."""
-    prompt = {"prompt": "green on white", "control": str(studio.pairs / "before/circle_0.png"), "size": 1024, "seed": 3}
-    loaded = drawn(model=studio.qwen_edit_1024, images=edits(studio), run={"samples": [prompt], "sample_guidance": 3.0})
+    prompt = {
+        "prompt": "green on white",
+        "control": str(studio.pairs / "before/circle_0.png"),
+        "size": 1024,
+        "seed": 3,
+    }
+    loaded = drawn(
+        model=studio.qwen_edit_1024,
+        images=edits(studio),
+        run={"samples": [prompt], "sample_guidance": 3.0},
+    )
     task, model = built(loaded, tmp_path)
     (ours,) = task.sample(model, torch.device("cpu"))
     pipe = QwenImageEditPipeline.from_pretrained(studio.qwen_edit_1024, processor=None)
@@ -117,5 +191,8 @@ def test_an_edit_is_drawn_as_the_pipeline_draws_it(drawn, studio, tmp_path):
         negative_prompt="", true_cfg_scale=3.0, height=1024, width=1024, num_inference_steps=2, output_type="pt",
         generator=generator_of("sample", 3, 0),
     ).images  # fmt: skip
-    first, second = (torch.tensor(list(Image.open(BytesIO(png)).getdata())).float() for png in (ours.png, as_png(theirs * 2 - 1)))
+    first, second = (
+        torch.tensor(list(Image.open(BytesIO(png)).getdata())).float()
+        for png in (ours.png, as_png(theirs * 2 - 1))
+    )
     assert (first - second).abs().max() <= 1

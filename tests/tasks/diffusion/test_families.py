@@ -1,5 +1,6 @@
-"""Each family: loss and LoRA gradients equal those of diffusers' own pieces in fp32 on the same draws, diffusers loads its file, and a
-picture is drawn."""
+"""Each family: loss and LoRA gradients equal those of diffusers' own pieces in fp32 on the same
+draws, diffusers loads its file, and a picture is drawn.
+"""
 
 import json
 import re
@@ -8,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import ChromaPipeline, DDPMScheduler, Flux2KleinPipeline, FluxKontextPipeline, LTXPipeline, QwenImagePipeline
+from diffusers import (
+    ChromaPipeline,
+    DDPMScheduler,
+    Flux2KleinPipeline,
+    FluxKontextPipeline,
+    LTXPipeline,
+    QwenImagePipeline,
+)
 from safetensors.torch import load_file
 
 from isotype.errors import UsageError
@@ -71,7 +79,12 @@ def plain_qwen_edit(model, batch):
 def plain_z_image(model, batch):
     noisy, target = flow(batch)
     texts = [one[:length] for one, length in zip(batch.text["text"], batch.lengths)]
-    made = model(list(noisy.unsqueeze(2).unbind(0)), (1000 - batch.sigma * 1000) / 1000, texts, return_dict=False)[0]
+    made = model(
+        list(noisy.unsqueeze(2).unbind(0)),
+        (1000 - batch.sigma * 1000) / 1000,
+        texts,
+        return_dict=False,
+    )[0]
     return squared_error(-torch.stack([one.float() for one in made]).squeeze(2), target)
 
 
@@ -101,7 +114,12 @@ def plain_chroma(model, batch):
 def plain_sd1(model, batch):
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     steps = (batch.sigma * 1000).round().long()
-    made = model(scheduler.add_noise(batch.latents, batch.noise, steps), steps, batch.text["text"], return_dict=False)[0]
+    made = model(
+        scheduler.add_noise(batch.latents, batch.noise, steps),
+        steps,
+        batch.text["text"],
+        return_dict=False,
+    )[0]
     return squared_error(made, batch.noise)
 
 
@@ -116,12 +134,19 @@ def plain_sana(model, batch):
 
 def plain_auraflow(model, batch):
     noisy, target = flow(batch)
-    return squared_error(model(noisy, encoder_hidden_states=batch.text["text"], timestep=batch.sigma, return_dict=False)[0], target)
+    return squared_error(
+        model(
+            noisy, encoder_hidden_states=batch.text["text"], timestep=batch.sigma, return_dict=False
+        )[0],
+        target,
+    )
 
 
 def plain_lumina2(model, batch):
     noisy, target = flow(batch)
-    made = model(noisy, 1 - batch.sigma, batch.text["text"], batch.text["mask"].long(), return_dict=False)[0]
+    made = model(
+        noisy, 1 - batch.sigma, batch.text["text"], batch.text["mask"].long(), return_dict=False
+    )[0]
     return squared_error(-made, target)
 
 
@@ -133,7 +158,11 @@ def plain_hidream(model, batch):
         noisy, timesteps=batch.sigma * 1000, encoder_hidden_states_t5=batch.text["text"],
         encoder_hidden_states_llama3=batch.text["layers"].transpose(0, 1), pooled_embeds=batch.text["pooled"], return_dict=False,
     )[0]  # fmt: skip
-    patches = target.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 2, 4, 3, 5).reshape(n, c, h * w // 4, 4)
+    patches = (
+        target.reshape(n, c, h // 2, 2, w // 2, 2)
+        .permute(0, 1, 2, 4, 3, 5)
+        .reshape(n, c, h * w // 4, 4)
+    )
     return squared_error(-made[:, :, : h * w // 4], patches)
 
 
@@ -170,7 +199,9 @@ def data_of(family, studio):
     """`images` and `run.samples` for this family."""
     if family not in IN_PAIRS:
         return {}, ["a red circle on white"]
-    return edits(studio), [{"prompt": "green", "control": str(studio.pairs / "before/circle_0.png")}]
+    return edits(studio), [
+        {"prompt": "green", "control": str(studio.pairs / "before/circle_0.png")}
+    ]
 
 
 def loss_and_grads(plain, model, batch, names):
@@ -178,7 +209,9 @@ def loss_and_grads(plain, model, batch, names):
     loss = plain(model, batch)
     loss.backward()
     found = dict(model.named_parameters())
-    grads = torch.cat([found[name.removeprefix("base_model.model.")].grad.flatten() for name in names])
+    grads = torch.cat(
+        [found[name.removeprefix("base_model.model.")].grad.flatten() for name in names]
+    )
     return loss.detach(), grads.clone()
 
 
@@ -186,8 +219,12 @@ def in_fp64(batch):
     def wide(value):
         return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
-    widened = {name: wide(getattr(batch, name)) for name in ("latents", "noise", "sigma", "cut", "control")}
-    return replace(batch, **widened, text={name: wide(tensor) for name, tensor in batch.text.items()})
+    widened = {
+        name: wide(getattr(batch, name)) for name in ("latents", "noise", "sigma", "cut", "control")
+    }
+    return replace(
+        batch, **widened, text={name: wide(tensor) for name, tensor in batch.text.items()}
+    )
 
 
 def relative(found, exact):
@@ -195,10 +232,17 @@ def relative(found, exact):
 
 
 def in_training(drawn, studio, tmp_path, family, preset):
-    """The task, the model with random numbers in its adapter, and a batch; the adapter is saved in tmp_path."""
+    """The task, the model with random numbers in its adapter, and a batch; the adapter is saved in
+    tmp_path.
+    """
     images, samples = data_of(family, studio)
     images = {"limit": 6, "caption_dropout": 0.5, **images}
-    loaded = drawn(model=getattr(studio, family), images=images, run={"samples": samples}, precision={"preset": preset})
+    loaded = drawn(
+        model=getattr(studio, family),
+        images=images,
+        run={"samples": samples},
+        precision={"preset": preset},
+    )
     return loaded, *with_adapter(loaded, tmp_path, rows=3)
 
 
@@ -215,7 +259,11 @@ def test_bf16_gradients_are_at_most_half_as_far_again_as_diffusers(drawn, studio
     """From fp64 on the same numbers: weights in bf16, an adapter in fp32."""
     _, task, model, batch = in_training(drawn, studio, tmp_path, family, "bf16-lora")
     (task.loss_sum(model, batch, dtype="fp32") / batch.weight).backward()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.grad is not None and p.grad.any()}
+    trained = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.grad is not None and p.grad.any()
+    }
     assert {p.grad.dtype for p in trained.values()} == {torch.float32}
     theirs = in_diffusers(task, tmp_path, torch.bfloat16)
     for name, p in theirs.named_parameters():
@@ -228,7 +276,13 @@ def test_bf16_gradients_are_at_most_half_as_far_again_as_diffusers(drawn, studio
     assert relative(ours, exact) < 1.5 * relative(plain, exact)
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.full) if name == "qwen_edit_plus" else name for name in PLAIN])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name == "qwen_edit_plus" else name
+        for name in PLAIN
+    ],
+)
 def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family):
     loaded, task, model, batch = in_training(drawn, studio, tmp_path, family, "fp32")
     ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
@@ -244,12 +298,18 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
     _, exact = loss_and_grads(PLAIN[family], plain.double(), in_fp64(batch), learnt)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     grads = torch.cat([trained[name].grad.flatten() for name in learnt])
-    allowed = max(1e-6, 2 * relative(plain_grads, exact))  # where diffusers' own fp32 is further from fp64
+    # where diffusers' own fp32 is further from fp64
+    allowed = max(1e-6, 2 * relative(plain_grads, exact))
     assert relative(grads, exact) < allowed
 
     again = load_result(tmp_path, task.folder, loaded.config, task.precision, torch.device("cpu"))
     with torch.no_grad():
-        torch.testing.assert_close(task.loss_sum(again, batch, dtype="fp32") / batch.weight, ours.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            task.loss_sum(again, batch, dtype="fp32") / batch.weight,
+            ours.detach(),
+            rtol=1e-6,
+            atol=0,
+        )
     (picture,) = task.sample(model, torch.device("cpu"))
     assert picture.size == 32
     planned = plan(loaded)
@@ -260,17 +320,33 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["ltx", "hidream"])
-def test_blocks_that_a_denoiser_does_not_name_are_recomputed(drawn, studio, tmp_path, capsys, family):
+def test_blocks_that_a_denoiser_does_not_name_are_recomputed(
+    drawn, studio, tmp_path, capsys, family
+):
     for recompute in ("none", "layers"):
-        assert train(drawn(recompute, model=getattr(studio, family), train={"steps": 2, "gradient_checkpointing": recompute})) == 0
+        assert (
+            train(
+                drawn(
+                    recompute,
+                    model=getattr(studio, family),
+                    train={"steps": 2, "gradient_checkpointing": recompute},
+                )
+            )
+            == 0
+        )
     assert "layers: all of 2" in capsys.readouterr().out
-    kept, again = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("none", "layers"))
+    kept, again = (
+        load_file(tmp_path / name / "adapter/adapter_model.safetensors")
+        for name in ("none", "layers")
+    )
     assert all(torch.equal(kept[name], tensor) for name, tensor in again.items())
 
 
 def test_the_page_names_what_trains():
     pipelines = script(Path(__file__).parents[3] / "docs/pipelines.py")
-    assert pipelines.PAGE.read_text(encoding="utf-8") == pipelines.page(), "python docs/pipelines.py --write"
+    assert pipelines.PAGE.read_text(encoding="utf-8") == pipelines.page(), (
+        "python docs/pipelines.py --write"
+    )
 
 
 def test_another_pipeline_is_refused_by_name(tmp_path):

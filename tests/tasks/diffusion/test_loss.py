@@ -1,4 +1,6 @@
-"""The loss is the one that diffusers' example scripts compute, written here from the pipelines' own functions, on the same draws."""
+"""The loss is the one that diffusers' example scripts compute, written here from the pipelines' own
+functions, on the same draws.
+"""
 
 from functools import partial
 
@@ -23,7 +25,9 @@ from tests.tasks.diffusion.test_families import flow, squared_error
 def plain_flux(model, batch):
     noisy, target = flow(batch)
     n, c, h, w = noisy.shape
-    ids = FluxPipeline._prepare_latent_image_ids(n, h // 2, w // 2, torch.device("cpu"), torch.float32)
+    ids = FluxPipeline._prepare_latent_image_ids(
+        n, h // 2, w // 2, torch.device("cpu"), torch.float32
+    )
     made = model(
         hidden_states=FluxPipeline._pack_latents(noisy, n, c, h, w), timestep=batch.sigma, guidance=None,
         pooled_projections=batch.text["pooled"], encoder_hidden_states=batch.text["text"],
@@ -36,12 +40,20 @@ def plain_flux(model, batch):
 def plain_sd3(model, batch):
     noisy, target = flow(batch)
     text, pooled = batch.text["text"], batch.text["pooled"]
-    made = model(noisy, timestep=batch.sigma * 1000, encoder_hidden_states=text, pooled_projections=pooled, return_dict=False)[0]
+    made = model(
+        noisy,
+        timestep=batch.sigma * 1000,
+        encoder_hidden_states=text,
+        pooled_projections=pooled,
+        return_dict=False,
+    )[0]
     return squared_error(made, target)
 
 
 def plain_pixart(model, batch):
-    """The loss of diffusers' text-to-image examples with PixArt's extra inputs and the variance left out."""
+    """The loss of diffusers' text-to-image examples with PixArt's extra inputs and the variance
+    left out.
+    """
     scheduler = DDPMScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
     steps = (batch.sigma * 1000).round().long()
     side = torch.tensor([32.0, 32.0]).expand(batch.rows, 2)
@@ -56,11 +68,18 @@ def sdxl_prediction(model, batch, scheduler, ids=(32, 32, 0, 0, 32, 32)):
     steps = (batch.sigma * 1000).round().long()
     conditions = {"text_embeds": batch.text["pooled"], "time_ids": torch.tensor([ids] * batch.rows)}
     noisy = scheduler.add_noise(batch.latents, batch.noise, steps)
-    return steps, model(noisy, steps, batch.text["text"], added_cond_kwargs=conditions, return_dict=False)[0]
+    return steps, model(
+        noisy, steps, batch.text["text"], added_cond_kwargs=conditions, return_dict=False
+    )[0]
 
 
 def sdxl_scheduler(prediction):
-    return DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction)
+    return DDPMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type=prediction,
+    )
 
 
 def plain_sdxl_v_min_snr(model, batch):
@@ -69,7 +88,9 @@ def plain_sdxl_v_min_snr(model, batch):
     snr = compute_snr(scheduler, steps)
     weights = torch.stack([snr, 5.0 * torch.ones_like(snr)], dim=1).min(dim=1)[0] / (snr + 1)
     target = scheduler.get_velocity(batch.latents, batch.noise, steps)
-    return (F.mse_loss(made.float(), target.float(), reduction="none").mean((1, 2, 3)) * weights).mean()
+    return (
+        F.mse_loss(made.float(), target.float(), reduction="none").mean((1, 2, 3)) * weights
+    ).mean()
 
 
 PLAIN = [
@@ -82,7 +103,12 @@ PLAIN = [
 
 @pytest.mark.parametrize(("kind", "settings", "plain"), PLAIN)
 def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plain):
-    loaded = drawn(model=getattr(studio, kind), adapter={"kind": "none"}, images={"limit": 4}, diffusion=settings)
+    loaded = drawn(
+        model=getattr(studio, kind),
+        adapter={"kind": "none"},
+        images={"limit": 4},
+        diffusion=settings,
+    )
     task, model = built(loaded, studio.sd3)
     batch = task.collate(task.feed().take(3))
     with torch.no_grad():
@@ -92,23 +118,37 @@ def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plai
 
 
 def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, monkeypatch):
-    """60 rows of 96 columns fill 32 x 32 at 32 x 51: of 19 columns left over 5 lie behind a window at 0.75, before it in a mirror."""
-    monkeypatch.setattr("isotype.tasks.diffusion.encode.windows", lambda size, crop, **_: [Window(size, left=0.75, top=0.1)])
+    """60 rows of 96 columns fill 32 x 32 at 32 x 51: of 19 columns left over 5 lie behind a window
+    at 0.75, before it in a mirror.
+    """
+    monkeypatch.setattr(
+        "isotype.tasks.diffusion.encode.windows",
+        lambda size, crop, **_: [Window(size, left=0.75, top=0.1)],
+    )
     data = tmp_path / "large"
     data.mkdir()
     draw("circle", "red").resize((96, 60)).save(data / "one.png")
     (data / "one.txt").write_text("a red circle on white\n")
-    images = {"train": [{"name": str(data), "repeats": 16}], "eval_split": 0, "crop": 1, "flip": True}
+    images = {
+        "train": [{"name": str(data), "repeats": 16}],
+        "eval_split": 0,
+        "crop": 1,
+        "flip": True,
+    }
     loaded = drawn(model=studio.sdxl, adapter={"kind": "none"}, images=images)
     task, model = built(loaded, studio.sdxl)
-    batch = next(b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.cut[0, 3] == 5)
+    batch = next(
+        b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.cut[0, 3] == 5
+    )
     ids = (60, 96, 0, 5, 32, 32)
     assert sizes(batch.latents, Asked(downscale=task.downscale, cut=batch.cut)).tolist() == [[*ids]]
     with torch.no_grad():
         ours = task.loss_sum(model, batch, dtype="fp32")
         plain = task.folder.denoiser(torch.float32).eval()
         theirs, whole = (
-            F.mse_loss(sdxl_prediction(plain, batch, sdxl_scheduler("epsilon"), told)[1], batch.noise)
+            F.mse_loss(
+                sdxl_prediction(plain, batch, sdxl_scheduler("epsilon"), told)[1], batch.noise
+            )
             for told in (ids, (32, 32, 0, 0, 32, 32))
         )
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
@@ -117,7 +157,9 @@ def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, mo
 
 def test_a_shift_by_resolution_is_the_pipelines(drawn):
     section = drawn().config.diffusion
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15
+    )
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     mu = calculate_shift(1024, 256, 4096, 0.5, 1.15)
@@ -126,7 +168,8 @@ def test_a_shift_by_resolution_is_the_pipelines(drawn):
     assert ours * 0.3 / (1 + (ours - 1) * 0.3) == pytest.approx(theirs, rel=1e-9)
 
 
-# --- The embedding of the noise level has the same bits under every preset, in training and in a sample.
+# --- The embedding of the noise level has the same bits under every preset, in training and in a
+# sample.
 
 
 LEVELS = torch.linspace(0.0013, 0.9987, 7)
@@ -134,13 +177,25 @@ LEVELS = torch.linspace(0.0013, 0.9987, 7)
 
 def predicted(model, *, family):
     shapes = family.text_shapes(model.config, 4)
-    text = {name: torch.ones(7, *shape) if name == "mask" else torch.randn(7, *shape) for name, shape in shapes.items()}
+    text = {
+        name: torch.ones(7, *shape) if name == "mask" else torch.randn(7, *shape)
+        for name, shape in shapes.items()
+    }
     time = LEVELS if family.objectives == ("flow_matching",) else (LEVELS * 1000).long()
-    family.predict(model, torch.randn(7, latent_channels(family, model.config), 8, 8), time, text, Asked(guidance=3.5))
+    family.predict(
+        model,
+        torch.randn(7, latent_channels(family, model.config), 8, 8),
+        time,
+        text,
+        Asked(guidance=3.5),
+    )
 
 
 # name -> how it is made, how it is called, what it multiplies the level by where it rounds it
-MODELS = {name: (make, partial(predicted, family=family), family.time_scale) for name, (make, family) in CLASSES.items()}
+MODELS = {
+    name: (make, partial(predicted, family=family), family.time_scale)
+    for name, (make, family) in CLASSES.items()
+}
 
 
 def embedded(model, call, *, sampling=False):
@@ -156,7 +211,10 @@ def embedded(model, call, *, sampling=False):
     return seen
 
 
-@pytest.mark.parametrize("name", [name if name == "Flux" else pytest.param(name, marks=pytest.mark.full) for name in MODELS])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "Flux" else pytest.param(name, marks=pytest.mark.full) for name in MODELS],
+)
 def test_the_embedding_is_bit_identical_under_every_preset(name):
     make, call, scale = MODELS[name]
     reference = embedded(make(), call)
@@ -168,4 +226,7 @@ def test_the_embedding_is_bit_identical_under_every_preset(name):
         apply_precision(model, Precision.preset(preset), device_type="cpu")
         for sampling in (False, True):
             found = embedded(model, call, sampling=sampling)[-len(reference) :]
-            assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True)), (preset, sampling)
+            assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True)), (
+                preset,
+                sampling,
+            )

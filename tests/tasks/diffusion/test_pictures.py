@@ -1,4 +1,6 @@
-"""Pictures with their captions, masks and settings, from folders and tables; what does not fit is named all at once."""
+"""Pictures with their captions, masks and settings, from folders and tables; what does not fit is
+named all at once.
+"""
 
 import io
 import json
@@ -34,7 +36,10 @@ def picture(file, captions=None):
 def test_a_line_of_the_text_file_is_a_caption(tmp_path):
     picture(tmp_path / "a.png", "a red circle\n\n  a   disc \na red circle\n")
     picture(tmp_path / "b.png", "")
-    assert [p.captions for p in gathered(train=str(tmp_path)).train] == [("a red circle", "a disc"), ("",)]
+    assert [p.captions for p in gathered(train=str(tmp_path)).train] == [
+        ("a red circle", "a disc"),
+        ("",),
+    ]
 
 
 def test_pictures_without_captions_and_captions_without_pictures_are_all_named(tmp_path):
@@ -77,16 +82,26 @@ def test_rows_of_one_picture_are_its_captions(tmp_path):
 
 
 def test_pairs_of_a_folder_and_of_rows_are_the_same(studio):
-    sections = {"train": str(studio.pairs / "after"), "controls": str(studio.pairs / "before")}, {"train": str(studio.pairs / "rows.jsonl")}
-    folder, rows = (gather(ImagesSection(eval_split=0.0, **images), seed=0, pairs=True).train for images in sections)
-    assert [(p.content, p.captions, p.control) for p in folder] == [(p.content, p.captions, p.control) for p in rows]
+    sections = (
+        {"train": str(studio.pairs / "after"), "controls": str(studio.pairs / "before")},
+        {"train": str(studio.pairs / "rows.jsonl")},
+    )
+    folder, rows = (
+        gather(ImagesSection(eval_split=0.0, **images), seed=0, pairs=True).train
+        for images in sections
+    )
+    assert [(p.content, p.captions, p.control) for p in folder] == [
+        (p.content, p.captions, p.control) for p in rows
+    ]
     assert len({p.control for p in rows}) == 8
 
 
 def test_parquet_may_hold_the_pictures(tmp_path):
     out = io.BytesIO()
     draw("square", "green").save(out, format="PNG")
-    rows = [{"image": {"bytes": out.getvalue(), "path": None}, "text": f"caption {i}"} for i in range(3)]
+    rows = [
+        {"image": {"bytes": out.getvalue(), "path": None}, "text": f"caption {i}"} for i in range(3)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=2)
     found = gathered(train=str(tmp_path / "rows.parquet")).train
     assert [p.captions for p in found] == [(f"caption {i}",) for i in range(3)]
@@ -95,13 +110,23 @@ def test_parquet_may_hold_the_pictures(tmp_path):
 
 def test_broken_rows_are_all_named(tmp_path):
     picture(tmp_path / "a.png")
-    rows = [{"image": "a.png", "text": "a red circle"}, {"image": "b.png", "text": "gone"}, {"image": "a.png", "text": 3}]
-    rows += [{"image": given, "text": "a"} for given in ("words " * 60, "data:;base64,AAAA", "https://a.b/c.png")]
+    rows = [
+        {"image": "a.png", "text": "a red circle"},
+        {"image": "b.png", "text": "gone"},
+        {"image": "a.png", "text": 3},
+    ]
+    rows += [
+        {"image": given, "text": "a"}
+        for given in ("words " * 60, "data:;base64,AAAA", "https://a.b/c.png")
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
     said = refusal(train=str(file))
     assert all(f"{file}:{line}: " in said for line in range(2, 8))
-    assert all(reason in said for reason in ("no such picture", "a data: URL", "not fetched from the network"))
+    assert all(
+        reason in said
+        for reason in ("no such picture", "a data: URL", "not fetched from the network")
+    )
     assert f"{file}:1: " not in said
 
 
@@ -110,8 +135,12 @@ def test_columns_are_named_or_asked_for(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"photo": "a.png", "words": "a red circle"}) + "\n")
     assert "no column for the image" in refusal(train=str(file))
-    assert gathered(train=str(file), columns={"image": "photo", "text": "words"}).train[0].captions == ("a red circle",)
-    assert "columns: unknown key 'caption'" in refusal(train=str(file), columns={"caption": "words"})
+    assert gathered(train=str(file), columns={"image": "photo", "text": "words"}).train[
+        0
+    ].captions == ("a red circle",)
+    assert "columns: unknown key 'caption'" in refusal(
+        train=str(file), columns={"caption": "words"}
+    )
     assert "no column 'foto'" in refusal(train=str(file), columns={"image": "foto"})
 
 
@@ -131,12 +160,20 @@ def test_sources_have_repeats_and_regularisation_has_a_weight(tmp_path):
     picture(tmp_path / "mine/a.png", "my circle")
     picture(tmp_path / "class/b.png", "a circle")
     mine, others = str(tmp_path / "mine"), str(tmp_path / "class")
-    found = gathered(train=[{"name": mine, "repeats": 3}], regularisation=[{"name": others, "weight": 0.5}])
+    found = gathered(
+        train=[{"name": mine, "repeats": 3}], regularisation=[{"name": others, "weight": 0.5}]
+    )
     assert [(p.repeats, p.weight) for p in found.train] == [(3, 1.0), (1, 0.5)]
     assert found.regularisation == 1
-    assert "images.train[0].weight: only images.regularisation has it" in refusal(train=[{"name": mine, "weight": 2}])
-    assert "images.eval[0].repeats: has no effect" in refusal(train=mine, eval=[{"name": others, "repeats": 2}])
-    assert [p.captions for p in gathered(train=[{"name": others, "caption": "sks"}]).train] == [("sks",)]
+    assert "images.train[0].weight: only images.regularisation has it" in refusal(
+        train=[{"name": mine, "weight": 2}]
+    )
+    assert "images.eval[0].repeats: has no effect" in refusal(
+        train=mine, eval=[{"name": others, "repeats": 2}]
+    )
+    assert [p.captions for p in gathered(train=[{"name": others, "caption": "sks"}]).train] == [
+        ("sks",)
+    ]
     assert "did you mean repeats?" in refusal(train=[{"name": mine, "repeat": 2}])
     assert "is named twice; repeats" in refusal(train=[mine, mine])
 
@@ -146,6 +183,11 @@ def test_masks_belong_to_pictures_by_name(tmp_path):
     picture(tmp_path / "mine/b.png", "a red circle")
     picture(tmp_path / "masks/sub/a.jpg")
     found = gathered(train=str(tmp_path / "mine"), masks=str(tmp_path / "masks"))
-    assert {p.where.rsplit("/")[-1]: p.mask is not None for p in found.train} == {"a.png": True, "b.png": False}
+    assert {p.where.rsplit("/")[-1]: p.mask is not None for p in found.train} == {
+        "a.png": True,
+        "b.png": False,
+    }
     picture(tmp_path / "masks/c.png")
-    assert "c.png: a mask without a picture" in refusal(train=str(tmp_path / "mine"), masks=str(tmp_path / "masks"))
+    assert "c.png: a mask without a picture" in refusal(
+        train=str(tmp_path / "mine"), masks=str(tmp_path / "masks")
+    )

@@ -30,7 +30,9 @@ _OUTER = {
     "add_embedding.linear_2": "label_emb.0.2", "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
     "mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1", "mid_block.resnets.1": "middle_block.2",
 }  # fmt: skip
-_BLOCK = re.compile(r"^(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)(\.conv(?=\.(?:weight|bias)$))?")
+_BLOCK = re.compile(
+    r"^(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)(\.conv(?=\.(?:weight|bias)$))?"
+)
 
 
 def original_name(name, config):
@@ -42,10 +44,18 @@ def original_name(name, config):
         of_resnet = found[5] or "" if kind in ("resnets", "attentions") else ""
         if side == "down":
             at = each * (i + 1) if kind == "downsamplers" else each * i + j + 1
-            return f"input_blocks.{at}." + {"resnets": "0", "attentions": "1", "downsamplers": "0.op"}[kind] + of_resnet
+            return (
+                f"input_blocks.{at}."
+                + {"resnets": "0", "attentions": "1", "downsamplers": "0.op"}[kind]
+                + of_resnet
+            )
         after = 2 if "CrossAttn" in config["up_block_types"][i] else 1
         at = each * i + (each - 1 if kind == "upsamplers" else j)
-        return f"output_blocks.{at}." + {"resnets": "0", "attentions": "1", "upsamplers": f"{after}.conv"}[kind] + of_resnet
+        return (
+            f"output_blocks.{at}."
+            + {"resnets": "0", "attentions": "1", "upsamplers": f"{after}.conv"}[kind]
+            + of_resnet
+        )
 
     name = _BLOCK.sub(place, name)
     for ours, theirs in _OUTER.items():
@@ -62,9 +72,19 @@ ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_ou
 
 def vae_name(name):
     name = re.sub(r"encoder\.down_blocks\.(\d)\.resnets\.(\d)", r"encoder.down.\1.block.\2", name)
-    name = re.sub(r"decoder\.up_blocks\.(\d)\.resnets\.(\d)", lambda m: f"decoder.up.{2 - int(m[1])}.block.{m[2]}", name)
-    name = re.sub(r"encoder\.down_blocks\.(\d)\.downsamplers\.0", r"encoder.down.\1.downsample", name)
-    name = re.sub(r"decoder\.up_blocks\.(\d)\.upsamplers\.0", lambda m: f"decoder.up.{2 - int(m[1])}.upsample", name)
+    name = re.sub(
+        r"decoder\.up_blocks\.(\d)\.resnets\.(\d)",
+        lambda m: f"decoder.up.{2 - int(m[1])}.block.{m[2]}",
+        name,
+    )
+    name = re.sub(
+        r"encoder\.down_blocks\.(\d)\.downsamplers\.0", r"encoder.down.\1.downsample", name
+    )
+    name = re.sub(
+        r"decoder\.up_blocks\.(\d)\.upsamplers\.0",
+        lambda m: f"decoder.up.{2 - int(m[1])}.upsample",
+        name,
+    )
     name = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", name)
     for ours, theirs in ATTENTION.items():
         name = name.replace(f"mid_block.attentions.0.{ours}.", f"mid.attn_1.{theirs}.")
@@ -74,13 +94,18 @@ def vae_name(name):
 def as_one_file(pipeline, file):
     """A Stable Diffusion 1.5 pipeline in the names of its own code."""
     pipe = DiffusionPipeline.from_pretrained(pipeline)
-    tensors = {f"model.diffusion_model.{original_name(n, pipe.unet.config)}": t for n, t in pipe.unet.state_dict().items()}
+    tensors = {
+        f"model.diffusion_model.{original_name(n, pipe.unet.config)}": t
+        for n, t in pipe.unet.state_dict().items()
+    }
     for name, tensor in pipe.vae.state_dict().items():
         tensors[f"first_stage_model.{vae_name(name)}"] = (
             tensor[..., None, None] if re.search(r"attentions.*\.to_.*weight", name) else tensor
         )
     for name, tensor in pipe.text_encoder.state_dict().items():
-        tensors[f"cond_stage_model.transformer.{name if name.startswith('text_model') else f'text_model.{name}'}"] = tensor
+        tensors[
+            f"cond_stage_model.transformer.{name if name.startswith('text_model') else f'text_model.{name}'}"
+        ] = tensor
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
     return pipe
 
@@ -93,7 +118,9 @@ def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp
     pipe = as_one_file(studio.sd1, tmp_path / "pony.safetensors")
     settings_of(studio.sd1, tmp_path / "pony")
     found = PipelineFolder.open(str(tmp_path / "pony.safetensors"))
-    again = found.pipeline(torch.float32, unet=found.denoiser(torch.float32), vae=found.vae(torch.float32))
+    again = found.pipeline(
+        torch.float32, unet=found.denoiser(torch.float32), vae=found.vae(torch.float32)
+    )
     for part in ("unet", "vae", "text_encoder"):
         ours, theirs = (getattr(one, part).state_dict() for one in (again, pipe))
         assert set(ours) == set(theirs)
@@ -103,11 +130,15 @@ def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp
     merge_denoiser(tmp_path / "run", tmp_path / "merged")
     settings_of(studio.sd1, tmp_path / "merged/pony")
     opened = PipelineFolder.open(str(tmp_path / "merged/pony.safetensors"))
-    whole = opened.pipeline(torch.float32, unet=opened.denoiser(torch.float32), vae=opened.vae(torch.float32))
+    whole = opened.pipeline(
+        torch.float32, unet=opened.denoiser(torch.float32), vae=opened.vae(torch.float32)
+    )
     merged = load_file(tmp_path / "merged/unet/diffusion_pytorch_model.safetensors")
     read = whole.unet.state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in merged.items())
-    assert any(not torch.equal(read[name], tensor) for name, tensor in pipe.unet.state_dict().items())
+    assert any(
+        not torch.equal(read[name], tensor) for name, tensor in pipe.unet.state_dict().items()
+    )
     apart = DiffusionPipeline.from_pretrained(tmp_path / "merged")
     for one in (whole, apart):
         for part in ("vae", "text_encoder"):
@@ -116,11 +147,21 @@ def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp
 
 
 def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tmp_path):
-    tensors = {name: tensor + 1 for name, tensor in load_file(studio.flux / "transformer/diffusion_pytorch_model.safetensors").items()}
+    tensors = {
+        name: tensor + 1
+        for name, tensor in load_file(
+            studio.flux / "transformer/diffusion_pytorch_model.safetensors"
+        ).items()
+    }
     save_file(tensors, tmp_path / "mine.safetensors")
     shutil.copytree(studio.flux, tmp_path / "mine")
     config = tmp_path / "mine/transformer/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    config.write_text(
+        json.dumps(
+            json.loads(config.read_text())
+            | {"quantization_config": {"quant_method": "bitsandbytes"}}
+        )
+    )
     found = PipelineFolder.open(str(tmp_path / "mine.safetensors"))
     kept = found.denoiser(torch.float32)
     assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in tensors.items())
@@ -134,11 +175,18 @@ def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
     as_one_file(studio.sd1, file)
     settings_of(studio.sd1, tmp_path / "pony")
     tensors, of_encoder = load_file(file), "encoder.layers.0.mlp.fc1.weight"
-    save_file({name: t for name, t in tensors.items() if name != "model.diffusion_model.out.2.weight"}, file)
-    with pytest.raises(UsageError, match=r"pony\.safetensors does not have all weights of the unet"):
+    save_file(
+        {name: t for name, t in tensors.items() if name != "model.diffusion_model.out.2.weight"},
+        file,
+    )
+    with pytest.raises(
+        UsageError, match=r"pony\.safetensors does not have all weights of the unet"
+    ):
         PipelineFolder.open(str(file)).denoiser(torch.float32)
     save_file({name: t for name, t in tensors.items() if not name.endswith(of_encoder)}, file)
-    with pytest.raises(UsageError, match=rf"model.name: {file}: it does not have {of_encoder} of the text_encoder"):
+    with pytest.raises(
+        UsageError, match=rf"model.name: {file}: it does not have {of_encoder} of the text_encoder"
+    ):
         PipelineFolder.open(str(file)).pipeline(torch.float32, unet=None, vae=None)
 
 
@@ -149,10 +197,26 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
         ("a.png", None, "not a .safetensors file: expected one, or a pipeline's folder"),
         ("a.gguf", None, "a denoiser packed as GGUF is for inference, and is not read"),
         ("a.safetensors", {}, "HeaderTooSmall|header too small"),
-        ("b.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
-        ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
-        ("a.safetensors", {"w": torch.zeros(2, dtype=torch.uint8)}, "U8 weights in a single file are not read"),
-        ("a.safetensors", {"double_blocks.0.weight": torch.zeros(2)}, "does not read it as the transformer of a StableDiffusion3"),
+        (
+            "b.safetensors",
+            {"blocks.0.weight": torch.zeros(2)},
+            "diffusers does not know this file's family by its tensors",
+        ),
+        (
+            "a.safetensors",
+            {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)},
+            "F8_E4M3 weights in a single file are not read",
+        ),
+        (
+            "a.safetensors",
+            {"w": torch.zeros(2, dtype=torch.uint8)},
+            "U8 weights in a single file are not read",
+        ),
+        (
+            "a.safetensors",
+            {"double_blocks.0.weight": torch.zeros(2)},
+            "does not read it as the transformer of a StableDiffusion3",
+        ),
     ):
         file = tmp_path / name
         save_file(tensors, file) if tensors else file.write_bytes(b"")
@@ -160,7 +224,9 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
             assert re.search(said, refused(drawn(model=file)))
 
 
-def test_a_folder_without_weights_that_are_read_is_refused_before_pictures_are_encoded(drawn, studio, tmp_path, subtests):
+def test_a_folder_without_weights_that_are_read_is_refused_before_pictures_are_encoded(
+    drawn, studio, tmp_path, subtests
+):
     for part, name, said in (
         ("transformer", "q8.gguf", "packed as GGUF is for inference"),
         ("text_encoder", "x.bin", "x.bin can run code"),
@@ -172,49 +238,84 @@ def test_a_folder_without_weights_that_are_read_is_refused_before_pictures_are_e
             assert said in refused(drawn(model=folder))
 
 
-# --- Denoisers that were published quantised: trained from their own files, resumed, drawn with and merged.
+# --- Denoisers that were published quantised: trained from their own files, resumed, drawn with and
+# merged.
 
 
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 MEANT = "transformer_blocks.0.ff.net.2"  # packed, without an adapter
 
 
 def publish(pipeline, folder, form):
-    """A copy of a Flux pipeline whose blocks' linear layers are packed; gives some elements of `MEANT` as its file means them."""
+    """A copy of a Flux pipeline whose blocks' linear layers are packed; gives some elements of
+    `MEANT` as its file means them.
+    """
     shutil.copytree(pipeline, folder)
     part, meant = folder / "transformer", {}
     tensors = load_file(part / WEIGHTS)
     torch.manual_seed(0)
-    for name in [n for n in tensors if "transformer_blocks" in n and n.endswith(".weight") and tensors[n].ndim == 2]:
+    for name in [
+        n
+        for n in tensors
+        if "transformer_blocks" in n and n.endswith(".weight") and tensors[n].ndim == 2
+    ]:
         weight, owner = tensors.pop(name), name.removesuffix(".weight")
         if form == "nf4":
             import bitsandbytes.functional as bnb
 
-            own, state = bnb.quantize_4bit(weight.float(), quant_type="nf4", compress_statistics=True)
+            own, state = bnb.quantize_4bit(
+                weight.float(), quant_type="nf4", compress_statistics=True
+            )
             wide = bnb.dequantize_4bit(own, state).float()
-            beside = {"weight": own} | {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
+            beside = {"weight": own} | {
+                f"weight.{key}": value for key, value in state.as_dict(packed=True).items()
+            }
         else:
             beside = packed(form, *weight.shape)
         tensors |= {f"{owner}.{key}": value.contiguous() for key, value in beside.items()}
         if owner == MEANT:
             places = [(i % weight.shape[0], 7 * i % weight.shape[1]) for i in range(40)]
-            meant = {at: float(wide[at]) if form == "nf4" else element(form, beside, *at) for at in places}
+            meant = {
+                at: float(wide[at]) if form == "nf4" else element(form, beside, *at)
+                for at in places
+            }
     save_file({name: t.contiguous() for name, t in tensors.items()}, part / WEIGHTS)
     config = json.loads((part / "config.json").read_text())
-    (part / "config.json").write_text(json.dumps(config | {"quantization_config": NF4 if form == "nf4" else FORMATS[form][1]}))
+    (part / "config.json").write_text(
+        json.dumps(config | {"quantization_config": NF4 if form == "nf4" else FORMATS[form][1]})
+    )
     return meant
 
 
 @pytest.mark.parametrize(
-    "form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt", "int8-torchao"))]
+    "form",
+    [
+        "int8-bnb",
+        *(
+            pytest.param(form, marks=pytest.mark.full)
+            for form in ("nf4", "nvfp4-modelopt", "int8-torchao")
+        ),
+    ],
 )
-def test_a_published_denoiser_trains_draws_resumes_bit_for_bit_and_merges(drawn, studio, tmp_path, capsys, form):
+def test_a_published_denoiser_trains_draws_resumes_bit_for_bit_and_merges(
+    drawn, studio, tmp_path, capsys, form
+):
     meant = publish(studio.flux, tmp_path / "flux", form)
     word = form.partition("-")[0]
     run = {"samples": ["a red circle on white"], "sample_every": 4, "save_every": 2}
     adapter = {"kind": "lora", "r": 4, "targets": ["to_q", "to_v"]}
-    assert train(drawn(model=tmp_path / "flux", precision={"preset": "auto"}, run=run, adapter=adapter)) == 0
+    assert (
+        train(
+            drawn(model=tmp_path / "flux", precision={"preset": "auto"}, run=run, adapter=adapter)
+        )
+        == 0
+    )
     assert f"the base came quantised: {word} by" in capsys.readouterr().out
     said = json.loads((tmp_path / "run/precision.json").read_text())
     assert said["violations"] == []
@@ -224,15 +325,22 @@ def test_a_published_denoiser_trains_draws_resumes_bit_for_bit_and_merges(drawn,
     assert draw_with(tmp_path / "run", [])[0] == "adapter"
     trained = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
     cut_back(tmp_path / "run", 4)
-    assert train(load(tmp_path / "run/resolved.yaml", [], {}, resolved=True), resume=tmp_path / "run") == 0
+    assert (
+        train(load(tmp_path / "run/resolved.yaml", [], {}, resolved=True), resume=tmp_path / "run")
+        == 0
+    )
     resumed = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in trained.items())
     merged = merge_denoiser(tmp_path / "run", tmp_path / "merged", dtype="fp32")
     assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=0.01)
     weight = load_file(tmp_path / "merged/transformer" / WEIGHTS)[f"{MEANT}.weight"]
     assert weight.dtype == torch.float32
-    assert all(float(weight[at]) == pytest.approx(value, rel=1e-6, abs=1e-9) for at, value in meant.items())
-    assert "quantization_config" not in json.loads((tmp_path / "merged/transformer/config.json").read_text())
+    assert all(
+        float(weight[at]) == pytest.approx(value, rel=1e-6, abs=1e-9) for at, value in meant.items()
+    )
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "merged/transformer/config.json").read_text()
+    )
 
 
 def test_tables_of_positions_stay_in_fp32(drawn, studio, tmp_path):

@@ -1,4 +1,6 @@
-"""Where a denoiser comes from: a folder, the hub, or a configuration; and an adapter that a run goes on with."""
+"""Where a denoiser comes from: a folder, the hub, or a configuration; and an adapter that a run
+goes on with.
+"""
 
 import json
 import shutil
@@ -23,7 +25,9 @@ def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, mo
     there = tmp_path / "served/models/someone/flux"
     shutil.copytree(studio.flux, there)
     (there / "flux1.safetensors").write_bytes(b"the same weights in another form")
-    (there / "transformer/diffusion_pytorch_model.fp16.safetensors").write_bytes(b"in another dtype")
+    (there / "transformer/diffusion_pytorch_model.fp16.safetensors").write_bytes(
+        b"in another dtype"
+    )
     (tmp_path / "served/models/someone/llama").mkdir()
     (tmp_path / "served/models/someone/llama/config.json").write_text("{}")
     with hub(tmp_path / "served") as served:
@@ -35,7 +39,11 @@ def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, mo
         monkeypatch.setattr(hub_of_isotype, "_away", {})
 
         def fetched() -> set[str]:
-            paths = [line.partition("/resolve/")[2].partition("/")[2] for line in served.asked if line.startswith("GET ")]
+            paths = [
+                line.partition("/resolve/")[2].partition("/")[2]
+                for line in served.asked
+                if line.startswith("GET ")
+            ]
             return {path for path in paths if path.endswith(".safetensors")}
 
         folder = PipelineFolder.open("someone/flux")
@@ -44,12 +52,18 @@ def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, mo
         folder.vae(torch.float32)
         assert fetched() == {"vae/diffusion_pytorch_model.safetensors"}, served.asked
         made = folder.denoiser(torch.float32)
-        assert fetched() == {f"{part}/diffusion_pytorch_model.safetensors" for part in ("vae", "transformer")}, served.asked
+        assert fetched() == {
+            f"{part}/diffusion_pytorch_model.safetensors" for part in ("vae", "transformer")
+        }, served.asked
         theirs = PipelineFolder.open(str(studio.flux)).denoiser(torch.float32)
         assert torch.equal(made.x_embedder.weight, theirs.x_embedder.weight)
-        with pytest.raises(UsageError, match=r"model.name: someone/llama: no model_index.json on the hub"):
+        with pytest.raises(
+            UsageError, match=r"model.name: someone/llama: no model_index.json on the hub"
+        ):
             PipelineFolder.open("someone/llama")
-        with pytest.raises(UsageError, match="someone/nowhere: neither a folder here nor a model on the hub"):
+        with pytest.raises(
+            UsageError, match="someone/nowhere: neither a folder here nor a model on the hub"
+        ):
             PipelineFolder.open("someone/nowhere")
 
 
@@ -63,7 +77,8 @@ def test_a_denoiser_from_a_configuration_trains_resumes_and_draws(drawn, studio,
     assert draw_with(tmp_path / "whole", ["a red circle"])[0] == "model"
 
 
-# --- What goes wrong around the data and the folders is one line, and nothing that was made is lost.
+# --- What goes wrong around the data and the folders is one line, and nothing that was made is
+# lost.
 
 
 def test_a_pipeline_without_a_part_is_named(studio, tmp_path):
@@ -82,7 +97,9 @@ def test_cut_pictures_may_be_left_out_and_are_listed(drawn, tmp_path):
     (folder / "7.png").write_bytes((folder / "7.png").read_bytes()[:60])
     images = {"train": str(folder), "eval_split": 0.0, "on_bad_row": "skip"}
     assert train(drawn(images=images, train={"steps": 1, "eval_every": 1})) == 0
-    (row,) = (json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines())
+    (row,) = (
+        json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines()
+    )
     assert row["place"].endswith("7.png")
     assert json.loads((tmp_path / "run/data.json").read_text())["train_pictures"] == 19
     (folder / "8.png").write_bytes(b"GIF?")
@@ -97,7 +114,12 @@ CLASS = "a circle on white"
 
 
 def prior(folder, **settings):
-    return {"regularisation": [{"name": str(folder), "caption": CLASS, "draw": 15, "weight": 0.5, **settings}], "flip": True}
+    return {
+        "regularisation": [
+            {"name": str(folder), "caption": CLASS, "draw": 15, "weight": 0.5, **settings}
+        ],
+        "flip": True,
+    }
 
 
 def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, studio, tmp_path):
@@ -110,7 +132,9 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     assert len(files) == len(set(files.values())) == 15
     assert json.loads((folder / "drawn.json").read_text())["caption"] == CLASS
     before_step_1 = (tmp_path / "first/samples/step_0_0.png").read_bytes()
-    assert before_step_1 == files["drawn_0001.png"], "an adapter that has learnt nothing yet is the base"
+    assert before_step_1 == files["drawn_0001.png"], (
+        "an adapter that has learnt nothing yet is the base"
+    )
 
     (folder / "drawn_0003.png").unlink()
     loaded = drawn("second", images=images, **settings)
@@ -118,7 +142,9 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     settle(task, loaded.sources)
     assert len(task.gathered.to_draw) == 1
     task.encode(torch.device("cpu"))
-    assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == files, "the missing one, as it was"
+    assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == files, (
+        "the missing one, as it was"
+    )
     weights = [row.weight for row in task.train_rows]
     assert (weights.count(1.0), weights.count(0.5)) == (15, 15)
     own = {row.latents: task.train_rows.count(row) for row in task.train_rows if row.weight == 1.0}
@@ -126,10 +152,13 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     assert set(own.values()) == {1, 2}
 
     stamps = {path: path.stat().st_mtime_ns for path in folder.glob("*.png")}
-    task.encode(torch.device("cpu"))  # as a second process does, which missed a picture before the first one drew it
+    # as a second process does, which missed a picture before the first one drew it
+    task.encode(torch.device("cpu"))
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.png")} == stamps
     message = "drawn with caption 'a circle on white', not 'a square'"
-    assert message in refused(drawn(images=prior(folder, caption="a square"))), "also where no picture is missing"
+    assert message in refused(drawn(images=prior(folder, caption="a square"))), (
+        "also where no picture is missing"
+    )
     other_steps = drawn(images=images, run={"sample_steps": 3})
     settle(task_of(other_steps.config), other_steps.sources)
 
@@ -138,7 +167,11 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
 
 
 def test_a_picture_comes_in_each_resolution_with_its_own_shift(drawn, studio, tmp_path):
-    images = {"train": [{"name": str(studio.pictures), "resolution": [32, 64]}], "eval_split": 0.25, "max_aspect": 2.0}
+    images = {
+        "train": [{"name": str(studio.pictures), "resolution": [32, 64]}],
+        "eval_split": 0.25,
+        "max_aspect": 2.0,
+    }
     loaded = drawn(model=studio.flux, images=images)
     assert "32 x 32 and 64 x 64 pixels, 64 latent tokens" in plan(loaded).as_text()
     task, _ = built(loaded, studio.flux)
@@ -149,7 +182,14 @@ def test_a_picture_comes_in_each_resolution_with_its_own_shift(drawn, studio, tm
     by_size = {side: shift_of(section, scheduler, tokens=(side // 2) ** 2) for side in (8, 16)}
     assert by_size[8] < by_size[16]
     for tokens, side in ((16, 8), (64, 16)):
-        drawn_levels = [task.objective.draw(torch.Generator().manual_seed(n), tokens) for n in range(50)]
-        plain = [torch.sigmoid(torch.randn((), generator=torch.Generator().manual_seed(n), dtype=torch.float64)) for n in range(50)]
+        drawn_levels = [
+            task.objective.draw(torch.Generator().manual_seed(n), tokens) for n in range(50)
+        ]
+        plain = [
+            torch.sigmoid(
+                torch.randn((), generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+            )
+            for n in range(50)
+        ]
         expected = [float(by_size[side] * t / (1 + (by_size[side] - 1) * t)) for t in plain]
         assert drawn_levels == pytest.approx(expected, abs=1e-12)

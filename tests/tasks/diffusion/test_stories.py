@@ -1,4 +1,6 @@
-"""Stories of users, told by the commands of docs/diffusion.md alone, on tiny pipelines of the names that the page has."""
+"""Stories of users, told by the commands of docs/diffusion.md alone, on tiny pipelines of the names
+that the page has.
+"""
 
 import json
 import re
@@ -29,8 +31,12 @@ TINY = (
 
 
 def commands(*beginnings: str) -> list[list[str]]:
-    """The arguments of the page's commands that begin so, in the order asked for; each is there once."""
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)).replace("\\\n", " ")
+    """The arguments of the page's commands that begin so, in the order asked for; each is there
+    once.
+    """
+    blocks = "\n".join(
+        re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    ).replace("\\\n", " ")
     found = []
     for beginning in beginnings:
         (line,) = [line for line in blocks.splitlines() if line.startswith(f"isotype {beginning}")]
@@ -67,7 +73,10 @@ def test_an_edit_lora_from_pairs(place):
     for command in commands("train model.name=kontext", "sample runs/red", "export runs/red"):
         told(command)
     assert Image.open(place / "runs/red/drawn/1.png").size == (32, 32)
-    assert any(name.endswith(".alpha") for name in load_file(place / "ComfyUI/models/loras/red.safetensors"))
+    assert any(
+        name.endswith(".alpha")
+        for name in load_file(place / "ComfyUI/models/loras/red.safetensors")
+    )
     assert json.loads((place / "runs/red/result.json").read_text())["status"] == "done"
 
 
@@ -75,13 +84,18 @@ def test_a_qwen_image_lora(place):
     (train,) = commands("train model.name=qwen-image")
     told(train)
     assert (place / "runs/style/adapter/pytorch_lora_weights.safetensors").is_file()
-    assert any(name.endswith(".alpha") for name in load_file(place / "runs/style/adapter/comfyui.safetensors"))
+    assert any(
+        name.endswith(".alpha")
+        for name in load_file(place / "runs/style/adapter/comfyui.safetensors")
+    )
     assert list((place / "runs/style/samples").glob("*.png"))
 
 
 def test_a_killed_run_goes_on_and_another_begins_with_its_adapter(place):
     same = "train model.name=flux images.train=pictures images.resolution=1024"
-    first, resume, second = commands(f"{same} run.folder=runs/dog ", "train --resume runs/dog", f"{same} run.folder=runs/dog2")
+    first, resume, second = commands(
+        f"{same} run.folder=runs/dog ", "train --resume runs/dog", f"{same} run.folder=runs/dog2"
+    )
     told(first)
     whole = adapter(place, "runs/dog")
     cut_back(place / "runs/dog", 4)
@@ -114,7 +128,9 @@ def test_a_style_that_comfyui_loads_whole(place):
     told(merge)
     merged = load_file(place / "ink/unet/diffusion_pytorch_model.safetensors")
     plain = UNet2DConditionModel.from_pretrained(place / "sdxl/unet").state_dict()
-    assert {name: tensor.shape for name, tensor in merged.items()} == {name: tensor.shape for name, tensor in plain.items()}
+    assert {name: tensor.shape for name, tensor in merged.items()} == {
+        name: tensor.shape for name, tensor in plain.items()
+    }
     assert any(not torch.equal(merged[name], tensor) for name, tensor in plain.items())
 
 
@@ -149,7 +165,9 @@ DIFFUSERS = """accelerate launch train_dreambooth_lora_flux.py --pretrained_mode
 """
 
 
-@pytest.mark.parametrize(("name", "text"), [("config.toml", KOHYA), ("dog.yaml", AI_TOOLKIT), ("train.sh", DIFFUSERS)])
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.toml", KOHYA), ("dog.yaml", AI_TOOLKIT), ("train.sh", DIFFUSERS)]
+)
 def test_another_trainers_file_is_imported_and_trained(place, name, text):
     (place / name).write_text(text)
     for command in commands(f"import {name}", "train run.yaml"):
@@ -161,6 +179,8 @@ def test_another_trainers_file_is_imported_and_trained(place, name, text):
 
 def test_a_checkpoint_in_one_file(place, studio):
     (place / "pony").symlink_to(studio.sdxl)
-    (place / "pony.safetensors").write_bytes((studio.sdxl / "unet/diffusion_pytorch_model.safetensors").read_bytes())
+    (place / "pony.safetensors").write_bytes(
+        (studio.sdxl / "unet/diffusion_pytorch_model.safetensors").read_bytes()
+    )
     told(*commands("train model.name=pony.safetensors"))
     assert json.loads((place / "runs/pony/result.json").read_text())["status"] == "done"

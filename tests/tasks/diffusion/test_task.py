@@ -23,7 +23,9 @@ from tests.training.interrupted import cut_back
 @pytest.mark.parametrize(("family", "base"), [("flux", "bf16"), ("sdxl", "nf4"), ("sdxl", "fp8")])
 def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, base):
     run = {"samples": ["a red circle on white"], "sample_every": 4} if base == "bf16" else {}
-    loaded = drawn(model=getattr(studio, family), precision={"preset": "bf16-lora", "base": base}, run=run)
+    loaded = drawn(
+        model=getattr(studio, family), precision={"preset": "bf16-lora", "base": base}, run=run
+    )
     assert train(loaded) == 0
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["status"] == "done"
@@ -32,11 +34,18 @@ def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, base):
     precision = json.loads((tmp_path / "run/precision.json").read_text())
     assert precision["violations"] == []
     assert set(precision["observed"]["base"]) == {base, "bf16"}
-    for role, dtype in {"vae": "fp32", "text_encoder": "bf16", "timesteps": "fp32", "latents": "fp32"}.items():
+    for role, dtype in {
+        "vae": "fp32",
+        "text_encoder": "bf16",
+        "timesteps": "fp32",
+        "latents": "fp32",
+    }.items():
         assert precision["declared"][role]["value"] == dtype
         assert set(precision["observed"][role]) == {dtype}
     card = ModelCard.load(tmp_path / "run/adapter/README.md")
-    assert card.data.base_model == str(getattr(studio, family) / ("unet" if family == "sdxl" else "transformer"))
+    assert card.data.base_model == str(
+        getattr(studio, family) / ("unet" if family == "sdxl" else "transformer")
+    )
     lora = tmp_path / "run/adapter/pytorch_lora_weights.safetensors"
     with safe_open(lora, framework="pt") as file:
         settings = json.loads(file.metadata()["lora_adapter_metadata"])
@@ -58,7 +67,9 @@ def shaped(studio, folder):
         for name in ("mine", "masks"):
             (folder / name).mkdir(parents=True, exist_ok=True)
             wide.save(folder / name / file.name)
-        (folder / "mine" / file.with_suffix(".txt").name).write_text(file.with_suffix(".txt").read_text() + "a picture\n")
+        (folder / "mine" / file.with_suffix(".txt").name).write_text(
+            file.with_suffix(".txt").read_text() + "a picture\n"
+        )
     return {
         "train": [{"name": str(folder / "mine"), "repeats": 2}], "masks": str(folder / "masks"), "max_aspect": 2.0, "crop": 3,
         "regularisation": [{"name": str(studio.pictures), "weight": 0.5}], "caption_dropout": 0.5, "flip": True,
@@ -66,15 +77,24 @@ def shaped(studio, folder):
 
 
 def test_rows_are_drawn_by_position_whatever_the_batch(drawn, studio, tmp_path):
-    """1 x 8 and 4 x 2 train the same adapter, with all that is drawn for a row: noise, time, caption, window, mirror image."""
+    """1 x 8 and 4 x 2 train the same adapter, with all that is drawn for a row: noise, time,
+    caption, window, mirror image.
+    """
     images, settings = shaped(studio, tmp_path / "pictures"), {"steps": 3, "eval_every": 3}
     assert train(drawn("whole", images=images, train={**settings, "batch_size": 8})) == 0
-    assert train(drawn("parts", images=images, train={**settings, "batch_size": 2, "accumulate": 4})) == 0
+    assert (
+        train(drawn("parts", images=images, train={**settings, "batch_size": 2, "accumulate": 4}))
+        == 0
+    )
     whole, parts = adapter(tmp_path / "whole"), adapter(tmp_path / "parts")
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-6)
     data = json.loads((tmp_path / "whole/data.json").read_text())
-    assert (data["regularisation_pictures"], data["masked_pictures"], data["train_pictures"]) == (12, 10, 32)
+    assert (data["regularisation_pictures"], data["masked_pictures"], data["train_pictures"]) == (
+        12,
+        10,
+        32,
+    )
     assert data["buckets"] > 1
     assert sum(data["train_pictures_by_size"].values()) == 32
 
@@ -88,8 +108,13 @@ def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp
     shown[..., :2] = 1
     with torch.no_grad():
         whole = task.losses(model, plain, dtype="fp32")
-        halves = [task.losses(model, replace(plain, mask=mask), dtype="fp32") for mask in (shown, 1 - shown)]
-        weighted = task.losses(model, replace(plain, weights=torch.tensor([1.0, 0.25])), dtype="fp32")
+        halves = [
+            task.losses(model, replace(plain, mask=mask), dtype="fp32")
+            for mask in (shown, 1 - shown)
+        ]
+        weighted = task.losses(
+            model, replace(plain, weights=torch.tensor([1.0, 0.25])), dtype="fp32"
+        )
     share = float(shown.mean())
     torch.testing.assert_close(whole, share * halves[0] + (1 - share) * halves[1])
     torch.testing.assert_close(weighted, whole * torch.tensor([1.0, 0.25]))
@@ -109,7 +134,9 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_samples_change_nothing(drawn
     drawing = {"samples": ["a red circle on white", "a green square"], "sample_every": 1}
     loaded = drawn("stopped", images=images, train=train_section, run=drawing)
     assert train(loaded, callbacks=[CtrlC()]) == 130
-    assert json.loads((tmp_path / "stopped/result.json").read_text())["steps"] == 1, "saved where no checkpoint was due"
+    assert json.loads((tmp_path / "stopped/result.json").read_text())["steps"] == 1, (
+        "saved where no checkpoint was due"
+    )
     again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
     assert train(again, resume=tmp_path / "stopped") == 0
     first, second = adapter(tmp_path / "plain"), adapter(tmp_path / "stopped")
@@ -122,16 +149,27 @@ def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     train_section = {"steps": 4, "ema": 0.5, "eval_every": 4}
     sampled = {"samples": ["a red circle on white"], "sample_every": 4, "save_every": 2}
     assert train(drawn("whole", train=train_section, run=sampled)) == 0
-    first, last = (json.loads((tmp_path / f"whole/samples/step_{step}.json").read_text())["samples"] for step in (0, 4))
+    first, last = (
+        json.loads((tmp_path / f"whole/samples/step_{step}.json").read_text())["samples"]
+        for step in (0, 4)
+    )
     assert [one.get("weights") for one in last] == [None, "average"]
-    pictures = [[(tmp_path / "whole" / one["file"]).read_bytes() for one in moment] for moment in (first, last)]
+    pictures = [
+        [(tmp_path / "whole" / one["file"]).read_bytes() for one in moment]
+        for moment in (first, last)
+    ]
     assert pictures[0][0] == pictures[0][1], "before the first step the average is what is trained"
     assert len({pictures[0][0], *pictures[1]}) == 3
     result = json.loads((tmp_path / "whole/result.json").read_text())
-    assert result["adapter_ema"]["averaged_loss"] == pytest.approx(result["adapter_ema"]["reloaded_loss"], abs=1e-6)
+    assert result["adapter_ema"]["averaged_loss"] == pytest.approx(
+        result["adapter_ema"]["reloaded_loss"], abs=1e-6
+    )
     precision = json.loads((tmp_path / "whole/precision.json").read_text())
     assert set(precision["observed"]["ema"]) == {"fp32"}
-    trained, averaged = (load_file(tmp_path / f"whole/{name}/adapter_model.safetensors") for name in ("adapter", "adapter_ema"))
+    trained, averaged = (
+        load_file(tmp_path / f"whole/{name}/adapter_model.safetensors")
+        for name in ("adapter", "adapter_ema")
+    )
     assert any(not torch.equal(trained[name], averaged[name]) for name in trained)
 
     shutil.copytree(tmp_path / "whole", tmp_path / "stopped")

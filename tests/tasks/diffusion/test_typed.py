@@ -1,4 +1,6 @@
-"""What one types for a run on pictures: captions, tags, triggers, noise levels, losses, prompts of samples."""
+"""What one types for a run on pictures: captions, tags, triggers, noise levels, losses, prompts of
+samples.
+"""
 
 import io
 import shutil
@@ -17,7 +19,15 @@ from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import objective_of
 from isotype.tasks.diffusion.picture_files import InFile, Picture
 from isotype.tasks.diffusion.pictures import gather, with_trained_captions
-from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, mask_pixels, pixels, shown_size
+from isotype.tasks.diffusion.pixels import (
+    BadPicture,
+    Size,
+    Window,
+    buckets,
+    mask_pixels,
+    pixels,
+    shown_size,
+)
 from tests.tasks.diffusion.models import built, draw, encoded, refused
 
 
@@ -30,10 +40,16 @@ def captioned(*captions, **images):
 def test_tags_are_shuffled_behind_the_kept_ones_and_some_are_left_out():
     forms = captioned("1girl, red hair, smile, outdoors", tag_orders=40, keep_tags=1, trigger="sks")
     assert all(form.startswith("sks, 1girl, ") for form in forms)
-    assert {frozenset(form.split(", ")) for form in forms} == {frozenset(["sks", "1girl", "red hair", "smile", "outdoors"])}
+    assert {frozenset(form.split(", ")) for form in forms} == {
+        frozenset(["sks", "1girl", "red hair", "smile", "outdoors"])
+    }
     assert len(set(forms)) == 6, "every order of three tags comes in 40"
-    assert forms == captioned("1girl, red hair, smile, outdoors", tag_orders=40, keep_tags=1, trigger="sks"), "from the seed"
-    dropped = captioned("1girl, red hair, smile, outdoors", tag_orders=400, keep_tags=1, tag_dropout=0.25)
+    assert forms == captioned(
+        "1girl, red hair, smile, outdoors", tag_orders=40, keep_tags=1, trigger="sks"
+    ), "from the seed"
+    dropped = captioned(
+        "1girl, red hair, smile, outdoors", tag_orders=400, keep_tags=1, tag_dropout=0.25
+    )
     kept = sum("smile" in form for form in dropped) / 400
     assert kept == pytest.approx(0.75, abs=0.07)
     assert all(form.startswith("1girl") for form in dropped)
@@ -46,10 +62,14 @@ def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, 
         text.unlink()
 
     def captions(**images):
-        found = gather(ImagesSection(train=str(tmp_path / "mine"), eval_split=0.0, **images), seed=0).train
+        found = gather(
+            ImagesSection(train=str(tmp_path / "mine"), eval_split=0.0, **images), seed=0
+        ).train
         return [picture.captions for picture in found]
 
-    with pytest.raises(UsageError, match=r"no caption: .*\.txt is missing \(images.uncaptioned: empty or skip\)"):
+    with pytest.raises(
+        UsageError, match=r"no caption: .*\.txt is missing \(images.uncaptioned: empty or skip\)"
+    ):
         captions()
     assert captions(uncaptioned="empty").count(("",)) == 4
     assert len(captions(uncaptioned="skip")) == 8
@@ -58,7 +78,10 @@ def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, 
 
 def drawn_levels(count=4000, **section):
     levels = objective_of(
-        DiffusionSection(**section), {"_class_name": "FlowMatchEulerDiscreteScheduler"}, offered=("flow_matching",), tokens=1
+        DiffusionSection(**section),
+        {"_class_name": "FlowMatchEulerDiscreteScheduler"},
+        offered=("flow_matching",),
+        tokens=1,
     )
     generator = torch.Generator().manual_seed(0)
     return torch.tensor([levels.draw(generator) for _ in range(count)])
@@ -68,13 +91,18 @@ def drawn_levels(count=4000, **section):
     ("ours", "theirs"),
     [
         ({"timesteps": "mode", "mode_scale": 1.0}, {"weighting_scheme": "mode", "mode_scale": 1.0}),
-        ({"logit_mean": 0.5, "logit_std": 1.5}, {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5}),
+        (
+            {"logit_mean": 0.5, "logit_std": 1.5},
+            {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5},
+        ),
     ],
 )
 def test_densities_are_diffusers(ours, theirs):
     found = drawn_levels(**ours)
     other = compute_density_for_timestep_sampling(
-        batch_size=20000, generator=torch.Generator().manual_seed(1), **{"logit_mean": None, "logit_std": None, **theirs}
+        batch_size=20000,
+        generator=torch.Generator().manual_seed(1),
+        **{"logit_mean": None, "logit_std": None, **theirs},
     )
     for share in (0.1, 0.25, 0.5, 0.75, 0.9):
         assert float(found.quantile(share)) == pytest.approx(float(other.quantile(share)), abs=0.03)
@@ -82,7 +110,9 @@ def test_densities_are_diffusers(ours, theirs):
 
 def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(drawn, studio):
     def made(**diffusion):
-        loaded = drawn(model=studio.sd1, adapter={"kind": "none"}, images={"limit": 4}, diffusion=diffusion)
+        loaded = drawn(
+            model=studio.sd1, adapter={"kind": "none"}, images={"limit": 4}, diffusion=diffusion
+        )
         task, model = built(loaded, studio.sd1)
         return task, model, task.collate(task.feed().take(2))
 
@@ -90,7 +120,13 @@ def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(dr
     with torch.no_grad():
         ours = task.losses(model, batch, dtype="fp32")
         noisy, target = task.objective.mixed(batch.latents, batch.noise, batch.sigma)
-        predicted = task.folder.family.predict(model, noisy, task.objective.time(batch.sigma), batch.text, Asked(downscale=task.downscale))
+        predicted = task.folder.family.predict(
+            model,
+            noisy,
+            task.objective.time(batch.sigma),
+            batch.text,
+            Asked(downscale=task.downscale),
+        )
     smooth = 2 * 0.2 * (torch.sqrt((predicted - target) ** 2 + 0.2**2) - 0.2)
     torch.testing.assert_close(ours, smooth.flatten(1).mean(1))
     _, _, plain = made()
@@ -103,7 +139,13 @@ def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(dr
 
 def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_path):
     own = {"prompt": "a red circle on white", "size": 64, "seed": 7, "steps": 1}
-    prompts = [own, own, {**own, "negative": "a green square", "guidance": 4}, {**own, "guidance": 4}, "a red circle on white"]
+    prompts = [
+        own,
+        own,
+        {**own, "negative": "a green square", "guidance": 4},
+        {**own, "guidance": 4},
+        "a red circle on white",
+    ]
     assert train(drawn(run={"samples": prompts, "sample_every": 4}, train={"steps": 1})) == 0
     drawn_ones = [(tmp_path / f"run/samples/step_1_{i}.png").read_bytes() for i in range(5)]
     assert [Image.open(io.BytesIO(png)).size for png in drawn_ones] == [(64, 64)] * 4 + [(32, 32)]
@@ -142,57 +184,165 @@ FRESH = {"init": "random"}
 DRAWN = {"name": "class", "caption": "a circle", "draw": 15}
 ENCODERS = {"kind": "lora", "text_encoders": True}
 REFUSED = (
-    ("sd3", {"run": {"sample_tokens": 4}}, "run.sample_tokens: does not apply to a diffusion run, here it is run.sample_steps"),
+    (
+        "sd3",
+        {"run": {"sample_tokens": 4}},
+        "run.sample_tokens: does not apply to a diffusion run, here it is run.sample_steps",
+    ),
     ("sd3", {"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
     ("sd3", {"images": {"resolution": 128}}, "more than this model has positions for"),
     ("sd3", {"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
-    ("sd3", {"images": {"regularisation": [{**DRAWN, "caption": None}]}}, "images.regularisation[0].draw: needs caption"),
-    ("sd3", {"images": {"regularisation": [{**DRAWN, "draw": 0}]}}, "[0].draw: expected a whole number of at least 1, got 0"),
-    ("sd3", {"images": {"regularisation": [{**DRAWN, "repeats": 2}]}}, "repeats: has no effect with draw"),
+    (
+        "sd3",
+        {"images": {"regularisation": [{**DRAWN, "caption": None}]}},
+        "images.regularisation[0].draw: needs caption",
+    ),
+    (
+        "sd3",
+        {"images": {"regularisation": [{**DRAWN, "draw": 0}]}},
+        "[0].draw: expected a whole number of at least 1, got 0",
+    ),
+    (
+        "sd3",
+        {"images": {"regularisation": [{**DRAWN, "repeats": 2}]}},
+        "repeats: has no effect with draw",
+    ),
     ("sd3", {"images": {"tag_orders": 4}}, "none contains a comma"),
     ("sd3", {"images": {"keep_tags": 1}}, "keep_tags: has no effect without images.tag_orders"),
-    ("sd3", {"images": {"tag_dropout": 0.1}}, "tag_dropout: has no effect without images.tag_orders"),
+    (
+        "sd3",
+        {"images": {"tag_dropout": 0.1}},
+        "tag_dropout: has no effect without images.tag_orders",
+    ),
     ("sd3", {"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
-    ("sd3", {"diffusion": {"objective": "epsilon"}}, "diffusion.objective: epsilon, but scheduler_config.json declares flow_matching"),
-    ("sdxl", {"diffusion": {"objective": "v"}}, "diffusion.objective: v, but scheduler_config.json declares epsilon"),
-    ("sd3", {"diffusion": {"weighting": "min_snr"}}, "diffusion.weighting: min_snr is not defined for flow matching"),
+    (
+        "sd3",
+        {"diffusion": {"objective": "epsilon"}},
+        "diffusion.objective: epsilon, but scheduler_config.json declares flow_matching",
+    ),
+    (
+        "sdxl",
+        {"diffusion": {"objective": "v"}},
+        "diffusion.objective: v, but scheduler_config.json declares epsilon",
+    ),
+    (
+        "sd3",
+        {"diffusion": {"weighting": "min_snr"}},
+        "diffusion.weighting: min_snr is not defined for flow matching",
+    ),
     ("sdxl", {"diffusion": {"shift": 3.0}}, "diffusion.shift: 3.0 has no effect with epsilon"),
     ("sdxl", {"diffusion": {"max_text_length": 8}}, "diffusion.max_text_length: 8 has no effect"),
-    ("sd3", {"diffusion": {"noise_offset": 0.1}}, "noise_offset: has no effect without epsilon or v"),
-    ("sd3", {"diffusion": {"mode_scale": 1.0}}, "mode_scale: has no effect without timesteps: mode"),
-    ("sd3", {"diffusion": {"timesteps": "uniform", "logit_std": 2.0}}, "logit_std: has no effect without timesteps: logit_normal"),
+    (
+        "sd3",
+        {"diffusion": {"noise_offset": 0.1}},
+        "noise_offset: has no effect without epsilon or v",
+    ),
+    (
+        "sd3",
+        {"diffusion": {"mode_scale": 1.0}},
+        "mode_scale: has no effect without timesteps: mode",
+    ),
+    (
+        "sd3",
+        {"diffusion": {"timesteps": "uniform", "logit_std": 2.0}},
+        "logit_std: has no effect without timesteps: logit_normal",
+    ),
     ("sd3", {"diffusion": {"huber_c": 0.2}}, "huber_c: has no effect without loss: huber"),
     ("sd3", {"diffusion": {"least_noise": 0.5, "most_noise": 0.4}}, "is not below"),
     ("sd3", {"run": {"samples": [{"prompt": "a", "sede": 1}]}}, "did you mean seed"),
     ("sd3", {"run": {"samples": [{"size": 32}]}}, "prompt is missing"),
-    ("sd3", {"run": {"samples": [{"prompt": "a", "size": "big"}]}}, "size: 'big': expected a number"),
+    (
+        "sd3",
+        {"run": {"samples": [{"prompt": "a", "size": "big"}]}},
+        "size: 'big': expected a number",
+    ),
     ("sd3", {"run": {"samples": [{"prompt": "a", "size": 33}]}}, "33 is not a multiple of"),
     ("sd3", {"run": {"adapters_keep": 2}}, "no effect without run.adapters_every"),
-    ("sd3", {"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
-    ("sd3", {"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
-    ("sd3", {"adapter": {"start_from": "nowhere"}}, "nowhere/adapter_model.safetensors: no such file"),
-    ("sd3", {"adapter": {"kind": "lokr", "dropout": 0.1}}, "adapter.dropout: has no effect with adapter.kind: lokr"),
-    ("sd3", {"adapter": {"kind": "lora", "factor": 4}}, "adapter.factor: has no effect with adapter.kind: lora"),
+    (
+        "sd3",
+        {"adapter": {"kind": "none"}, "run": {"adapters_every": 2}},
+        "no effect with adapter.kind: none",
+    ),
+    (
+        "sd3",
+        {"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}},
+        "no effect with adapter.kind: none",
+    ),
+    (
+        "sd3",
+        {"adapter": {"start_from": "nowhere"}},
+        "nowhere/adapter_model.safetensors: no such file",
+    ),
+    (
+        "sd3",
+        {"adapter": {"kind": "lokr", "dropout": 0.1}},
+        "adapter.dropout: has no effect with adapter.kind: lokr",
+    ),
+    (
+        "sd3",
+        {"adapter": {"kind": "lora", "factor": 4}},
+        "adapter.factor: has no effect with adapter.kind: lora",
+    ),
     ("sd3", {"adapter": ENCODERS}, "only those of SDXL and Stable Diffusion"),
     ("sd1", {"adapter": {**ENCODERS, "kind": "none"}}, "adapter.text_encoders: adapter.kind: none"),
-    ("sd1", {"adapter": {**ENCODERS, "text_encoder_rate": [1e-4, 1e-5]}}, "has 2 rates, and a StableDiffusionPipeline has 1 encoder"),
-    ("sd1", {"adapter": {**ENCODERS, "dora": True}}, "diffusers does not load the lengths of a DoRA"),
-    ("sd1", {"adapter": {"text_encoder_rate": 1e-4}}, "has no effect without adapter.text_encoders"),
+    (
+        "sd1",
+        {"adapter": {**ENCODERS, "text_encoder_rate": [1e-4, 1e-5]}},
+        "has 2 rates, and a StableDiffusionPipeline has 1 encoder",
+    ),
+    (
+        "sd1",
+        {"adapter": {**ENCODERS, "dora": True}},
+        "diffusers does not load the lengths of a DoRA",
+    ),
+    (
+        "sd1",
+        {"adapter": {"text_encoder_rate": 1e-4}},
+        "has no effect without adapter.text_encoders",
+    ),
     *(
         (kind, {"adapter": {"targets": targets}}, said)
         for kind, targets, said in (
-            ("sdxl", ["to_q", "text_encoder_2"], "adapter.targets: text_encoder_2 names a text encoder, and"),
+            (
+                "sdxl",
+                ["to_q", "text_encoder_2"],
+                "adapter.targets: text_encoder_2 names a text encoder, and",
+            ),
             ("sdxl", "te1", "adapter.targets: te1 names a text encoder, and"),
-            ("sdxl", ["text_model.encoder.layers.0.self_attn.q_proj"], "q_proj names a text encoder, and"),
+            (
+                "sdxl",
+                ["text_model.encoder.layers.0.self_attn.q_proj"],
+                "q_proj names a text encoder, and",
+            ),
             ("sdxl", [".*self_attn.(q|v)_proj"], "these are layers of the unet"),
             ("flux", ["SelfAttention.q"], "SelfAttention.q names a text encoder, and"),
         )
     ),
-    ("flux", {"model": {"config": SMALLER}}, "model.config: has no effect without model.init: random"),
-    ("flux", {"model": FRESH | {"config": SMALLER | {"_class_name": "SD3Transformer2DModel"}}}, "but the transformer of"),
-    ("flux", {"model": FRESH | {"config": SMALLER | {"num_layer": 2}}}, "num_layer: unknown key, did you mean num_layers?"),
-    ("flux", {"model": FRESH | {"config": SMALLER | {"num_layers": "many"}}}, "model.config: FluxTransformer2DModel: "),
-    ("flux", {"model": FRESH | {"config": SMALLER, "name": None}}, "model.name: missing: the pipeline whose VAE"),
+    (
+        "flux",
+        {"model": {"config": SMALLER}},
+        "model.config: has no effect without model.init: random",
+    ),
+    (
+        "flux",
+        {"model": FRESH | {"config": SMALLER | {"_class_name": "SD3Transformer2DModel"}}},
+        "but the transformer of",
+    ),
+    (
+        "flux",
+        {"model": FRESH | {"config": SMALLER | {"num_layer": 2}}},
+        "num_layer: unknown key, did you mean num_layers?",
+    ),
+    (
+        "flux",
+        {"model": FRESH | {"config": SMALLER | {"num_layers": "many"}}},
+        "model.config: FluxTransformer2DModel: ",
+    ),
+    (
+        "flux",
+        {"model": FRESH | {"config": SMALLER, "name": None}},
+        "model.name: missing: the pipeline whose VAE",
+    ),
     ("flux", {"model": FRESH | {"config": "nowhere.json"}}, "model.config: nowhere.json: "),
 )
 
@@ -208,7 +358,9 @@ def test_what_a_run_cannot_begin_with_is_one_line(drawn, studio, subtests):
 
 
 def test_keys_of_diffusion_runs_are_refused(configured):
-    assert "precision.vae: does not apply to a language run" in refused(configured(precision={"preset": "fp32", "vae": "fp32"}))
+    assert "precision.vae: does not apply to a language run" in refused(
+        configured(precision={"preset": "fp32", "vae": "fp32"})
+    )
 
 
 def square(side: int) -> Window:
@@ -226,7 +378,9 @@ def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
     assert plain[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
     clear = pixels(saved(Image.new("RGBA", (16, 16), (255, 0, 0, 0)), tmp_path), square(16))
     assert clear.min() == 1.0
-    deep = pixels(saved(Image.fromarray(np.full((16, 16), 32768, dtype=np.uint16)), tmp_path), square(16))
+    deep = pixels(
+        saved(Image.fromarray(np.full((16, 16), 32768, dtype=np.uint16)), tmp_path), square(16)
+    )
     assert abs(float(deep.mean())) < 0.01
     halves = Image.new("RGB", (32, 16), "white")
     halves.paste((0, 0, 0), (0, 0, 16, 16))
@@ -234,7 +388,9 @@ def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
     exif[0x0112] = 6  # to be turned by 90 degrees clockwise: the left half is shown on top
     turned = pixels(saved(halves, tmp_path, ".png", exif=exif), square(16))
     assert turned[:, 0].mean() < -0.9 < 0.9 < turned[:, -1].mean()
-    cmyk = pixels(saved(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), tmp_path, ".jpg"), square(16))
+    cmyk = pixels(
+        saved(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), tmp_path, ".jpg"), square(16)
+    )
     assert cmyk[0].mean() > 0.8 > -0.8 > cmyk[1].mean()
     with pytest.raises(BadPicture, match="an empty file"):
         pixels(b"", square(16))
@@ -278,6 +434,10 @@ def test_a_steps_rows_have_one_size_and_every_row_comes_once_an_epoch():
     stream = PictureStream(data, seed=0, shuffle=True, together=4)
     steps = [[placed.row for placed in stream.take(4)] for _ in range(4)]
     assert [len({row.size for row in step}) for step in steps] == [1, 1, 1, 2]
-    assert sorted(row.latents for step in steps for row in step) == sorted(row.latents for row in data)
+    assert sorted(row.latents for step in steps for row in step) == sorted(
+        row.latents for row in data
+    )
     by_two = PictureStream(data, seed=0, shuffle=True, together=4)
-    assert [placed.row for _ in range(8) for placed in by_two.take(2)] == [row for step in steps for row in step]
+    assert [placed.row for _ in range(8) for placed in by_two.take(2)] == [
+        row for step in steps for row in step
+    ]

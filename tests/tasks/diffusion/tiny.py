@@ -1,4 +1,6 @@
-"""Tiny pipelines of the families beside those in models.py; random weights. Each function saves one as a folder."""
+"""Tiny pipelines of the families beside those in models.py; random weights. Each function saves one
+as a folder.
+"""
 
 import json
 from pathlib import Path
@@ -33,12 +35,25 @@ def of_text(kind: type, layers: int):
 
 
 def dynamic() -> diffusers.FlowMatchEulerDiscreteScheduler:
-    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+    return diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15
+    )
 
 
 def qwen(folder: Path) -> None:
-    text = {**TEXT, "num_hidden_layers": 1, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 2 * WIDTH, "patch_size": 4}
+    text = {
+        **TEXT,
+        "num_hidden_layers": 1,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 2 * WIDTH,
+        "patch_size": 4,
+    }
     diffusers.QwenImagePipeline(
         transformer=qwen_transformer(), scheduler=dynamic(), tokenizer=tokenizer(256),
         text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
@@ -56,11 +71,21 @@ def kontext(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def qwen_edit(folder: Path, kind: type = diffusers.QwenImageEditPipeline, *, stages: int = 2, **transformer: Any) -> None:
+def qwen_edit(
+    folder: Path,
+    kind: type = diffusers.QwenImageEditPipeline,
+    *,
+    stages: int = 2,
+    **transformer: Any,
+) -> None:
     """`stages`: 2 ** stages pixels are a latent pixel in each direction."""
     encoder = tiny_vlm("qwen2_5_vl")
     denoiser = qwen_transformer()
-    settings = {**denoiser.config, "joint_attention_dim": encoder.config.text_config.hidden_size, **transformer}
+    settings = {
+        **denoiser.config,
+        "joint_attention_dim": encoder.config.text_config.hidden_size,
+        **transformer,
+    }
     kind(
         transformer=diffusers.QwenImageTransformer2DModel.from_config(settings), scheduler=dynamic(), tokenizer=vlms.tokenizer(),
         text_encoder=encoder, processor=None,
@@ -70,10 +95,14 @@ def qwen_edit(folder: Path, kind: type = diffusers.QwenImageEditPipeline, *, sta
         ),
     ).save_pretrained(folder)  # fmt: skip
     index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps({**index, "processor": ["transformers", "Qwen2_5_VLProcessor"]}))
+    (folder / "model_index.json").write_text(
+        json.dumps({**index, "processor": ["transformers", "Qwen2_5_VLProcessor"]})
+    )
     made = vlms.PROCESSORS["qwen2_5_vl"]
     (folder / "processor").mkdir()
-    (folder / "processor/preprocessor_config.json").write_text(json.dumps({**made["images"], "processor_class": made["processor_class"]}))
+    (folder / "processor/preprocessor_config.json").write_text(
+        json.dumps({**made["images"], "processor_class": made["processor_class"]})
+    )
 
 
 def qwen_edit_plus(folder: Path) -> None:
@@ -191,7 +220,9 @@ def hidream(folder: Path) -> None:
 
 
 def wan(folder: Path) -> None:
-    text = transformers.UMT5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    text = transformers.UMT5Config(
+        vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2
+    )
     diffusers.WanPipeline(
         transformer=diffusers.WanTransformer3DModel(
             num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=2 * WIDTH, freq_dim=32, ffn_dim=32,

@@ -21,9 +21,12 @@ from tests.results import same_tensors
 
 
 def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
-    mix = [Share(10, 3.0), Share(30, 1.0)]  # the small one comes three times an epoch, of the large one a third
+    # the small one comes three times an epoch, of the large one a third
+    mix = [Share(10, 3.0), Share(30, 1.0)]
     epochs = [mixed_order(mix, seed=0, epoch=e, shuffle=True) for e in range(3)]
-    assert [sorted(i for i in epoch if i < 10) for epoch in epochs] == [sorted([*range(10)] * 3)] * 3
+    assert [sorted(i for i in epoch if i < 10) for epoch in epochs] == [
+        sorted([*range(10)] * 3)
+    ] * 3
     large = [i for epoch in epochs for i in epoch if i >= 10]
     assert sorted(large) == list(range(10, 40)), "three epochs of a third are every row once"
 
@@ -34,7 +37,9 @@ def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
 def test_a_token_is_counted_in_every_product():
     differing = tiny("gemma4_unified_text", num_hidden_layers=3, head_dim=8, global_head_dim=16)
     products = [m for m in differing.modules() if isinstance(m, torch.nn.Linear)]
-    assert flops_of_a_token(differing, differing.config) == 6 * sum(m.weight.numel() for m in products)
+    assert flops_of_a_token(differing, differing.config) == 6 * sum(
+        m.weight.numel() for m in products
+    )
 
 
 def test_of_stacked_experts_those_are_counted_that_a_token_is_sent_to():
@@ -44,11 +49,14 @@ def test_of_stacked_experts_those_are_counted_that_a_token_is_sent_to():
     assert flops_of_a_token(model, model.config) == 6 * linear + 6 * stacked / 2
 
 
-# --- Right padding without a mask, and packed documents by their bounds alone: the loss and gradients of masks.
+# --- Right padding without a mask, and packed documents by their bounds alone: the loss and
+# gradients of masks.
 
 
 def of_lengths(documents, seed=0):
-    ids = [tuple(range(3 + (seed + i) % 7, 3 + (seed + i) % 7 + n)) for i, n in enumerate(documents)]
+    ids = [
+        tuple(range(3 + (seed + i) % 7, 3 + (seed + i) % 7 + n)) for i, n in enumerate(documents)
+    ]
     flat = tuple(x for part in ids for x in part)
     return Row(flat, flat, seed, documents=tuple(documents))
 
@@ -69,13 +77,17 @@ def result(model, batch, **inputs):
     else:
         found = batch_loss_sum(model, batch)
     found.backward()
-    return float(found), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return float(found), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def same(one, other):
     assert one[0] == pytest.approx(other[0], rel=1e-5)
     for name, g in one[1].items():
-        torch.testing.assert_close(g, other[1][name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            g, other[1][name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma3_text", "eager")])
@@ -94,7 +106,10 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it():
         ({"output_router_logits": True}, "its routers' balancing loss leaves padding out"),
         ({"use_bidirectional_attention": True}, "its attention is bidirectional"),
         ({"is_encoder_decoder": True}, "its encoder attends to both sides"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "it has layers of linear_attention"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "it has layers of linear_attention",
+        ),
     ):
         model = tiny("mixtral")
         model.config.update(change)
@@ -104,27 +119,46 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it():
 
 @pytest.mark.parametrize(
     ("preset", "recompute"),
-    [("bf16-mixed", "none"), ("nf4-lora", "layers"), *(pytest.param(preset, "layers", marks=pytest.mark.full) for preset in PRESETS)],
+    [
+        ("bf16-mixed", "none"),
+        ("nf4-lora", "layers"),
+        *(pytest.param(preset, "layers", marks=pytest.mark.full) for preset in PRESETS),
+    ],
 )
 def test_samples_and_evaluation_leave_no_trace(configured, tmp_path, preset, recompute):
     """A run that answers and evaluates at every step trains what one does that never does."""
-    adapter = {"kind": "lora", "r": 4, "dropout": 0.1} if preset.endswith("lora") else {"kind": "none"}
-    for name, every, prompts in (("quiet", 6, []), ("asked", 1, ["How much is 1 plus 1?", "How much is 2 plus 3?"])):
+    adapter = (
+        {"kind": "lora", "r": 4, "dropout": 0.1} if preset.endswith("lora") else {"kind": "none"}
+    )
+    for name, every, prompts in (
+        ("quiet", 6, []),
+        ("asked", 1, ["How much is 1 plus 1?", "How much is 2 plus 3?"]),
+    ):
         steps = {"steps": 4, "gradient_checkpointing": recompute, "eval_every": every}
         run = {"samples": prompts, "sample_every": every if prompts else 0}
-        assert train(configured(name, precision={"preset": preset}, adapter=adapter, train=steps, run=run)) == 0
+        assert (
+            train(
+                configured(
+                    name, precision={"preset": preset}, adapter=adapter, train=steps, run=run
+                )
+            )
+            == 0
+        )
     assert len(list((tmp_path / "asked/samples").iterdir())) >= 4
     same_tensors(tmp_path / "quiet", tmp_path / "asked")
 
 
-# --- Packed rows are learnt as if each document stood alone: on every attention back end that runs on a CPU, with the same loss.
+# --- Packed rows are learnt as if each document stood alone: on every attention back end that runs
+# on a CPU, with the same loss.
 
 
 CPU = torch.device("cpu")
-BACK_ENDS = ["eager", "sdpa", "flex_attention", "isotype"]  # flash needs a GPU and its package: see test_one_row_for_varlen
+# flash needs a GPU and its package: see test_one_row_for_varlen
+BACK_ENDS = ["eager", "sdpa", "flex_attention", "isotype"]
 
 
-# every back end with one family, and families whose attention has another form; gpt_oss is refused by PF018
+# every back end with one family, and families whose attention has another form; gpt_oss is refused
+# by PF018
 CASES = [
     *(("llama", attention) for attention in BACK_ENDS), pytest.param("gemma2", "eager", marks=pytest.mark.full),
     *(pytest.param(f, "sdpa", marks=pytest.mark.full) for f in FAMILIES if f not in ("llama", "gemma2", "gpt_oss")),
@@ -134,7 +168,10 @@ CASES = [
 def model_of(family: str, attention: str, **changes: Any) -> Any:
     if attention == "isotype":
         # our own op is bf16's, in place of sdpa, for heads of 16 and their multiples
-        model = tiny(family, **{**changes, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}).to(torch.bfloat16)
+        model = tiny(
+            family,
+            **{**changes, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+        ).to(torch.bfloat16)
         model.set_attn_implementation("sdpa")
         assert "attention" in {entry.op for entry in optimize(model).entries}
     else:
@@ -149,7 +186,9 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def packed_three(changed: bool = False) -> tuple[Row, Row, list[Row]]:
-    """Two packed rows of unequal length, three documents each; with `changed`, the middle document of the first has other words."""
+    """Two packed rows of unequal length, three documents each; with `changed`, the middle document
+    of the first has other words.
+    """
     documents = rows(6, seed=3)
     if changed:
         middle = documents[1]
@@ -164,7 +203,9 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask", "ignore:flex_attention called without")
+@pytest.mark.filterwarnings(
+    "ignore:_compile flag on create_block_mask", "ignore:flex_attention called without"
+)
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_no_document_sees_another(family: str, attention: str, uncompiled: None) -> None:
     model = model_of(family, attention)
@@ -173,15 +214,24 @@ def test_no_document_sees_another(family: str, attention: str, uncompiled: None)
     changed = logits(model, collate([packed_three(changed=True)[0], second], pad_id=0))
     begin, end = first.documents[0], first.documents[0] + first.documents[1]
     assert sum(first.documents) >= FEW, "the op would not run"
-    assert not torch.equal(as_is[0, begin:end], changed[0, begin:end]), "the change must be seen somewhere"
+    assert not torch.equal(as_is[0, begin:end], changed[0, begin:end]), (
+        "the change must be seen somewhere"
+    )
     assert torch.equal(as_is[0, :begin], changed[0, :begin])
     assert torch.equal(as_is[0, end : sum(first.documents)], changed[0, end : sum(first.documents)])
     assert torch.equal(as_is[1], changed[1])
     # each document's logits are those that it has alone, up to the rounding of longer sums
-    at, rounding = 0, 2e-5 if as_is.dtype == torch.float32 else 2 * torch.finfo(as_is.dtype).eps * float(as_is.abs().max())
+    at, rounding = (
+        0,
+        2e-5
+        if as_is.dtype == torch.float32
+        else 2 * torch.finfo(as_is.dtype).eps * float(as_is.abs().max()),
+    )
     for document in documents[:3]:
         alone = logits(model, collate([document], pad_id=0))[0, : len(document.input_ids)]
-        torch.testing.assert_close(as_is[0, at : at + len(document.input_ids)], alone, rtol=0, atol=rounding)
+        torch.testing.assert_close(
+            as_is[0, at : at + len(document.input_ids)], alone, rtol=0, atol=rounding
+        )
         at += len(document.input_ids)
 
 
@@ -209,14 +259,20 @@ def test_loss_and_gradients_are_the_unpacked_ones() -> None:
 
 
 def test_one_row_for_varlen() -> None:
-    """FlashAttention takes packed rows in a single row: the same logits and loss, on a back end that runs here."""
+    """FlashAttention takes packed rows in a single row: the same logits and loss, on a back end
+    that runs here.
+    """
     model = model_of("llama", "sdpa")
     batch = collate(packed_three()[:2], pad_id=0)
     one = batch.as_one_row()
     assert one.input_ids.shape == (1, batch.input_ids.numel())
-    torch.testing.assert_close(logits(model, one).view_as(logits(model, batch)), logits(model, batch), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        logits(model, one).view_as(logits(model, batch)), logits(model, batch), rtol=0, atol=2e-5
+    )
     with torch.no_grad():
-        assert float(batch_loss_sum(model, one)) == pytest.approx(float(batch_loss_sum(model, batch)), rel=1e-6)
+        assert float(batch_loss_sum(model, one)) == pytest.approx(
+            float(batch_loss_sum(model, batch)), rel=1e-6
+        )
     assert not takes_one_row(model)
     model.config._attn_implementation = "flash_attention_2"
     assert takes_one_row(model)

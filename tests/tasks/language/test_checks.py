@@ -1,4 +1,6 @@
-"""The checks of tokens before step 1, by their codes: each finds its fault, and right rows and models get no finding."""
+"""The checks of tokens before step 1, by their codes: each finds its fault, and right rows and
+models get no finding.
+"""
 
 import json
 import shutil
@@ -42,9 +44,14 @@ def test_rows_that_are_all_masked(subject, with_data):
 
 
 def test_answers_that_were_cut_away(subject, tmp_path):
-    rows = [{"prompt": "How much is one plus two? " * (30 if i % 2 else 1), "completion": "three"} for i in range(40)]
+    rows = [
+        {"prompt": "How much is one plus two? " * (30 if i % 2 else 1), "completion": "three"}
+        for i in range(40)
+    ]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (finding,) = nothing_to_learn(subject(data={"train": str(tmp_path / "long.jsonl"), "eval_split": 0.0}))
+    (finding,) = nothing_to_learn(
+        subject(data={"train": str(tmp_path / "long.jsonl"), "eval_split": 0.0})
+    )
     assert finding.message.startswith("20 of 40 training rows")
     assert "long.jsonl" in str(finding.cause)
 
@@ -65,7 +72,10 @@ def test_an_end_that_is_masked_as_padding_is(subject, with_data):
     tokenizer.pad_token = tokenizer.eos_token
     end = tokenizer.eos_token_id
     assert list(end_never_learnt(one)) == []
-    rows = [replace(r, labels=tuple(IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels))) for r in one.task.data.train]
+    rows = [
+        replace(r, labels=tuple(IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels)))
+        for r in one.task.data.train
+    ]
     (finding,) = end_never_learnt(with_data(one, train=rows))
     assert finding.severity == Severity.ERROR
     assert "padding token is the same" in str(finding.cause)
@@ -75,27 +85,36 @@ def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
     tokenizer.eos_token = tokenizer.pad_token  # <|endoftext|>, while turns end with <|im_end|>
     tokenizer.save_pretrained(tmp_path / "other")
-    settings = json.loads((workshop.base / "config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
-    model = {"init": "random", "name": None, "config": settings, "tokenizer": str(tmp_path / "other")}
+    settings = json.loads((workshop.base / "config.json").read_text()) | {
+        "eos_token_id": tokenizer.eos_token_id
+    }
+    model = {
+        "init": "random",
+        "name": None,
+        "config": settings,
+        "tokenizer": str(tmp_path / "other"),
+    }
     (finding,) = end_never_learnt(subject(model=model))
     assert finding.severity == Severity.WARNING
     assert "'<|im_end|>', at which generation does not stop" in str(finding.cause)
     command = str(finding.fix).partition('python -c "')[2].removesuffix('"')
     exec(command.replace("'ended'", repr(str(tmp_path / "ended"))))
-    assert list(end_never_learnt(subject(model=model | {"tokenizer": str(tmp_path / "ended")}))) == []
+    assert (
+        list(end_never_learnt(subject(model=model | {"tokenizer": str(tmp_path / "ended")}))) == []
+    )
 
 
 # --- tokens
 
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
 
 
 @pytest.fixture
 def grown(workshop, tmp_path):
-    """The workshop's model with two added tokens, which its template uses, resized as transformers does."""
+    """The workshop's model with two added tokens, which its template uses, resized as transformers
+    does.
+    """
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
     model = AutoModelForCausalLM.from_pretrained(workshop.base)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
@@ -115,7 +134,9 @@ def test_new_tokens_under_a_frozen_embedding(subject, grown):
     (finding,) = untrained_new_tokens(subject(model=grown))
     assert "<|user|>" in finding.message
     assert "<|assistant|>" in finding.message
-    trained = subject("trained", model=grown, adapter={"modules_to_save": ["embed_tokens", "lm_head"]})
+    trained = subject(
+        "trained", model=grown, adapter={"modules_to_save": ["embed_tokens", "lm_head"]}
+    )
     assert list(untrained_new_tokens(trained)) == []
 
 
@@ -123,7 +144,9 @@ def test_chats_without_a_template(subject, workshop, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
-    (finding,) = missing_template(subject(model={"name": str(workshop.base), "tokenizer": str(tmp_path / "bare")}))
+    (finding,) = missing_template(
+        subject(model={"name": str(workshop.base), "tokenizer": str(tmp_path / "bare")})
+    )
     assert "plain one is used" in finding.message
 
 
@@ -142,7 +165,14 @@ def test_rotary_positions_are_a_warning(subject, workshop, tmp_path):
 
 
 def test_a_table_that_ends_is_refused(configured, workshop):
-    config = {"model_type": "gpt2", "n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 512}
+    config = {
+        "model_type": "gpt2",
+        "n_positions": 8,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "vocab_size": 512,
+    }
     model = {"name": None, "init": "random", "config": config, "tokenizer": str(workshop.base)}
     with pytest.raises(PreflightError, match=r"PF020.*and the model has 8 positions"):
         train(configured(model=model, adapter={"kind": "none"}))

@@ -1,4 +1,6 @@
-"""Rows with pictures: the loss and the gradients of the released class, what is learnt, bad pictures, and a whole run."""
+"""Rows with pictures: the loss and the gradients of the released class, what is learnt, bad
+pictures, and a whole run.
+"""
 
 import base64
 import json
@@ -39,17 +41,30 @@ def seen(tmp_path):
 
 
 def turns(question, answer="it is red."):
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def asked(*pictures):
-    return [*({"type": "image", "path": f"{i}.png"} for i in pictures), {"type": "text", "text": "what colour is it?"}]
+    return [
+        *({"type": "image", "path": f"{i}.png"} for i in pictures),
+        {"type": "text", "text": "what colour is it?"},
+    ]
 
 
 def read(folder, file, **section):
     tokenizer = load_tokenizer(ModelSection(name=str(folder)))
     data = DataSection(**{"train": str(file), "eval_split": 0, "cache": "none", **section})
-    return load_data(data, tokenizer, seed=0, pictures=pictures_of(ModelSection(name=str(folder)), data, tokenizer)), tokenizer
+    return load_data(
+        data,
+        tokenizer,
+        seed=0,
+        pictures=pictures_of(ModelSection(name=str(folder)), data, tokenizer),
+    ), tokenizer
 
 
 def test_answers_are_learnt_and_never_places_of_pictures(vlm, seen):
@@ -59,7 +74,10 @@ def test_answers_are_learnt_and_never_places_of_pictures(vlm, seen):
         learnt = tokenizer.decode([label for label in row.labels if label != -100])
         assert ("what colour" in learnt) == (loss_on == "all")
         assert "it is red.<|im_end|>" in learnt
-        assert not any(token in learnt for token in ("<image_soft_token>", "<start_of_image>", "<end_of_image>"))
+        assert not any(
+            token in learnt
+            for token in ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+        )
         assert row.input_ids.count(tokenizer.convert_tokens_to_ids("<image_soft_token>")) == 4
 
 
@@ -75,17 +93,31 @@ def test_every_form_gives_the_same_row(vlm, seen, tmp_path, subtests):
 
     (wanted,) = read(vlm("qwen2_5_vl"), seen(turns(asked(1))))[0].train
     answer = {"role": "assistant", "content": "it is red."}
-    parts = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour is it?"}]}
+    parts = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "what colour is it?"}],
+    }
     text = {"role": "user", "content": "what colour is it?"}
-    marked = [{"from": "human", "value": "<image>what colour is it?"}, {"from": "gpt", "value": "it is red."}]
+    marked = [
+        {"from": "human", "value": "<image>what colour is it?"},
+        {"from": "gpt", "value": "it is red."},
+    ]
     url = "data:image/png;base64," + base64.b64encode(png(1, tmp_path)).decode()
     rows = {
         "parts and images": {"messages": [parts, answer], "images": ["1.png"]},
-        "text and images": {"messages": [text, answer], "images": [{"path": "1.png", "bytes": None}]},
+        "text and images": {
+            "messages": [text, answer],
+            "images": [{"path": "1.png", "bytes": None}],
+        },
         "llava": {"conversations": marked, "image": "1.png"},
         "sharegpt": {"conversations": marked, "images": ["1.png"]},
-        "bytes in JSON": turns([{"type": "image", "url": url}, {"type": "text", "text": "what colour is it?"}]),
-        "parquet": {"messages": [text, answer], "images": [{"bytes": png(1, tmp_path), "path": None}]},
+        "bytes in JSON": turns(
+            [{"type": "image", "url": url}, {"type": "text", "text": "what colour is it?"}]
+        ),
+        "parquet": {
+            "messages": [text, answer],
+            "images": [{"bytes": png(1, tmp_path), "path": None}],
+        },
         "prompt_completion": {"prompt": [parts], "completion": [answer], "images": ["1.png"]},
         "rows in memory": {"messages": [text, answer], "images": [Image.open(tmp_path / "1.png")]},
     }
@@ -99,7 +131,10 @@ def test_every_form_gives_the_same_row(vlm, seen, tmp_path, subtests):
             data, _ = read(vlm("qwen2_5_vl"), file)
             (made,) = data.train
             assert (made.input_ids, made.labels) == (wanted.input_ids, wanted.labels)
-            assert np.array_equal(np.asarray(data.pictures.image(made.pictures[0])), np.asarray(Image.open(tmp_path / "1.png")))
+            assert np.array_equal(
+                np.asarray(data.pictures.image(made.pictures[0])),
+                np.asarray(Image.open(tmp_path / "1.png")),
+            )
 
 
 def save(tmp_path, name, image, **options):
@@ -127,14 +162,23 @@ BAD = (
 
 
 def test_rows_whose_pictures_cannot_be_used_are_named(vlm, seen, tmp_path, subtests):
-    sound = {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "no"}], "image": "0.png"}
+    sound = {
+        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "no"}],
+        "image": "0.png",
+    }
     seen()
     (tmp_path / "cut.png").write_bytes(png(0, tmp_path)[:60])
     save(tmp_path, "large.png", Image.new("1", (10000, 10000)))
     save(tmp_path, "larger.png", Image.new("1", (20000, 10000)))
     save(tmp_path, "thin.png", Image.new("RGB", (1, 900)))
     for row, said in BAD:
-        good = turns(asked(0)) if "messages" in row else {"prompt": "what?", "completion": "red"} if "prompt" in row else sound
+        good = (
+            turns(asked(0))
+            if "messages" in row
+            else {"prompt": "what?", "completion": "red"}
+            if "prompt" in row
+            else sound
+        )
         with subtests.test(said):
             file = seen(good, row)
             with pytest.raises(UsageError) as refused:
@@ -153,7 +197,9 @@ def test_pictures_are_seen_as_a_viewer_shows_them(vlm, seen, tmp_path):
     save(tmp_path, "cmyk.jpg", Image.new("CMYK", (40, 40), (0, 255, 255, 0)))
     save(tmp_path, "clear.png", Image.new("RGBA", (40, 40), (9, 9, 9, 0)))
     names = ("turned.jpg", "cmyk.jpg", "clear.png")
-    data, _ = read(vlm("qwen2_5_vl"), seen(*(turns([{"type": "image", "path": name}]) for name in names)))
+    data, _ = read(
+        vlm("qwen2_5_vl"), seen(*(turns([{"type": "image", "path": name}]) for name in names))
+    )
     turned, cmyk, clear = (data.pictures.image(row.pictures[0]) for row in data.train)
     assert turned.size == (40, 80)
     assert cmyk.getpixel((5, 5))[0] > 200 > 60 > max(cmyk.getpixel((5, 5))[1:])
@@ -179,7 +225,9 @@ def test_a_processor_that_is_missing_or_of_another_model_is_refused(vlm, seen, t
         read(bare, file)
     other = saved_with_processor("llava", tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"image_token_index": 5, "image_token_id": 5}))
+    (other / "config.json").write_text(
+        json.dumps(config | {"image_token_index": 5, "image_token_id": 5})
+    )
     with pytest.raises(UsageError, match="the processor is another model's"):
         read(other, file)
 
@@ -203,11 +251,20 @@ def many(seen, count=12):
     return seen(*(turns(kinds[i % 4], f"it is {[*COLOURS][i % 3]}.") for i in range(count)))
 
 
-SETTINGS = ("train.batch_size=3", "train.accumulate=1", "data.eval_split=0.2", "run.sample_tokens=4", "run.sample_every=2", "train.seed=1")
+SETTINGS = (
+    "train.batch_size=3",
+    "train.accumulate=1",
+    "data.eval_split=0.2",
+    "run.sample_tokens=4",
+    "run.sample_every=2",
+    "train.seed=1",
+)
 
 
 def test_a_run_from_its_rows_to_samples_chat_and_merge(vlm, seen, tmp_path):
-    """Pixels reach the tower in the role's dtype, seen by the observer; a resumed run ends in the same bytes as an undisturbed one."""
+    """Pixels reach the tower in the role's dtype, seen by the observer; a resumed run ends in the
+    same bytes as an undisturbed one.
+    """
     base, run = vlm("gemma3"), tmp_path / "run"
     file = many(seen)
     settings = ("precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS)
@@ -229,7 +286,18 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(vlm, seen, tmp_path):
     ask("train", "--resume", half)
     same_tensors(run, half)
 
-    said = json.loads(ask("chat", run, "--image", tmp_path / "0.png", "--tokens", 3, "--json", text="what colour?\n").splitlines()[-1])
+    said = json.loads(
+        ask(
+            "chat",
+            run,
+            "--image",
+            tmp_path / "0.png",
+            "--tokens",
+            3,
+            "--json",
+            text="what colour?\n",
+        ).splitlines()[-1]
+    )
     assert said["prompt"] == "what colour?"
     measured = json.loads(ask("eval", run, file, "--json").splitlines()[-1])
     assert measured["rows"] == 12
@@ -240,12 +308,18 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(vlm, seen, tmp_path):
 @pytest.mark.parametrize(
     ("family", "section", "trained"),
     [
-        ("gemma3", {"vision": "lora", "projector": "full"}, {"tower": ".lora_", "projector": "modules_to_save"}),
+        (
+            "gemma3",
+            {"vision": "lora", "projector": "full"},
+            {"tower": ".lora_", "projector": "modules_to_save"},
+        ),
         ("qwen2_5_vl", {"vision": "full"}, {"tower": "modules_to_save"}),
     ],
 )
 def test_tower_and_projector_are_trained_as_asked(family, section, trained, vlm, seen, tmp_path):
-    """Each trained tensor gets a gradient, and the saved adapter gives the same loss on a fresh model."""
+    """Each trained tensor gets a gradient, and the saved adapter gives the same loss on a fresh
+    model.
+    """
     from transformers import AutoModelForImageTextToText
 
     from isotype.model.adapter import load_adapter, save_adapter
@@ -273,4 +347,6 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, vlm,
     save_adapter(model, tmp_path / "adapter", PRESETS["fp32"])
     fresh = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.float32)
     again = load_adapter(fresh, tmp_path / "adapter")
-    assert batch_loss_sum(again, batch).item() == pytest.approx(batch_loss_sum(model, batch).item(), rel=1e-6)
+    assert batch_loss_sum(again, batch).item() == pytest.approx(
+        batch_loss_sum(model, batch).item(), rel=1e-6
+    )

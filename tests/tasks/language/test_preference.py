@@ -33,12 +33,20 @@ from tests.training.interrupted import cut_back
 
 
 def taste(count: int, seed: int = 0) -> list[dict]:
-    """Answers of one length: the chosen one says `is`, the rejected one `plus`; the numbers around it tell nothing."""
+    """Answers of one length: the chosen one says `is`, the rejected one `plus`; the numbers around
+    it tell nothing.
+    """
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
         a, b, c, d, e, f = (draw.randrange(4) for _ in range(6))
-        rows.append({"prompt": f"How much is {a} plus {b}?", "chosen": f"{c} is {d}.", "rejected": f"{e} plus {f}."})
+        rows.append(
+            {
+                "prompt": f"How much is {a} plus {b}?",
+                "chosen": f"{c} is {d}.",
+                "rejected": f"{e} plus {f}.",
+            }
+        )
     return rows
 
 
@@ -49,7 +57,13 @@ def paired(configured, tmp_path):
     def make(objective: str = "dpo", *, rows=None, folder: str = "run", **sections):
         file = tmp_path / "pairs.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in (rows or taste(60))))
-        steps = {"steps": 6, "batch_size": 4, "learning_rate": 5e-3, "eval_every": 3, "objective": objective}
+        steps = {
+            "steps": 6,
+            "batch_size": 4,
+            "learning_rate": 5e-3,
+            "eval_every": 3,
+            "objective": objective,
+        }
         given = {"data": {"train": str(file), "eval_split": 0.2, "max_length": 64}, "train": steps}
         for name, values in sections.items():
             given[name] = given.get(name, {}) | values
@@ -70,7 +84,9 @@ def test_a_taste_is_learnt_and_the_first_step_is_exact(paired, tmp_path, capsys)
     assert first["pairs"] == 4
     assert first["rewards/margins"] == 0.0
     assert rows[-1]["eval_rewards/accuracies"] > 0.9
-    assert rows[-1]["eval_rewards/margins"] == pytest.approx(rows[-1]["eval_rewards/chosen"] - rows[-1]["eval_rewards/rejected"], abs=1e-5)
+    assert rows[-1]["eval_rewards/margins"] == pytest.approx(
+        rows[-1]["eval_rewards/chosen"] - rows[-1]["eval_rewards/rejected"], abs=1e-5
+    )
     assert rows[-1]["eval_pairs"] == 12
     said = capsys.readouterr().out
     assert "48 training pairs, 12 evaluation pairs" in said
@@ -84,7 +100,10 @@ def resumed(folder, *changes: str) -> int:
     return train(load(folder / "resolved.yaml", changes, {}, resolved=True), resume=folder)
 
 
-@pytest.mark.parametrize("objective", ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("kto", "reward"))])
+@pytest.mark.parametrize(
+    "objective",
+    ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("kto", "reward"))],
+)
 def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path, objective):
     rows = labelled(taste(30)) if objective == "kto" else None
     every_second = {"save_every": 2, "sample_every": 0, "samples": []}
@@ -106,7 +125,10 @@ def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path, objective):
         resumed(tmp_path / "cut", "train.steps=8")
 
 
-ASK, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "a?"), ("assistant", "b"), ("assistant", "c")))
+ASK, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "a?"), ("assistant", "b"), ("assistant", "c"))
+)
 
 
 def test_conversations_share_the_turns_they_begin_with():
@@ -128,7 +150,11 @@ def test_conversations_share_the_turns_they_begin_with():
         assert found.rejected.messages == (ASK, BAD)
         assert found.learn_from == found.rejected.learn_from == 1
     texts = read(prompt="a?", chosen=" yes", rejected=" yesterday")
-    assert (texts.prompt, texts.completion, texts.rejected.completion) == ("a?", " yes", " yesterday")
+    assert (texts.prompt, texts.completion, texts.rejected.completion) == (
+        "a?",
+        " yes",
+        " yesterday",
+    )
 
 
 def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst():
@@ -141,13 +167,21 @@ def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst()
         assert name == "preference"
         assert all(key in why for key in row if key != "prompt")
         found = example(record, "preference", needs_answer=True, columns=columns)
-        return found.completion or found.messages[-1]["content"], found.rejected.completion or found.rejected.messages[-1]["content"]
+        return found.completion or found.messages[-1][
+            "content"
+        ], found.rejected.completion or found.rejected.messages[-1]["content"]
 
     assert read(completions=["a", "b", "c", "d"], scores=[1, 3.5, 3.5, 1]) == ("b", "a")
     assert read(responses='["a", "b"]', rewards="[0.25, -1]") == ("a", "b")
     assert read(generations=["a", "b"], ratings=[1, 10**400]) == ("b", "a")
-    assert read({"completions": "texts", "scores": "marks"}, texts=["a", "b"], marks=[1, 2]) == ("b", "a")
-    assert read(prompt=[ASK], completions=[[BAD], [GOOD]], scores=[1, 2]) == (GOOD["content"], BAD["content"])
+    assert read({"completions": "texts", "scores": "marks"}, texts=["a", "b"], marks=[1, 2]) == (
+        "b",
+        "a",
+    )
+    assert read(prompt=[ASK], completions=[[BAD], [GOOD]], scores=[1, 2]) == (
+        GOOD["content"],
+        BAD["content"],
+    )
 
 
 PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
@@ -156,24 +190,120 @@ LABELLED = {"prompt": "a?", "completion": "b", "label": True}
 
 
 REFUSED = (
-    ("dpo", [PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
-    ("dpo", [PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
+    (
+        "dpo",
+        [PAIR, PAIR | {"rejected": "b"}],
+        {},
+        "pairs.jsonl:2: chosen and rejected are the same",
+        "on_bad_row: skip",
+    ),
+    (
+        "dpo",
+        [PAIR, {"prompt": "a?", "chosen": "b"}],
+        {},
+        "pairs.jsonl:2: no key 'rejected'",
+        "on_bad_row: skip",
+    ),
     ("dpo", [PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
-    ("dpo", [{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
-    ("dpo", [SCORED, SCORED | {"scores": [1]}], {}, "pairs.jsonl:2: completions and scores must be lists of the same length", "skip"),
-    ("dpo", [SCORED, SCORED | {"scores": [1, None]}], {}, "pairs.jsonl:2: scores must be numbers, got [1, null]", "skip"),
-    ("dpo", [SCORED, SCORED | {"scores": [2, 2]}], {}, "pairs.jsonl:2: all scores are 2: no answer is better than another", "skip"),
-    ("kto", [SCORED], {}, "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
-    ("dpo", [{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
+    (
+        "dpo",
+        [{"chosen": [ASK, GOOD], "rejected": [ASK]}],
+        {},
+        "one of chosen and rejected is the beginning of the other",
+        "",
+    ),
+    (
+        "dpo",
+        [SCORED, SCORED | {"scores": [1]}],
+        {},
+        "pairs.jsonl:2: completions and scores must be lists of the same length",
+        "skip",
+    ),
+    (
+        "dpo",
+        [SCORED, SCORED | {"scores": [1, None]}],
+        {},
+        "pairs.jsonl:2: scores must be numbers, got [1, null]",
+        "skip",
+    ),
+    (
+        "dpo",
+        [SCORED, SCORED | {"scores": [2, 2]}],
+        {},
+        "pairs.jsonl:2: all scores are 2: no answer is better than another",
+        "skip",
+    ),
+    (
+        "kto",
+        [SCORED],
+        {},
+        "train.objective learns from answers with a label",
+        "train.objective=dpo learns from pairs",
+    ),
+    (
+        "dpo",
+        [{"prompt": "a?", "completion": "b"}],
+        {},
+        "train.objective learns from pairs",
+        "train.objective: sft",
+    ),
     ("sft", [PAIR], {}, "preference pairs", "train.objective=dpo"),
-    ("dpo", [PAIR], {"data": {"packing": True}}, "cannot run with data.packing: true", "leave out data.packing"),
-    ("dpo", [PAIR], {"data": {"stream": True}}, "cannot run with data.stream: true", "leave out data.stream"),
-    ("dpo", [PAIR], {"adapter": {"dropout": 0.1}}, "cannot run with adapter.dropout: 0.1", "leave out adapter.dropout"),
-    ("kto", [LABELLED, LABELLED | {"prompt": "c?"}], {}, "every training answer is labelled true", "rows of the other label"),
-    ("kto", [LABELLED, LABELLED | {"label": "perhaps"}], {}, 'pairs.jsonl:2: label must be true or false, got "perhaps"', "on_bad_row"),
-    ("kto", [LABELLED, LABELLED | {"completion": "d", "label": False}], {}, "every training row has the same prompt", "two prompts"),
-    ("kto", [PAIR], {}, "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
-    ("dpo", [LABELLED], {}, "train.objective learns from pairs of answers", "train.objective=kto learns from labels"),
+    (
+        "dpo",
+        [PAIR],
+        {"data": {"packing": True}},
+        "cannot run with data.packing: true",
+        "leave out data.packing",
+    ),
+    (
+        "dpo",
+        [PAIR],
+        {"data": {"stream": True}},
+        "cannot run with data.stream: true",
+        "leave out data.stream",
+    ),
+    (
+        "dpo",
+        [PAIR],
+        {"adapter": {"dropout": 0.1}},
+        "cannot run with adapter.dropout: 0.1",
+        "leave out adapter.dropout",
+    ),
+    (
+        "kto",
+        [LABELLED, LABELLED | {"prompt": "c?"}],
+        {},
+        "every training answer is labelled true",
+        "rows of the other label",
+    ),
+    (
+        "kto",
+        [LABELLED, LABELLED | {"label": "perhaps"}],
+        {},
+        'pairs.jsonl:2: label must be true or false, got "perhaps"',
+        "on_bad_row",
+    ),
+    (
+        "kto",
+        [LABELLED, LABELLED | {"completion": "d", "label": False}],
+        {},
+        "every training row has the same prompt",
+        "two prompts",
+    ),
+    (
+        "kto",
+        [PAIR],
+        {},
+        "train.objective learns from answers with a label",
+        "train.objective=dpo learns from pairs",
+    ),
+    (
+        "dpo",
+        [LABELLED],
+        {},
+        "train.objective learns from pairs of answers",
+        "train.objective=kto learns from labels",
+    ),
     ("sft", [LABELLED], {}, "the row has a label that is true or false", "train.objective=kto"),
 )
 
@@ -209,12 +339,17 @@ def test_a_mixture_whose_config_asks_for_its_balancing_loss_is_refused():
 
 
 def test_an_answers_log_probability_is_the_sum_of_its_learnt_tokens():
-    rows = [Row((5, 6, 7, 8, 9), (IGNORED, IGNORED, 7, 8, 9), 2), Row((11, 12, 13), (IGNORED, 12, 13), 1)]
+    rows = [
+        Row((5, 6, 7, 8, 9), (IGNORED, IGNORED, 7, 8, 9), 2),
+        Row((11, 12, 13), (IGNORED, 12, 13), 1),
+    ]
     model = tiny("llama").eval()
     want = []
     for row in rows:
         log_probs = model(torch.tensor([row.input_ids])).logits[0].log_softmax(-1)
-        want.append(sum(log_probs[at - 1, label] for at, label in enumerate(row.labels) if label != IGNORED))
+        want.append(
+            sum(log_probs[at - 1, label] for at, label in enumerate(row.labels) if label != IGNORED)
+        )
     optimize(model, "fp32")
     found = answer_log_probs(model, collate(rows, pad_id=0), dtype="fp32")
     torch.testing.assert_close(found, torch.stack(want))
@@ -227,22 +362,44 @@ def test_losses_are_those_of_trl():
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
-    c, r, n, m = -torch.rand(16) * 30, -torch.rand(16) * 30, torch.randint(3, 20, (16,)).float(), torch.randint(3, 20, (16,)).float()
+    c, r, n, m = (
+        -torch.rand(16) * 30,
+        -torch.rand(16) * 30,
+        torch.randint(3, 20, (16,)).float(),
+        torch.randint(3, 20, (16,)).float(),
+    )
     answers = Answers(c, r, torch.zeros(16), torch.zeros(16), n, m)
     plain = {"beta": 0.1, "nll": 0.0}
     device = SimpleNamespace(device="cpu")
-    odds = -ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.1, accelerator=device), c / n, r / m)[0]
-    theirs = SimpleNamespace(beta=0.1, alpha=0.0, simpo_gamma=0.5, label_smoothing=0.1, loss_type="sigmoid", accelerator=device)
+    odds = -ORPOTrainer.odds_ratio_loss(
+        SimpleNamespace(beta=0.1, accelerator=device), c / n, r / m
+    )[0]
+    theirs = SimpleNamespace(
+        beta=0.1,
+        alpha=0.0,
+        simpo_gamma=0.5,
+        label_smoothing=0.1,
+        loss_type="sigmoid",
+        accelerator=device,
+    )
     torch.testing.assert_close(judged("orpo", PreferenceSection(**plain), answers).losses, odds)
     smoothed = PreferenceSection(**plain, label_smoothing=0.1)
-    torch.testing.assert_close(judged("cpo", smoothed, answers).losses, CPOTrainer.cpo_loss(theirs, c, r)[0])
+    torch.testing.assert_close(
+        judged("cpo", smoothed, answers).losses, CPOTrainer.cpo_loss(theirs, c, r)[0]
+    )
     theirs.loss_type, theirs.label_smoothing = "simpo", 0.0
-    torch.testing.assert_close(judged("simpo", PreferenceSection(**plain), answers).losses, CPOTrainer.cpo_loss(theirs, c / n, r / m)[0])
+    torch.testing.assert_close(
+        judged("simpo", PreferenceSection(**plain), answers).losses,
+        CPOTrainer.cpo_loss(theirs, c / n, r / m)[0],
+    )
     with_nll = judged("orpo", PreferenceSection(), answers).losses
     torch.testing.assert_close(with_nll, odds - c / n)
 
 
-@pytest.mark.parametrize("objective", ["ipo", *(pytest.param(name, marks=pytest.mark.full) for name in ("orpo", "simpo", "cpo"))])
+@pytest.mark.parametrize(
+    "objective",
+    ["ipo", *(pytest.param(name, marks=pytest.mark.full) for name in ("orpo", "simpo", "cpo"))],
+)
 def test_the_other_objectives_learn_the_taste(paired, tmp_path, objective):
     assert train(paired(objective, train={"steps": 24, "eval_every": 24})) == 0
     assert metrics(tmp_path / "run")[-1]["eval_rewards/accuracies"] > 0.9
@@ -250,7 +407,9 @@ def test_the_other_objectives_learn_the_taste(paired, tmp_path, objective):
 
 def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "preferences.md").read_text(encoding="utf-8")
-    pairs, program = (re.search(rf"```{kind}\n(.*?)```", page, re.S).group(1) for kind in ("json", "python"))
+    pairs, program = (
+        re.search(rf"```{kind}\n(.*?)```", page, re.S).group(1) for kind in ("json", "python")
+    )
     monkeypatch.chdir(tmp_path)
     Path("pairs.jsonl").write_text(pairs)
     exec(program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(workshop.base)), {})
@@ -259,32 +418,56 @@ def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
 
 def labelled(pairs: list[dict]) -> list[dict]:
     return [
-        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"} for pair in pairs for side in ("chosen", "rejected")
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in pairs
+        for side in ("chosen", "rejected")
     ]
 
 
 def test_kto_learns_the_taste_from_labels(paired, tmp_path, capsys):
     steps = {"steps": 24, "batch_size": 8, "eval_every": 24, "learning_rate": 3e-2}
-    assert train(paired("kto", rows=labelled(taste(40)), preference={"beta": 0.5}, train=steps)) == 0
+    assert (
+        train(paired("kto", rows=labelled(taste(40)), preference={"beta": 0.5}, train=steps)) == 0
+    )
     rows = metrics(tmp_path / "run")
     first = next(row for row in rows if row["step"] == 1)
     assert first["loss"] == 0.5
     assert first["kl"] == 0.0
     assert first["answers"] == 8
     assert rows[-1]["eval_rewards/accuracies"] > 0.9
-    assert rows[-1]["eval_rewards/margins"] == pytest.approx(rows[-1]["eval_rewards/chosen"] - rows[-1]["eval_rewards/rejected"], abs=1e-5)
+    assert rows[-1]["eval_rewards/margins"] == pytest.approx(
+        rows[-1]["eval_rewards/chosen"] - rows[-1]["eval_rewards/rejected"], abs=1e-5
+    )
     assert "answers are labelled as wanted" in capsys.readouterr().out
 
 
 def test_the_reference_point_of_kto_is_one_number_of_the_whole_step(paired, tmp_path):
-    # mostly wanted answers, so that those to other prompts become likelier too, and the point is above 0
+    # mostly wanted answers, so that those to other prompts become likelier too, and the point is
+    # above 0
     rows = [row for i, row in enumerate(labelled(taste(16))) if row["label"] or i % 8 == 1]
     assert train(paired("kto", rows=rows, folder="one", train={"batch_size": 8, "steps": 3})) == 0
-    assert train(paired("kto", rows=rows, folder="eight", train={"batch_size": 1, "accumulate": 8, "steps": 3})) == 0
+    assert (
+        train(
+            paired(
+                "kto",
+                rows=rows,
+                folder="eight",
+                train={"batch_size": 1, "accumulate": 8, "steps": 3},
+            )
+        )
+        == 0
+    )
     one, eight = (metrics(tmp_path / name) for name in ("one", "eight"))
     assert max(row["kl"] for row in one if "kl" in row) > 0
     for mine, other in zip(one, eight, strict=True):
-        for key in {"loss", "kl", "grad_norm", "rewards/margins", "eval_loss", "eval_kl"} & mine.keys():
+        for key in {
+            "loss",
+            "kl",
+            "grad_norm",
+            "rewards/margins",
+            "eval_loss",
+            "eval_kl",
+        } & mine.keys():
             assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
 
 
@@ -293,27 +476,42 @@ def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_p
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     steps = {"steps": 16, "batch_size": 8, "eval_every": 16, "learning_rate": 1e-2}
-    loaded = paired("reward", train=steps, run={"report": True, "samples": []}, precision={"preset": "fp32"})
+    loaded = paired(
+        "reward", train=steps, run={"report": True, "samples": []}, precision={"preset": "fp32"}
+    )
     assert train(loaded) == 0
     rows = metrics(tmp_path / "run")
     assert rows[-1]["eval_accuracy"] > 0.9
     assert rows[-1]["eval_margin"] > 0
-    base = AutoModelForSequenceClassification.from_pretrained(loaded.config.model.name, num_labels=1)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        loaded.config.model.name, num_labels=1
+    )
     model = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
     model.config.pad_token_id = tokenizer.pad_token_id
     margins = []
     for pair in taste(12, seed=1):
         chats = [
-            [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair[side]}] for side in ("chosen", "rejected")
+            [
+                {"role": "user", "content": pair["prompt"]},
+                {"role": "assistant", "content": pair[side]},
+            ]
+            for side in ("chosen", "rejected")
         ]
         scores = [
-            model(tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]).logits.item() for chat in chats
+            model(
+                tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)[
+                    "input_ids"
+                ]
+            ).logits.item()
+            for chat in chats
         ]
         margins.append(scores[0] - scores[1])
     assert sum(margin > 0 for margin in margins) >= 11
     assert sum(margins) / 12 == pytest.approx(rows[-1]["eval_margin"], rel=0.2)
-    assert "AutoModelForSequenceClassification" in (tmp_path / "run/adapter/README.md").read_text(encoding="utf-8")
+    assert "AutoModelForSequenceClassification" in (tmp_path / "run/adapter/README.md").read_text(
+        encoding="utf-8"
+    )
     with pytest.raises(UsageError, match="a reward model gives scores"):
         load_run(tmp_path / "run")
     with pytest.raises(UsageError, match=r"run\.samples has no effect"):
@@ -325,26 +523,56 @@ def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_p
 @pytest.mark.parametrize(("kind", "objective"), [("replicate", "dpo"), ("shard", "kto")])
 def test_two_processes_make_the_run_of_one(paired, tmp_path, kind, objective):
     rows = labelled(taste(30)) if objective == "kto" else taste(60)
-    sections = {"rows": rows, "train": {"batch_size": 2, "accumulate": 4, "steps": 4}, "run": {"sample_every": 0, "samples": []}}
+    sections = {
+        "rows": rows,
+        "train": {"batch_size": 2, "accumulate": 4, "steps": 4},
+        "run": {"sample_every": 0, "samples": []},
+    }
     assert train(paired(objective, folder="one", **sections)) == 0
     paired(objective, folder="two", parallel={"kind": kind}, **sections)
-    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "isotype",
+        "train",
+        str(tmp_path / "two.yaml"),
+        "--processes",
+        "2",
+    ]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two)
     for mine, other in zip(one, two):
-        for key in {"loss", "pairs", "kl", "rewards/margins", "logps/chosen", "eval_loss", "eval_rewards/accuracies"} & mine.keys():
+        for key in {
+            "loss",
+            "pairs",
+            "kl",
+            "rewards/margins",
+            "logps/chosen",
+            "eval_loss",
+            "eval_rewards/accuracies",
+        } & mine.keys():
             assert mine[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
-    assert one[1]["loss"] == two[1]["loss"] == (0.5 if objective == "kto" else float(torch.tensor(math.log(2.0))))
+    assert (
+        one[1]["loss"]
+        == two[1]["loss"]
+        == (0.5 if objective == "kto" else float(torch.tensor(math.log(2.0))))
+    )
     references = [load_file(tmp_path / name / "reference.safetensors") for name in ("one", "two")]
-    assert all(torch.equal(references[0][side], references[1][side]) for side in ("training", "evaluation"))
+    assert all(
+        torch.equal(references[0][side], references[1][side]) for side in ("training", "evaluation")
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "kto"])
 def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypatch, objective):
-    """Every weight of an fp32 model, so that both have one reference and one start; kto has TRL's partners, the row before in a batch."""
+    """Every weight of an fp32 model, so that both have one reference and one start; kto has TRL's
+    partners, the row before in a batch.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
@@ -357,7 +585,10 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypa
     pairs = [row | {key: " " + row[key] for key in ("chosen", "rejected")} for row in taste(12)]
     if objective == "kto":
         pairs = [row for i, row in enumerate(labelled(pairs)) if row["label"] or i % 4 == 1][:12]
-        monkeypatch.setattr("isotype.data.pairs.drawn_partners", lambda *_: np.array([i // 4 * 4 + (i - 1) % 4 for i in range(12)]))
+        monkeypatch.setattr(
+            "isotype.data.pairs.drawn_partners",
+            lambda *_: np.array([i // 4 * 4 + (i - 1) % 4 for i in range(12)]),
+        )
     alike = {"learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant"}
     loaded = paired(
         objective, rows=pairs, model={"name": str(base)}, adapter={"kind": "none"}, data={"shuffle": False, "eval_split": 0.0},
@@ -365,7 +596,11 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypa
     )  # fmt: skip
     assert train(loaded) == 0
     config, trainer = (KTOConfig, KTOTrainer) if objective == "kto" else (DPOConfig, DPOTrainer)
-    own = {"dpo": {}, "ipo": {"loss_type": "ipo"}, "kto": {"train_sampling_strategy": "sequential"}}[objective]
+    own = {
+        "dpo": {},
+        "ipo": {"loss_type": "ipo"},
+        "kto": {"train_sampling_strategy": "sequential"},
+    }[objective]
     args = config(
         output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant",
         warmup_steps=0, logging_steps=1, report_to=[], bf16=False, use_cpu=True, save_strategy="no", max_grad_norm=1.0,
@@ -377,13 +612,20 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypa
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    theirs = InOrder(model=model, args=args, train_dataset=Dataset.from_list(pairs), processing_class=AutoTokenizer.from_pretrained(base))
+    theirs = InOrder(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=AutoTokenizer.from_pretrained(base),
+    )
     theirs.train()
     logged = [row for row in theirs.state.log_history if "loss" in row]
     ours = [row for row in metrics(tmp_path / "run") if "loss" in row]
     for mine, other in zip(ours, logged, strict=True):
         for key in {"loss", "kl", "rewards/margins", "logps/chosen"} & mine.keys():
-            assert mine[key] == pytest.approx(float(other[key]), rel=1e-5, abs=1e-4 if "logps" in key else 1e-5), (key, mine["step"])
+            assert mine[key] == pytest.approx(
+                float(other[key]), rel=1e-5, abs=1e-4 if "logps" in key else 1e-5
+            ), (key, mine["step"])
 
 
 # --- `train.objective: distil`, by what docs/preferences.md promises.
@@ -391,7 +633,9 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypa
 
 @pytest.fixture
 def taught(configured, tmp_path, workshop):
-    """`taught(folder, **sections)`: a loaded configuration with a teacher, which is the base with other weights and a larger head."""
+    """`taught(folder, **sections)`: a loaded configuration with a teacher, which is the base with
+    other weights and a larger head.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     teacher = AutoModelForCausalLM.from_pretrained(workshop.base)
@@ -403,10 +647,21 @@ def taught(configured, tmp_path, workshop):
     teacher.save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(workshop.base).save_pretrained(tmp_path / "teacher")
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n" for row in taste(40)))
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n"
+            for row in taste(40)
+        )
+    )
 
     def make(folder: str = "run", **sections):
-        steps = {"steps": 24, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 24, "objective": "distil"}
+        steps = {
+            "steps": 24,
+            "batch_size": 8,
+            "learning_rate": 1e-2,
+            "eval_every": 24,
+            "objective": "distil",
+        }
         data = {"train": str(file), "eval_split": 0.2, "max_length": 64}
         given = {"data": data, "train": steps, "distil": {"teacher": str(tmp_path / "teacher")}}
         for name, values in sections.items():
@@ -424,14 +679,25 @@ def test_a_student_halves_its_divergence_from_the_teacher(taught, tmp_path, caps
 
 
 def test_losses_are_those_of_whole_logits_and_accumulate(taught, tmp_path):
-    """In fp32, with a share of cross-entropy: the op beside plain logits (`model.optimize: false`), and 1 x 8 beside 8 x 1."""
-    alike = {"precision": {"preset": "fp32"}, "distil": {"cross_entropy": 0.3, "beta": 0.4, "temperature": 2.0}}
-    runs = {"op": {}, "plain": {"model": {"optimize": False}}, "eight": {"train": {"batch_size": 1, "accumulate": 8, "steps": 3}}}
+    """In fp32, with a share of cross-entropy: the op beside plain logits (`model.optimize: false`),
+    and 1 x 8 beside 8 x 1.
+    """
+    alike = {
+        "precision": {"preset": "fp32"},
+        "distil": {"cross_entropy": 0.3, "beta": 0.4, "temperature": 2.0},
+    }
+    runs = {
+        "op": {},
+        "plain": {"model": {"optimize": False}},
+        "eight": {"train": {"batch_size": 1, "accumulate": 8, "steps": 3}},
+    }
     for name, sections in runs.items():
         assert train(taught(name, **alike, **{"train": {"steps": 3}} | sections)) == 0
     op, plain, eight = ([row for row in metrics(tmp_path / name) if "loss" in row] for name in runs)
     for mine, other, third in zip(op, plain, eight, strict=True):
-        assert mine["loss"] == pytest.approx(0.7 * mine["divergence"] + 0.3 * mine["cross_entropy"], rel=1e-5)
+        assert mine["loss"] == pytest.approx(
+            0.7 * mine["divergence"] + 0.3 * mine["cross_entropy"], rel=1e-5
+        )
         for key in ("loss", "divergence", "cross_entropy", "grad_norm"):
             assert mine[key] == pytest.approx(other[key], rel=1e-4), key
             assert mine[key] == pytest.approx(third[key], rel=1e-4), key

@@ -1,4 +1,6 @@
-"""Faults that hand-written functions have had, one each. The line at fault ends in `# HERE`; ampcheck must name it, or its function."""
+"""Faults that hand-written functions have had, one each. The line at fault ends in `# HERE`;
+ampcheck must name it, or its function.
+"""
 
 from __future__ import annotations
 
@@ -211,10 +213,14 @@ def row_scale_backward(ctx, d):  # HERE
     x, w = ctx.saved_tensors
     if not ctx.needs_input_grad[0]:
         return None, None
-    return (d.float() * w.float()).to(x.dtype), (d.float() * x.float()).sum_to_size(w.shape).to(w.dtype)
+    return (d.float() * w.float()).to(x.dtype), (d.float() * x.float()).sum_to_size(w.shape).to(
+        w.dtype
+    )
 
 
-row_scale.register_autograd(row_scale_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+row_scale.register_autograd(
+    row_scale_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 FAULTY = {
@@ -224,13 +230,29 @@ FAULTY = {
     "dequantised": (DequantisesToBf16(), (drawn(4, 8, dtype=torch.bfloat16),), "AC001"),
     "index put": (index_put_of_another_dtype, (drawn(4, 8), drawn(6, 8)), "AC001"),
     "gates": (GatesGradient, (drawn(4, 8, dtype=torch.bfloat16), drawn(4)), "AC002"),
-    "scatter": (PenaltyScatter, (drawn(1).detach().sum().requires_grad_(), drawn(6, 5, dtype=torch.bfloat16)), "AC002"),
-    "recompute": (RecomputesOutsideAutocast, (drawn(4, 8, dtype=torch.bfloat16), drawn(6, 8)), "AC002"),
+    "scatter": (
+        PenaltyScatter,
+        (drawn(1).detach().sum().requires_grad_(), drawn(6, 5, dtype=torch.bfloat16)),
+        "AC002",
+    ),
+    "recompute": (
+        RecomputesOutsideAutocast,
+        (drawn(4, 8, dtype=torch.bfloat16), drawn(6, 8)),
+        "AC002",
+    ),
     "narrow gradient": (NarrowsItsGradient, (drawn(4, 8), drawn(4, 8, seed=1)), "AC003"),
     "half output": (ReturnsHalf, (drawn(4, 8),), "AC004"),
-    "cancellation": (RoundsBeforeSubtracting, ((drawn(6, 5) * 0.1 + 9 * F.one_hot(labels, 5)).detach().bfloat16(), labels), "AC006"),
+    "cancellation": (
+        RoundsBeforeSubtracting,
+        ((drawn(6, 5) * 0.1 + 9 * F.one_hot(labels, 5)).detach().bfloat16(), labels),
+        "AC006",
+    ),
     "chunks": (SumsChunksInLowPrecision, (drawn(16, 8), drawn(6, 8)), "AC007"),
-    "gradient overwritten": (lambda x, w: WritesIntoTheGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), "AC008"),
+    "gradient overwritten": (
+        lambda x, w: WritesIntoTheGradient.apply(x, w, 1e-6),
+        (drawn(4, 8), drawn(8)),
+        "AC008",
+    ),
     "gradient viewed": (ViewsTheGradient, (drawn(4, 8), drawn(6, 8)), "AC009"),
     "second backward": (ScalesWhatItSaved, (drawn(4, 8),), "AC010"),
     "logits overwritten": (OverwritesLogits, (drawn(6, 5), labels), "AC011"),

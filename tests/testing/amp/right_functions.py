@@ -10,8 +10,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-def drawn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale).to(dtype).requires_grad_()
+def drawn(
+    *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
+    return (
+        (torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale)
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
 class RMSNorm(Function):
@@ -72,7 +78,11 @@ class DecidingLinear(Function):
 
     @staticmethod
     def forward(ctx, x, w, b):
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.promote_types(x.dtype, w.dtype)
+        dtype = (
+            torch.get_autocast_dtype("cpu")
+            if torch.is_autocast_enabled("cpu")
+            else torch.promote_types(x.dtype, w.dtype)
+        )
         ctx.save_for_backward(x, w)
         ctx.bias_dtype = b.dtype
         with torch.autocast("cpu", enabled=False):
@@ -150,7 +160,9 @@ class InPlaceScale(Function):
 
 
 class GradientAtForwardDtype(Function):
-    """One matrix product under autocast, gradients in the autocast dtype, as torch's own linear returns them."""
+    """One matrix product under autocast, gradients in the autocast dtype, as torch's own linear
+    returns them.
+    """
 
     @staticmethod
     def forward(ctx, x, w):
@@ -184,7 +196,9 @@ class LlamaNorm(nn.Module):
 
     def forward(self, x):
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(
+            x.dtype
+        )
 
 
 class Router(nn.Module):
@@ -273,7 +287,10 @@ _STATE = torch.get_rng_state()
 torch.manual_seed(0)
 RIGHT = {
     "router in fp32": (RoutesInFp32(), (drawn(4, 8),)),
-    "rotate half in bf16": (rotate_half, tuple(drawn(4, 8, dtype=torch.bfloat16, seed=i) for i in range(3))),
+    "rotate half in bf16": (
+        rotate_half,
+        tuple(drawn(4, 8, dtype=torch.bfloat16, seed=i) for i in range(3)),
+    ),
     "linear": (F.linear, (drawn(4, 8), drawn(6, 8))),
     "silu": (F.silu, drawn(4, 8)),
     "cross entropy": (F.cross_entropy, (drawn(6, 5), labels)),
@@ -286,10 +303,16 @@ RIGHT = {
     "nn.Conv1d": (nn.Conv1d(8, 4, 3), (drawn(2, 8, 9),)),
     "nn.Dropout": (nn.Dropout(0.5), (drawn(4, 8),)),
     "nn.ReLU in place": (nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), (drawn(4, 8),)),
-    "nn.MultiheadAttention": (nn.MultiheadAttention(8, 2), tuple(drawn(4, 2, 8, seed=i) for i in range(3))),
+    "nn.MultiheadAttention": (
+        nn.MultiheadAttention(8, 2),
+        tuple(drawn(4, 2, 8, seed=i) for i in range(3)),
+    ),
     "nn.GRU": (nn.GRU(8, 8), (drawn(4, 2, 8),)),
     "RMSNorm": (lambda x, w: RMSNorm.apply(x, w, 1e-6), (drawn(4, 8), drawn(8))),
-    "RMSNorm in bf16": (lambda x, w: RMSNorm.apply(x, w, 1e-6), (drawn(4, 8, dtype=torch.bfloat16), drawn(8, dtype=torch.bfloat16))),
+    "RMSNorm in bf16": (
+        lambda x, w: RMSNorm.apply(x, w, 1e-6),
+        (drawn(4, 8, dtype=torch.bfloat16), drawn(8, dtype=torch.bfloat16)),
+    ),
     "SiluMul": (SiluMul, (drawn(4, 8), drawn(4, 8, seed=1))),
     "CastInputsLinear": (CastInputsLinear, (drawn(4, 8), drawn(6, 8))),
     "DecidingLinear": (DecidingLinear, (drawn(4, 8), drawn(6, 8), drawn(6))),

@@ -21,7 +21,10 @@ SOURCE = Path(faulty_functions.__file__).read_text().splitlines()
 def some(names, *, of):
     """The first name of each kind in every run, the others in the full one."""
     kinds = [of(name) for name in names]
-    return [pytest.param(name, marks=[pytest.mark.full] if of(name) in kinds[:at] else []) for at, name in enumerate(names)]
+    return [
+        pytest.param(name, marks=[pytest.mark.full] if of(name) in kinds[:at] else [])
+        for at, name in enumerate(names)
+    ]
 
 
 @pytest.mark.parametrize("name", some(list(RIGHT), of=lambda name: list(RIGHT).index(name) % 6))
@@ -95,7 +98,12 @@ class HalfHearted(RMSNorm):
 
 def test_a_result_worse_than_the_references_is_reported():
     ampcheck(rms_norm, (drawn(4, 8), drawn(8)), reference=rms_norm_reference)
-    report = ampcheck(lambda x, w: HalfHearted.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), reference=rms_norm_reference, raises=False)
+    report = ampcheck(
+        lambda x, w: HalfHearted.apply(x, w, 1e-6),
+        (drawn(4, 8), drawn(8)),
+        reference=rms_norm_reference,
+        raises=False,
+    )
     assert "AC006" in report.codes()
     assert "the reference at the same dtypes" in report.render()
 
@@ -110,11 +118,17 @@ def test_reference_decides_which_combinations_must_run():
         return F.linear(x.to(dtype), w.to(dtype))
 
     inputs = (drawn(4, 8), drawn(6, 8))
-    assert ampcheck(picky, inputs, raises=False).codes() == []  # plain PyTorch refuses mixed dtypes as well
+    # plain PyTorch refuses mixed dtypes as well
+    assert ampcheck(picky, inputs, raises=False).codes() == []
     assert ampcheck(picky, inputs, reference=plain, raises=False).codes() == ["AC001"]
 
 
-NORM = OpContract("x: F[*n d], weight: W[d] -> F[*n d]", inside="fp32", grads={"x": "F", "weight": "W"}, autocast="ignored")
+NORM = OpContract(
+    "x: F[*n d], weight: W[d] -> F[*n d]",
+    inside="fp32",
+    grads={"x": "F", "weight": "W"},
+    autocast="ignored",
+)
 
 
 class WideGradient(RMSNorm):
@@ -126,8 +140,14 @@ class WideGradient(RMSNorm):
 
 def test_a_gradient_of_another_dtype_than_the_contracts_is_reported():
     inputs = [(drawn(4, 8), drawn(8)), (drawn(2, 3, 8), drawn(8))]
-    assert ampcheck(rms_norm, inputs, reference=rms_norm_reference, contract=NORM).tried == 2 * 50  # both samples
-    report = ampcheck(lambda x, w: WideGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), contract=NORM, raises=False)
+    # both samples
+    assert ampcheck(rms_norm, inputs, reference=rms_norm_reference, contract=NORM).tried == 2 * 50
+    report = ampcheck(
+        lambda x, w: WideGradient.apply(x, w, 1e-6),
+        (drawn(4, 8), drawn(8)),
+        contract=NORM,
+        raises=False,
+    )
     (finding,) = report.at_least(Severity.WARNING)
     assert finding.code == "AC014"
     assert "weight in fp32; its contract says bf16" in finding.message
@@ -135,17 +155,38 @@ def test_a_gradient_of_another_dtype_than_the_contracts_is_reported():
 
 
 BROKEN = [
-    ("x: F[*n d], weight: W[d] -> fp32[*n d]", "ignored", "returns its output in bf16; its contract says fp32"),
-    ("x: F[*n d], weight: W[d] -> F[*n d]", "follows", "returns its output in fp32; its contract says bf16"),
-    ("x: F[*n d], weight: W[d] -> F[*n d]", "fp32", "returns its output in bf16; its contract says fp32"),
+    (
+        "x: F[*n d], weight: W[d] -> fp32[*n d]",
+        "ignored",
+        "returns its output in bf16; its contract says fp32",
+    ),
+    (
+        "x: F[*n d], weight: W[d] -> F[*n d]",
+        "follows",
+        "returns its output in fp32; its contract says bf16",
+    ),
+    (
+        "x: F[*n d], weight: W[d] -> F[*n d]",
+        "fp32",
+        "returns its output in bf16; its contract says fp32",
+    ),
     ("x: F[*n d], weight: W[d] -> F[d]", "ignored", "2 dimensions where"),
-    ("x: F[*n d], weight: W[d] -> F[*n d], fp32[*n]", "ignored", "returns 1 floating outputs; 2 are declared"),
+    (
+        "x: F[*n d], weight: W[d] -> F[*n d], fp32[*n]",
+        "ignored",
+        "returns 1 floating outputs; 2 are declared",
+    ),
 ]
 
 
 def test_an_output_that_breaks_the_contract_is_reported():
     for signature, autocast, message in BROKEN:
-        report = ampcheck(rms_norm, (drawn(4, 8), drawn(8)), contract=OpContract(signature, autocast=autocast), raises=False)
+        report = ampcheck(
+            rms_norm,
+            (drawn(4, 8), drawn(8)),
+            contract=OpContract(signature, autocast=autocast),
+            raises=False,
+        )
         assert "AC014" in report.codes()
         assert message in report.render()
 
@@ -153,8 +194,15 @@ def test_an_output_that_breaks_the_contract_is_reported():
 def test_contract_inside_fp32_is_held_to_one_rounding():
     inputs = (drawn(64, 64, scale=3.0), drawn(64))
     ampcheck(rms_norm_reference, inputs, reference=rms_norm_reference)
-    # the same function is no worse than the reference in bf16, but not fp32 inside: three roundings and more
-    worse = ampcheck(lambda x, w: rms_norm_reference(x, w) * (1 + 2**-6), inputs, reference=rms_norm_reference, contract=NORM, raises=False)
+    # the same function is no worse than the reference in bf16, but not fp32 inside: three roundings
+    # and more
+    worse = ampcheck(
+        lambda x, w: rms_norm_reference(x, w) * (1 + 2**-6),
+        inputs,
+        reference=rms_norm_reference,
+        contract=NORM,
+        raises=False,
+    )
     assert "AC006" in worse.codes()
 
 
@@ -184,13 +232,19 @@ def test_a_weight_rounded_before_its_use_is_seen_without_a_reference():
 
 def test_a_formula_unstable_in_fp32_gets_no_advice_to_widen():
     def focal(logits):
-        return (1 - torch.sigmoid(logits)).pow(2).mul(torch.log(torch.sigmoid(logits) + 1e-8)).mean()
+        return (
+            (1 - torch.sigmoid(logits)).pow(2).mul(torch.log(torch.sigmoid(logits) + 1e-8)).mean()
+        )
 
     def stable(logits):
         return (torch.sigmoid(-logits).pow(2) * F.logsigmoid(logits)).mean()
 
     logits = torch.linspace(-20, 20, 640).view(16, 40)
-    findings = [f for f in ampcheck(focal, (logits,), reference=stable, raises=False).findings if f.code == "AC006"]
+    findings = [
+        f
+        for f in ampcheck(focal, (logits,), reference=stable, raises=False).findings
+        if f.code == "AC006"
+    ]
     assert findings
     assert any("stable form" in f.fix for f in findings), [f.render() for f in findings]
 

@@ -1,7 +1,8 @@
 """Inputs in host memory: what leaves, what stays, and that what comes back is what left.
 
-On a CPU the copies are made on the spot. What a GPU's stream may do to them, `Late` does: a copy is made when somebody waits for it and not
-before, what it writes is not a number until then, and memory it reads may not have been given back.
+On a CPU the copies are made on the spot. What a GPU's stream may do to them, `Late` does: a copy is
+made when somebody waits for it and not before, what it writes is not a number until then, and
+memory it reads may not have been given back.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Copy:
 
 
 class Late:
-    """A copy stream that begins nothing until it has to. `moved`: bytes; `here`, `most`: bytes of targets now, and at most."""
+    """A copy stream that begins nothing until it has to. `moved`: bytes; `here`, `most`: bytes of
+    targets now, and at most.
+    """
 
     def __init__(self) -> None:
         self.queue: list[Copy] = []
@@ -79,7 +82,10 @@ def gradients_with(memory):
 def test_copies_that_are_made_as_late_as_a_stream_may():
     late = Late()
     found = gradients_with(HostMemory(late))
-    assert all(torch.equal(a, b) for a, b in zip(found, gradients_with(lambda layer, x: layer(x)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(found, gradients_with(lambda layer, x: layer(x)), strict=True)
+    )
     gc.collect()
     assert late.too_early == 0
     # six inputs go out; the last two are still here in backward, the other four come back

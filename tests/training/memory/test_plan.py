@@ -1,4 +1,6 @@
-"""The memory plan: exact where it can be, and against live tensors. Measured memory is in tests/distributed/test_memory_of_parts.py."""
+"""The memory plan: exact where it can be, and against live tensors. Measured memory is in
+tests/distributed/test_memory_of_parts.py.
+"""
 
 import gc
 
@@ -25,7 +27,13 @@ def planned(architecture: dict, overrides: list[str], length: int):
     precision = Precision.preset(config.precision.preset)
     made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
     checkpointing = as_configured(made.model, config.train)
-    return made, plan_memory(made, config.train, precision, step_outline(config, precision, length=length), checkpointing=checkpointing)
+    return made, plan_memory(
+        made,
+        config.train,
+        precision,
+        step_outline(config, precision, length=length),
+        checkpointing=checkpointing,
+    )
 
 
 def test_held_memory_is_counted_exactly():
@@ -42,34 +50,60 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
     if preset == "nf4-lora":
         pytest.importorskip("bitsandbytes")
     kind = "lora" if preset == "nf4-lora" else "none"
-    config = load(None, [f"precision.preset={preset}", f"adapter.kind={kind}", f"data.packing={packing}"]).config
+    config = load(
+        None, [f"precision.preset={preset}", f"adapter.kind={kind}", f"data.packing={packing}"]
+    ).config
     precision = Precision.preset(preset)
     plans = {}
     for way in ("none", "layers", "layers+offload"):
         made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
-        what = as_configured(made.model, config.train.model_copy(update={"gradient_checkpointing": way}))
+        what = as_configured(
+            made.model, config.train.model_copy(update={"gradient_checkpointing": way})
+        )
         largest = step_outline(config, precision, length=500, device_type="cuda")
-        plans[way] = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
+        plans[way] = plan_memory(
+            made, config.train, precision, largest, checkpointing=what, device_type="cuda"
+        )
         assert plans[way].not_simulated is None
         assert plans[way].length == 512
     peaks = [plans[way].peak for way in ("none", "layers", "layers+offload")]
     assert peaks[0] > peaks[1] >= peaks[2] > plans["none"].held
-    assert plans["none"].activations > plans["layers"].activations > plans["layers+offload"].activations
+    assert (
+        plans["none"].activations
+        > plans["layers"].activations
+        > plans["layers+offload"].activations
+    )
 
 
 def random_model(workshop, **changes):
-    return {"name": None, "init": "random", "config": LLAMA | changes, "tokenizer": str(workshop.base)}
+    return {
+        "name": None,
+        "init": "random",
+        "config": LLAMA | changes,
+        "tokenizer": str(workshop.base),
+    }
 
 
-def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_step(configured, workshop, tmp_path):
+def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_step(
+    configured, workshop, tmp_path
+):
     """Where nothing is recomputed and the head is small, a CPU's has the same tensors."""
     settings = {"gradient_checkpointing": "none", "batch_size": 1}
     model = random_model(workshop, num_hidden_layers=2, vocab_size=512)
-    loaded = configured(model=model, precision={"preset": "nf4-lora"}, adapter={"r": 16}, train=settings)
+    loaded = configured(
+        model=model, precision={"preset": "nf4-lora"}, adapter={"r": 16}, train=settings
+    )
     config, precision = loaded.config, Precision.preset("nf4-lora")
     made = outline(AutoConfig.for_model(**model["config"]), config, precision, device_type="cuda")
     largest = step_outline(config, precision, length=256, device_type="cuda")
-    plan = plan_memory(made, config.train, precision, largest, checkpointing=Checkpointing("none", (), 2), device_type="cuda")
+    plan = plan_memory(
+        made,
+        config.train,
+        precision,
+        largest,
+        checkpointing=Checkpointing("none", (), 2),
+        device_type="cuda",
+    )
     assert plan.not_simulated is None
     row = Row((5,) * 256, (5,) * 256, 0)
     with LiveBytes() as live:
@@ -78,12 +112,17 @@ def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_ste
         gc.collect()
         live.restart_peak()
         for step in (1, 2):
-            prepared.stepper([collate([row], pad_id=0)], step=step, learning_rate=1e-4, watch_changes=False)
+            prepared.stepper(
+                [collate([row], pad_id=0)], step=step, learning_rate=1e-4, watch_changes=False
+            )
     assert plan.peak == pytest.approx(live.peak, rel=0.15)
 
 
 def test_the_optimized_models_logits_are_not_held():
-    plain, optimized = (planned(LLAMA, ["precision.preset=bf16-lora", f"model.optimize={on}"], 512)[1] for on in ("false", "true"))
+    plain, optimized = (
+        planned(LLAMA, ["precision.preset=bf16-lora", f"model.optimize={on}"], 512)[1]
+        for on in ("false", "true")
+    )
     logits = 4 * 512 * 8000 * 2
     assert optimized.activations < plain.activations - logits
     assert optimized.peak < 0.5 * plain.peak

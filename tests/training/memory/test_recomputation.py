@@ -1,4 +1,6 @@
-"""Which layers recompute: by configuration, with the numbers of a run without it, and out of generation's way."""
+"""Which layers recompute: by configuration, with the numbers of a run without it, and out of
+generation's way.
+"""
 
 import copy
 import json
@@ -19,7 +21,13 @@ from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
 from isotype.training.memory.device import WITHIN, auto_checkpointing
 from isotype.training.memory.plan import MemoryPlan
-from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, as_configured, checkpointable, chosen
+from isotype.training.memory.recomputation import (
+    Checkpointing,
+    apply_checkpointing,
+    as_configured,
+    checkpointable,
+    chosen,
+)
 
 
 def train_section(*settings):
@@ -27,8 +35,16 @@ def train_section(*settings):
 
 
 def test_layers_are_chosen_as_written():
-    for text, expected in (("all", (0, 1, 2, 3, 4)), ("2", (0, 1)), ("every 2", (0, 2, 4)), ("every 9", (0,)), ("[4, 1, 1]", (1, 4))):
-        train = train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")
+    for text, expected in (
+        ("all", (0, 1, 2, 3, 4)),
+        ("2", (0, 1)),
+        ("every 2", (0, 2, 4)),
+        ("every 9", (0,)),
+        ("[4, 1, 1]", (1, 4)),
+    ):
+        train = train_section(
+            "train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}"
+        )
         assert chosen(train.checkpointed_layers, 5) == expected, text
 
 
@@ -37,7 +53,11 @@ def ids():
     return torch.randint(3, 96, (2, 19), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("what", [Checkpointing("layers", (0, 2), 4), Checkpointing("layers+offload", (0, 1, 2, 3), 4)], ids=str)
+@pytest.mark.parametrize(
+    "what",
+    [Checkpointing("layers", (0, 2), 4), Checkpointing("layers+offload", (0, 1, 2, 3), 4)],
+    ids=str,
+)
 def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, ids):
     model = lora(tiny(num_hidden_layers=4), lora_dropout=0.3)
     apply_precision(model, PRESETS["bf16-lora"], device_type="cpu")
@@ -47,7 +67,9 @@ def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, ids):
     calls = [0, 0]
     for counted, each in enumerate((model, recomputing)):
         for layer in checkpointable(each):
-            layer.input_layernorm.register_forward_pre_hook(lambda *_, at=counted: calls.__setitem__(at, calls[at] + 1))
+            layer.input_layernorm.register_forward_pre_hook(
+                lambda *_, at=counted: calls.__setitem__(at, calls[at] + 1)
+            )
     found = []
     for each in (model, recomputing):
         torch.manual_seed(3)
@@ -61,7 +83,9 @@ def test_generation_in_training_mode_keeps_its_cache(ids):
     apply_precision(model, PRESETS["fp32"], device_type="cpu")
     expected = model.train().generate(input_ids=ids[:, :5], max_new_tokens=6, do_sample=False)
     apply_checkpointing(model, Checkpointing("layers", (0, 1, 2), 3))
-    assert torch.equal(model.generate(input_ids=ids[:, :5], max_new_tokens=6, do_sample=False), expected)
+    assert torch.equal(
+        model.generate(input_ids=ids[:, :5], max_new_tokens=6, do_sample=False), expected
+    )
 
 
 def test_a_model_without_such_layers_is_refused():
@@ -69,7 +93,8 @@ def test_a_model_without_such_layers_is_refused():
         as_configured(torch.nn.Linear(2, 2), train_section("train.gradient_checkpointing=layers"))
 
 
-# --- What `auto` becomes: nothing where the step fits, else as few layers as will do, then host memory.
+# --- What `auto` becomes: nothing where the step fits, else as few layers as will do, then host
+# memory.
 
 
 LAYERS, MiB = 16, 1 << 20
@@ -77,8 +102,12 @@ NOTHING = MemoryPlan(frozen=0, trained=0, gradients=0, optimizer=0)
 
 
 def simulated(checkpointing):
-    """100 MiB, 5 less for each layer that recomputes, and 15 less with offload: but the last two layers save nothing."""
-    saved = 5 * min(len(checkpointing.layers), LAYERS - 2) + (15 if checkpointing.kind == "layers+offload" else 0)
+    """100 MiB, 5 less for each layer that recomputes, and 15 less with offload: but the last two
+    layers save nothing.
+    """
+    saved = 5 * min(len(checkpointing.layers), LAYERS - 2) + (
+        15 if checkpointing.kind == "layers+offload" else 0
+    )
     return replace(NOTHING, peak=(100 - saved) * MiB)
 
 
@@ -89,7 +118,9 @@ def test_auto_recomputes_as_few_layers_as_needed(subtests):
     ):  # fmt: skip
         with subtests.test(has=has, device_type=device_type):
             there = round(has * MiB / (1 - WITHIN)) + 1
-            found, plan = auto_checkpointing(simulated, layers=LAYERS, has=there, besides=0, device_type=device_type)
+            found, plan = auto_checkpointing(
+                simulated, layers=LAYERS, has=there, besides=0, device_type=device_type
+            )
             assert found.kind == kind
             # the estimate may ask for more than the fewest, never for too few
             assert layers <= len(found.layers) <= layers + 2
@@ -113,19 +144,30 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(setup, "detect", some)
 
 
-def test_a_run_uses_the_choice_prints_it_and_records_it(configured, tmp_path, little_memory, capsys):
+def test_a_run_uses_the_choice_prints_it_and_records_it(
+    configured, tmp_path, little_memory, capsys
+):
     loaded = configured(train={"batch_size": 16})
-    assert json.loads(ask("plan", tmp_path / "run.yaml", "--json"))["checkpointing"]["train.gradient_checkpointing"] == "layers"
+    assert (
+        json.loads(ask("plan", tmp_path / "run.yaml", "--json"))["checkpointing"][
+            "train.gradient_checkpointing"
+        ]
+        == "layers"
+    )
     assert train(loaded, skips={"PF011": "a machine that only pretends"}) == 0
     resolved = (tmp_path / "run" / "resolved.yaml").read_text()
     assert "gradient_checkpointing: layers" in resolved
     assert "# auto: without it the step takes" in resolved
     assert "layers: all of 2 (auto: without it the step takes" in capsys.readouterr().out
-    assert train(loaded, resume=tmp_path / "run", skips={"PF011": "a machine that only pretends"}) == 0
+    assert (
+        train(loaded, resume=tmp_path / "run", skips={"PF011": "a machine that only pretends"}) == 0
+    )
 
 
 def keeping(checkpointing):
-    """As `simulated`; a layer that keeps attention saves 4 MiB instead of 5; with offload all of them need 18, or 19 with attention."""
+    """As `simulated`; a layer that keeps attention saves 4 MiB instead of 5; with offload all of
+    them need 18, or 19 with attention.
+    """
     if checkpointing.kind == "layers+offload":
         return replace(NOTHING, peak=(19 if checkpointing.keep_attention else 18) * MiB)
     saved = 4 if checkpointing.keep_attention else 5
@@ -138,15 +180,23 @@ def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(s
         (18, "layers+offload", 16, False),
     ):  # fmt: skip
         with subtests.test(target=target):
-            found, plan = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB)
+            found, plan = auto_checkpointing(
+                keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB
+            )
             assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
             assert plan.peak == keeping(found).peak <= target * MiB
 
 
-# --- `train.keep_attention`: attention whose results were kept does not run again in backward, and no gradient changes.
+# --- `train.keep_attention`: attention whose results were kept does not run again in backward, and
+# no gradient changes.
 
 
-BF16 = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+BF16 = {
+    "attn_implementation": "sdpa",
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def optimized_in_bf16(**options):
@@ -174,7 +224,9 @@ def counted(monkeypatch):
 
 
 @pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize(("kind", "keep"), [("layers", False), ("layers", True), ("layers+offload", True)])
+@pytest.mark.parametrize(
+    ("kind", "keep"), [("layers", False), ("layers", True), ("layers+offload", True)]
+)
 def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kind):
     model = optimized_in_bf16(**BF16)
     want = gradients(model)

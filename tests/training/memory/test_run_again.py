@@ -1,4 +1,6 @@
-"""A layer that runs again in backward: as torch.utils.checkpoint, bit for bit, with the same tensors kept."""
+"""A layer that runs again in backward: as torch.utils.checkpoint, bit for bit, with the same
+tensors kept.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,19 @@ def trained(way, *, autocast=None, twice=False):
 def test_bits_are_those_of_torch_and_of_no_recomputation(subtests):
     for options in ({}, {"autocast": torch.bfloat16}, {"twice": True}):
         with subtests.test(**options):
-            (here, kept), (there, kept_there), (plain, kept_plain) = (trained(way, **options) for way in WAYS)
+            (here, kept), (there, kept_there), (plain, kept_plain) = (
+                trained(way, **options) for way in WAYS
+            )
             assert all(torch.equal(a, b) for a, b in zip(here, plain, strict=True))
             assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
             assert sum(kept) == sum(kept_there) < sum(kept_plain) / 2
 
 
 def test_calls_inside_each_other():
-    layer, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    layer, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()),
+        torch.randn(4, 8),
+    )
     gradients = []
     for way in WAYS:
         inner = partial(WAYS[way], layer)
@@ -96,7 +103,10 @@ def test_an_input_that_was_overwritten_is_an_error():
 
 
 def test_a_second_run_that_does_something_else_is_an_error():
-    for second, message in ((torch.float64, "float64 on cpu where it saved"), (None, "0 tensors where it saved 1")):
+    for second, message in (
+        (torch.float64, "float64 on cpu where it saved"),
+        (None, "0 tensors where it saved 1"),
+    ):
         dtypes = [torch.float32, second]
 
         def layer(x, dtypes=dtypes):

@@ -1,4 +1,6 @@
-"""The preflight as a whole: it leaves nothing behind, raises no false alarm, and refuses with a record."""
+"""The preflight as a whole: it leaves nothing behind, raises no false alarm, and refuses with a
+record.
+"""
 
 import json
 import re
@@ -19,9 +21,18 @@ from isotype.training.preflight.codes import CODES, parse_skips
 WIDER: dict[str, dict] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
 }
-TINY_RATE = {"precision": {"preset": "bf16-pure", "rounding": "nearest"}, "adapter": {"kind": "none"}, "train": {"learning_rate": 1e-7}}
+TINY_RATE = {
+    "precision": {"preset": "bf16-pure", "rounding": "nearest"},
+    "adapter": {"kind": "none"},
+    "train": {"learning_rate": 1e-7},
+}
 
 OF_TRAINERS = {"PF023", "PF024"}  # checks of trainers to which Isotype is attached
 
@@ -29,12 +40,21 @@ OF_TRAINERS = {"PF023", "PF024"}  # checks of trainers to which Isotype is attac
 @pytest.mark.parametrize(
     "settings",
     [
-        {"precision": {"preset": "bf16-lora"}, "train": {"optimizer": "adamw8bit"}, "adapter": {"r": 64, "dropout": 0.1}},
-        pytest.param({"precision": {"preset": "fp16-mixed"}, "adapter": {"kind": "none"}}, marks=pytest.mark.full),
+        {
+            "precision": {"preset": "bf16-lora"},
+            "train": {"optimizer": "adamw8bit"},
+            "adapter": {"r": 64, "dropout": 0.1},
+        },
+        pytest.param(
+            {"precision": {"preset": "fp16-mixed"}, "adapter": {"kind": "none"}},
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["adamw8bit-dropout", "fp16-mixed"],
 )
-def test_a_run_with_preflight_is_bit_identical_to_one_without(configured, tmp_path, monkeypatch, settings):
+def test_a_run_with_preflight_is_bit_identical_to_one_without(
+    configured, tmp_path, monkeypatch, settings
+):
     assert train(configured("with", **settings)) == 0
     monkeypatch.setattr(run, "preflight", lambda subject, skips, *, world: Outcome())
     assert train(configured("without", **settings)) == 0
@@ -44,10 +64,19 @@ def test_a_run_with_preflight_is_bit_identical_to_one_without(configured, tmp_pa
 
 @pytest.mark.parametrize(
     ("preset", "adapter"),
-    [("bf16-mixed", "lora"), ("bf16-pure", "none"), ("nf4-lora", "modules_to_save"), ("fp16-mixed", "none")],
+    [
+        ("bf16-mixed", "lora"),
+        ("bf16-pure", "none"),
+        ("nf4-lora", "modules_to_save"),
+        ("fp16-mixed", "none"),
+    ],
 )
 def test_right_runs_get_no_finding_of_any_check(subject, preset, adapter):
-    sections = {"none": {"kind": "none"}, "lora": {}, "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head"]}}[adapter]
+    sections = {
+        "none": {"kind": "none"},
+        "lora": {},
+        "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    }[adapter]
     outcome = preflight(subject(precision={"preset": preset}, adapter=sections), {})
     assert outcome.findings == []
     assert set(outcome.ran) == set(CODES) - OF_TRAINERS
@@ -59,13 +88,30 @@ def test_right_runs_get_no_finding_of_any_check(subject, preset, adapter):
 def test_no_false_alarm_in_any_family(subject, workshop, family, preset):
     sizes = {k: v for k, v in SIZES.items() if k != "vocab_size" and not k.endswith("_id")}
     settings = {"model_type": family, **sizes, **FAMILIES.get(family, {}), **WIDER.get(family, {})}
-    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"  # softcapped scores and sinks: eager is all that they have
-    model = {"init": "random", "name": None, "config": settings, "tokenizer": str(workshop.base), "attention": attention}
-    assert preflight(subject(model=model, adapter={"kind": "none"}, precision={"preset": preset}), {}).findings == []
+    # softcapped scores and sinks: eager is all that they have
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    model = {
+        "init": "random",
+        "name": None,
+        "config": settings,
+        "tokenizer": str(workshop.base),
+        "attention": attention,
+    }
+    assert (
+        preflight(
+            subject(model=model, adapter={"kind": "none"}, precision={"preset": preset}), {}
+        ).findings
+        == []
+    )
 
 
 def test_every_code_is_a_check_with_a_page():
-    every = [check for group in (CHECKS, LANGUAGE_CHECKS) for checks in group.values() for check in checks]
+    every = [
+        check
+        for group in (CHECKS, LANGUAGE_CHECKS)
+        for checks in group.values()
+        for check in checks
+    ]
     assert {code for check in every for code in check.codes} == set(CODES) - OF_TRAINERS
     assert {*CHECKS, *LANGUAGE_CHECKS} <= set(PHASES)
     for code in CODES:

@@ -4,7 +4,11 @@ import torch
 
 from isotype.finding import Severity
 from isotype.training.preflight import rehearsal
-from isotype.training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
+from isotype.training.preflight.rehearsal import (
+    rehearsed_evaluation,
+    rehearsed_samples,
+    rehearsed_step,
+)
 
 
 def everything(one):
@@ -15,7 +19,11 @@ def test_rehearsal_restores_all_state(subject):
     one = subject(precision={"preset": "fp16-mixed"}, adapter={"kind": "none"})
     model, stepper = one.prepared.model, one.prepared.stepper
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    rng, scale, modes = torch.get_rng_state(), stepper.loss_scale.scale, [m.training for m in model.modules()]
+    rng, scale, modes = (
+        torch.get_rng_state(),
+        stepper.loss_scale.scale,
+        [m.training for m in model.modules()],
+    )
     assert everything(one) == []
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     assert torch.equal(rng, torch.get_rng_state())
@@ -27,13 +35,24 @@ def test_rehearsal_restores_all_state(subject):
 
 
 def test_a_step_that_fails_leaves_no_trace_and_is_told_with_its_fix(subject, monkeypatch):
-    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
+    # the step below stands for a library's
+    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)
     one = subject()
     for error, said, fix in (
-        (RuntimeError("no kernel\nat all"), "failed: no kernel", "isotype doctor explain 'no kernel'"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "out of memory: ", "train.batch_size"),
+        (
+            RuntimeError("no kernel\nat all"),
+            "failed: no kernel",
+            "isotype doctor explain 'no kernel'",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            "out of memory: ",
+            "train.batch_size",
+        ),
     ):
-        monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(
+            torch.optim.AdamW, "step", lambda *a, error=error: (_ for _ in ()).throw(error)
+        )
         (finding,) = rehearsed_step(one)
         assert finding.code == "PF012"
         assert said in finding.message
@@ -43,7 +62,11 @@ def test_a_step_that_fails_leaves_no_trace_and_is_told_with_its_fix(subject, mon
 
 def test_a_weight_that_is_nan(subject):
     one = subject()
-    weight = next(p for n, p in one.prepared.model.named_parameters() if n.endswith("layers.0.mlp.up_proj.base_layer.weight"))
+    weight = next(
+        p
+        for n, p in one.prepared.model.named_parameters()
+        if n.endswith("layers.0.mlp.up_proj.base_layer.weight")
+    )
     weight.data[0, 0] = float("nan")
     (finding,) = rehearsed_step(one)
     assert finding.code == "PF013"
@@ -73,7 +96,11 @@ def test_no_gradient_at_all_is_an_error(subject):
 
 def test_a_frozen_tensor_with_a_gradient(subject):
     one = subject()
-    name, frozen = next((n, p) for n, p in one.prepared.model.named_parameters() if not p.requires_grad and p.ndim == 2)
+    name, frozen = next(
+        (n, p)
+        for n, p in one.prepared.model.named_parameters()
+        if not p.requires_grad and p.ndim == 2
+    )
     frozen.requires_grad_(True)
     findings = {f.code: f for f in rehearsed_step(one)}
     assert findings["PF015"].place.symbol == name

@@ -23,17 +23,31 @@ NEAREST = {"preset": "bf16-pure", "rounding": "nearest"}
 
 def test_bf16_weights_rounded_to_nearest(subject):
     for rate, severity in ((1e-5, Severity.ERROR), (1e-4, Severity.WARNING)):
-        (finding,) = vanishing_updates(subject(adapter=FULL, precision=NEAREST, train={"learning_rate": rate}))
+        (finding,) = vanishing_updates(
+            subject(adapter=FULL, precision=NEAREST, train={"learning_rate": rate})
+        )
         assert finding.severity == severity
         assert "bf16 keeps 8 bits" in str(finding.cause)
-        assert dict(finding.details)["still"].startswith("5 of 21 tensors"), "a norm's weight is 1 and does not move"
-        assert finding.fix == f"precision.rounding: stochastic, precision.trainable: fp32, or a train.learning_rate above {rate:g}"
+        assert dict(finding.details)["still"].startswith("5 of 21 tensors"), (
+            "a norm's weight is 1 and does not move"
+        )
+        assert (
+            finding.fix
+            == f"precision.rounding: stochastic, precision.trainable: fp32, or a train.learning_rate above {rate:g}"
+        )
 
 
 def test_a_rate_that_only_prodigy_takes_is_warned_of(subject):
     (finding,) = vanishing_updates(subject(train={"learning_rate": 10.0}))
     assert "the learning rate is 10: AdamW moves each weight by about that much" in finding.message
-    assert not list(vanishing_updates(subject("prodigy", train={"learning_rate": 1.0, "optimizer": "prodigy", "schedule": "constant"})))
+    assert not list(
+        vanishing_updates(
+            subject(
+                "prodigy",
+                train={"learning_rate": 1.0, "optimizer": "prodigy", "schedule": "constant"},
+            )
+        )
+    )
 
 
 def test_updates_below_the_spacing_of_fp32_are_lost(subject):
@@ -59,7 +73,9 @@ def planned(one):
     precision = one.prepared.resolved.precision
     made = one.task.outline(precision, device_type="cpu")
     largest = step_outline(one.config, precision, length=len(one.longest_rows[0].input_ids))
-    return plan_memory(made, one.config.train, precision, largest, checkpointing=Checkpointing("none"))
+    return plan_memory(
+        made, one.config.train, precision, largest, checkpointing=Checkpointing("none")
+    )
 
 
 def besides(one):
@@ -74,10 +90,22 @@ def with_memory(one, size):
 def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
     one = subject(train={"batch_size": 16})
     needs = planned(one).peak + besides(one)
-    for share, severities in ((2.0, []), (1.25, []), (1.0, [Severity.WARNING]), (0.8, [Severity.ERROR])):
-        assert [f.severity for f in memory_too_small(with_memory(one, needs * share))] == severities, share
+    for share, severities in (
+        (2.0, []),
+        (1.25, []),
+        (1.0, [Severity.WARNING]),
+        (0.8, [Severity.ERROR]),
+    ):
+        assert [
+            f.severity for f in memory_too_small(with_memory(one, needs * share))
+        ] == severities, share
     (finding,) = memory_too_small(with_memory(one, needs / 2))
     assert "gradient_checkpointing" in str(finding.fix)
     assert "train.batch_size" in str(finding.fix)
-    (finding,) = memory_too_small(with_memory(subject("one row", train={"batch_size": 1, "gradient_checkpointing": "layers"}), needs / 9))
+    (finding,) = memory_too_small(
+        with_memory(
+            subject("one row", train={"batch_size": 1, "gradient_checkpointing": "layers"}),
+            needs / 9,
+        )
+    )
     assert finding.fix == "a smaller data.max_length, or --preset qlora"

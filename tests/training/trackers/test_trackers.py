@@ -19,14 +19,19 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}
 
 
-def curves_and_texts(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
+def curves_and_texts(
+    folder: Path,
+) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
     """What TensorBoard reads from its event files."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     accumulator = events.EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
     tags = accumulator.Tags()
     curves = {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in tags["scalars"]}
-    return curves, {tag: [e.tensor_proto.string_val[0].decode() for e in accumulator.Tensors(tag)] for tag in tags["tensors"]}
+    return curves, {
+        tag: [e.tensor_proto.string_val[0].decode() for e in accumulator.Tensors(tag)]
+        for tag in tags["tensors"]
+    }
 
 
 @pytest.fixture
@@ -38,7 +43,9 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
 
 
-def test_tensorboard_has_the_metrics_and_the_numbers_are_those_of_a_run_without_it(configured, tmp_path) -> None:
+def test_tensorboard_has_the_metrics_and_the_numbers_are_those_of_a_run_without_it(
+    configured, tmp_path
+) -> None:
     pytest.importorskip("tensorboard")
     adapter = {"dropout": 0.2}  # the run draws random numbers at every step
     assert train(configured("plain", adapter=adapter)) == 0
@@ -48,7 +55,12 @@ def test_tensorboard_has_the_metrics_and_the_numbers_are_those_of_a_run_without_
     found, said = curves_and_texts(watched)
     assert dict(found["train/loss"]) == pytest.approx(losses(watched))
     assert [step for step, _ in found["eval/loss"]] == [0, 2, 4, 6]
-    assert {"train/grad_norm", "train/learning_rate", "train/tokens_per_second", "eval/tokens"} <= set(found)
+    assert {
+        "train/grad_norm",
+        "train/learning_rate",
+        "train/tokens_per_second",
+        "eval/tokens",
+    } <= set(found)
     assert "How much is 1 plus 1?" in said["samples/0/text_summary"][0]
     assert "| train.steps | 6 |" in said["settings/text_summary"][0]
 
@@ -65,6 +77,8 @@ def test_wandb_works_without_a_network_or_a_key(configured, tmp_path, offline, c
 
 def test_a_missing_package_is_reported_before_loading(configured, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"run.trackers: wandb is not installed: pip install 'isotype\[wandb\]'"):
+    with pytest.raises(
+        UsageError, match=r"run.trackers: wandb is not installed: pip install 'isotype\[wandb\]'"
+    ):
         settings.refuse_incomplete(configured(run={"trackers": ["wandb", "tensorboard"]}))
     assert not (tmp_path / "run").exists()

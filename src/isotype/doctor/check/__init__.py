@@ -1,4 +1,6 @@
-"""`isotype doctor check`: contradictions in training configurations, found before a run. Imports no torch."""
+"""`isotype doctor check`: contradictions in training configurations, found before a run. Imports no
+torch.
+"""
 
 from .check import Checked, check
 

@@ -1,4 +1,6 @@
-"""What programs decide: calls in Python files, commands and exports in scripts, env files; each as documents of their tools."""
+"""What programs decide: calls in Python files, commands and exports in scripts, env files; each as
+documents of their tools.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ _ONLY_HERE = {
 
 
 def is_config_env(names: set[str]) -> bool:
-    return bool(names & _ONLY_HERE) or {"MODEL_TYPE", "MIXED_PRECISION"} <= names or {"OPTIMIZER", "MIXED_PRECISION"} <= names
+    return (
+        bool(names & _ONLY_HERE)
+        or {"MODEL_TYPE", "MIXED_PRECISION"} <= names
+        or {"OPTIMIZER", "MIXED_PRECISION"} <= names
+    )
 
 
 def _plain(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -41,11 +47,15 @@ def _plain(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 _CALLS = re.compile(
     r"TrainingArguments|from_pretrained|Config\(|Accelerator|Trainer\(|Fabric\(|autocast|GradScaler|environ|FSDPStrategy|get_peft_model"
 )
-_DECIDING = re.compile(  # without one of these words a file's calls say nothing of precision, and its syntax tree is not built
+# without one of these words a file's calls say nothing of precision, and its syntax tree is not
+# built
+_DECIDING = re.compile(
     r"bf16|fp16|fp8|float16|half\(|precision|load_in_|GradScaler|autocast|TrainingArguments|ACCELERATE_|FSDP_|FSDPStrategy|TRITON_|GPU"
     r"|LoraConfig|get_peft_model|kbit|Fast\w+Model|FullySharded|(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|MD|XPO|PPO)Config\b"
 )
-_TRL = re.compile(r"^(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|OnlineDPO|NashMD|XPO|PPO)Config$")
+_TRL = re.compile(
+    r"^(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|OnlineDPO|NashMD|XPO|PPO)Config$"
+)
 
 
 def from_python(text: str, shown: str) -> list[Document]:
@@ -54,10 +64,13 @@ def from_python(text: str, shown: str) -> list[Document]:
         return []
     documents: list[Document] = []
 
-    ambiguous: list[tuple[Document, str]] = []  # two calls disagree, and only running the program would tell which counts
+    # two calls disagree, and only running the program would tell which counts
+    ambiguous: list[tuple[Document, str]] = []
 
     def document(tool: str, **attributes: Any) -> Document:
-        made = next((d for d in documents if d.tool == tool and tool not in ("hf", "lightning")), None)
+        made = next(
+            (d for d in documents if d.tool == tool and tool not in ("hf", "lightning")), None
+        )
         if made is None:
             made = Document(tool, shown, attributes={"reader": "python"})
             documents.append(made)
@@ -66,14 +79,21 @@ def from_python(text: str, shown: str) -> list[Document]:
 
     arguments: dict[str, Document] = {}  # by the variable that holds them
 
-    def copy(call: python_calls.Call, into: Document, prefix: str = "", *, replaces: bool = False) -> None:
+    def copy(
+        call: python_calls.Call, into: Document, prefix: str = "", *, replaces: bool = False
+    ) -> None:
         for key, (value, line) in call.arguments.items():
             if key.isdigit():
                 continue
             known = list(_plain(prefix + key, value))
             for name, plain in known:
                 before = into.settings.get(name)
-                if before is not None and before.value != plain and into.tool not in ("accelerate", "code") and not replaces:
+                if (
+                    before is not None
+                    and before.value != plain
+                    and into.tool not in ("accelerate", "code")
+                    and not replaces
+                ):
                     ambiguous.append((into, name))
                 into.add(name, plain, line)
             if not known:
@@ -82,7 +102,11 @@ def from_python(text: str, shown: str) -> list[Document]:
     code = Document("code", shown)
     lightning = bool(re.search(r"\b(?:lightning|pytorch_lightning|lightning_fabric)\b", text))
     calls = python_calls.read(text)
-    quantisations = {repr({k: v for k, (v, _) in call.arguments.items()}) for call in calls if call.name == "BitsAndBytesConfig"}
+    quantisations = {
+        repr({k: v for k, (v, _) in call.arguments.items()})
+        for call in calls
+        if call.name == "BitsAndBytesConfig"
+    }
     for call in calls:
         if call.name in ("TrainingArguments", "Seq2SeqTrainingArguments") or _TRL.match(call.name):
             made = document("hf", made_by=call.name)
@@ -94,7 +118,11 @@ def from_python(text: str, shown: str) -> list[Document]:
         elif call.name == "BitsAndBytesConfig":
             if len(quantisations) == 1:  # else they are a program's alternatives
                 copy(call, document("model"), "quantization_config.")
-        elif call.name == "from_pretrained" and re.search(f"{_MODEL}|Pipeline", call.owner) and "Tokenizer" not in call.owner:
+        elif (
+            call.name == "from_pretrained"
+            and re.search(f"{_MODEL}|Pipeline", call.owner)
+            and "Tokenizer" not in call.owner
+        ):
             made = document("model", unsloth=True) if "Fast" in call.owner else document("model")
             copy(call, made)
             if call.owner.startswith("Fast"):
@@ -102,8 +130,15 @@ def from_python(text: str, shown: str) -> list[Document]:
                     if key in made.settings:
                         made.settings[f"quantization_config.{key}"] = made.settings[key]
         elif (cast := _cast_when_loaded(call)) is not None:
-            document("model").add("dtype", python_calls.Name(cast), call.line, written=f".{call.name}()")
-        elif call.name in ("LoraConfig", "get_peft_model", "AdaLoraConfig", "prepare_model_for_kbit_training"):
+            document("model").add(
+                "dtype", python_calls.Name(cast), call.line, written=f".{call.name}()"
+            )
+        elif call.name in (
+            "LoraConfig",
+            "get_peft_model",
+            "AdaLoraConfig",
+            "prepare_model_for_kbit_training",
+        ):
             made = document("peft")
             copy(call, made)
             made.add("called", call.name, call.line)
@@ -120,7 +155,10 @@ def from_python(text: str, shown: str) -> list[Document]:
             for key, (value, line) in call.arguments.items():
                 made.add(key, value, line)
         elif call.name in ("evaluate", "predict", "train", "fit", "generate") and call.owner:
-            code.settings.setdefault(f"{call.name}@{call.owner}", Setting(True, f"{call.owner}.{call.name}()", shown, call.line))
+            code.settings.setdefault(
+                f"{call.name}@{call.owner}",
+                Setting(True, f"{call.owner}.{call.name}()", shown, call.line),
+            )
         elif call.name == "autocast":
             copy(call, code, "autocast.")
             code.add("autocast", "autocast", call.line)
@@ -131,7 +169,9 @@ def from_python(text: str, shown: str) -> list[Document]:
             code.add("deepspeed.initialize", True, call.line)
     if "GradScaler" in code.settings and not any(d.tool == "model" for d in documents):
         for call, dtype in _casts_before_training(calls):
-            document("model").add("dtype", python_calls.Name(dtype), call.line, written=f".{call.name}()")
+            document("model").add(
+                "dtype", python_calls.Name(dtype), call.line, written=f".{call.name}()"
+            )
     for made, name in ambiguous:
         made.settings.pop(name, None)
         made.attributes.setdefault("unknown", set()).add(name)
@@ -148,7 +188,11 @@ def _cast_when_loaded(call: python_calls.Call) -> str | None:
 
 def _dtype_given(call: python_calls.Call) -> str | None:
     """Of `.to(torch.bfloat16)`, `.half()` and its like; None for another call."""
-    given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0] if call.name == "to" else _CASTS.get(call.name)
+    given = (
+        call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
+        if call.name == "to"
+        else _CASTS.get(call.name)
+    )
     return str(given) if isinstance(given, str) and given.startswith("torch.") else None
 
 
@@ -156,12 +200,22 @@ _MODEL = "Model|VAE|UNet|Transformer"
 _CASTS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float": "torch.float32"}
 
 
-def _casts_before_training(calls: list[python_calls.Call]) -> Iterator[tuple[python_calls.Call, str]]:
-    """`model = Net().half()` or `model.half()` above an optimizer over `model.parameters()`: a model of the program's own."""
+def _casts_before_training(
+    calls: list[python_calls.Call],
+) -> Iterator[tuple[python_calls.Call, str]]:
+    """`model = Net().half()` or `model.half()` above an optimizer over `model.parameters()`: a
+    model of the program's own.
+    """
     trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
     for call in calls:
         name, given = call.target or call.owner, _dtype_given(call)
-        if given and dtype_of(given) and not call.conditional and name in trained and call.line < trained[name]:
+        if (
+            given
+            and dtype_of(given)
+            and not call.conditional
+            and name in trained
+            and call.line < trained[name]
+        ):
             yield call, given
 
 
@@ -187,7 +241,8 @@ def from_script(text: str, shown: str) -> list[Document]:
 
 def _command(words: list[str], line: int, shown: str) -> list[Document]:
     program = next((i for i, w in enumerate(words) if w.endswith(".py")), None)
-    flag = next((w for w in words[:-1] if w in ("-m", "--module")), None)  # DeepSpeed's launcher spells it out
+    # DeepSpeed's launcher spells it out
+    flag = next((w for w in words[:-1] if w in ("-m", "--module")), None)
     module = words.index(flag) + 1 if program is None and flag else None
     first = words[0].rpartition("/")[2]
     documents = []
@@ -215,9 +270,16 @@ def _command(words: list[str], line: int, shown: str) -> list[Document]:
             if changed := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", word):
                 document.add(changed[1], changed[2], line)
         if document.settings:  # the recipe's name says what is trained
-            document.add("recipe", " ".join(word for word in words[start:] if "=" not in word), line, written="tune run")
+            document.add(
+                "recipe",
+                " ".join(word for word in words[start:] if "=" not in word),
+                line,
+                written="tune run",
+            )
         return [document]
-    document.tool = _tool_of(first, words[program] if program is not None else " ".join(words[:2]), given) or ""
+    document.tool = (
+        _tool_of(first, words[program] if program is not None else " ".join(words[:2]), given) or ""
+    )
     for key, value in given.items() if document.tool else ():
         document.add(key, value, line, written=f"--{key}")
     return [*documents, document]
@@ -235,7 +297,11 @@ def _tool_of(first: str, name: str, given: dict[str, str | bool]) -> str | None:
         return "script"
     tool = identify(given)
     trainers = tool in ("model", "peft", "checkpoint", "deepspeed", None)
-    return "hf" if trainers and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & given.keys() else tool
+    return (
+        "hf"
+        if trainers and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & given.keys()
+        else tool
+    )
 
 
 def from_environment(text: str, shown: str) -> list[Document]:

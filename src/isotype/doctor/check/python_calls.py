@@ -1,4 +1,6 @@
-"""Calls and their plain arguments in a Python file or a notebook, found in its syntax tree; nothing is executed."""
+"""Calls and their plain arguments in a Python file or a notebook, found in its syntax tree; nothing
+is executed.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def read(text: str) -> list[Call]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise Unreadable(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
+        raise Unreadable(
+            getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1
+        ) from error
     names = _constants(tree)
     conditional = _conditional(tree)
     targets = {
         id(node.value): node.targets[0].id
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+        if isinstance(node, ast.Assign)
+        and len(node.targets) == 1
+        and isinstance(node.targets[0], ast.Name)
     }
     calls = []
     for node in ast.walk(tree):
@@ -57,11 +63,24 @@ def read(text: str) -> list[Call]:
             and isinstance(target.value, ast.Name)
             and id(node) not in conditional
         ):
-            calls.append(Call("setattr", target.value.id, node.lineno, {target.attr: (_value(node.value, names), node.lineno)}))
+            calls.append(
+                Call(
+                    "setattr",
+                    target.value.id,
+                    node.lineno,
+                    {target.attr: (_value(node.value, names), node.lineno)},
+                )
+            )
         if not isinstance(node, ast.Call):
             continue
         owner, _, name = _dotted(node.func).rpartition(".")
-        call = Call(name, owner, node.lineno, target=targets.get(id(node), ""), conditional=id(node) in conditional)
+        call = Call(
+            name,
+            owner,
+            node.lineno,
+            target=targets.get(id(node), ""),
+            conditional=id(node) in conditional,
+        )
         for index, argument in enumerate(node.args):
             if not isinstance(argument, ast.Starred):
                 call.arguments[str(index)] = (_value(argument, names), argument.lineno)
@@ -69,7 +88,9 @@ def read(text: str) -> list[Call]:
             if keyword.arg is not None:
                 call.arguments[keyword.arg] = (_value(keyword.value, names), keyword.value.lineno)
             elif isinstance(spread := _value(keyword.value, names), dict):
-                call.arguments.update({str(k): (v, keyword.value.lineno) for k, v in spread.items()})
+                call.arguments.update(
+                    {str(k): (v, keyword.value.lineno) for k, v in spread.items()}
+                )
         calls.append(call)
     return sorted(calls, key=lambda c: c.line)
 
@@ -77,7 +98,13 @@ def read(text: str) -> list[Call]:
 def _conditional(tree: ast.Module) -> set[int]:
     """Statements that only run under a condition."""
     branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
-    return {id(inner) for node in ast.walk(tree) if isinstance(node, branches) for inner in ast.walk(node) if inner is not node}
+    return {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, branches)
+        for inner in ast.walk(node)
+        if inner is not node
+    }
 
 
 def _dotted(node: ast.expr) -> str:
@@ -115,7 +142,11 @@ def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         return _value(names[node.id], names, depth + 1) if node.id in names else Unknown
     if isinstance(node, ast.Attribute):
         dotted = _dotted(node)
-        return Name(dotted) if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1 else Unknown
+        return (
+            Name(dotted)
+            if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1
+            else Unknown
+        )
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _value(node.operand, names, depth + 1)
         return -inner if isinstance(inner, int | float) else Unknown
@@ -131,16 +162,22 @@ def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         name = _dotted(node.func).rpartition(".")[2]
         if name == "dict":
             return {k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}
-        return {"__call__": name, **{k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}}
+        return {
+            "__call__": name,
+            **{k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg},
+        }
     return Unknown
 
 
 _NOT_PYTHON = ("%", "!", "?")
-_PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}  # `%%bash` and all others hold another language
+# `%%bash` and all others hold another language
+_PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}
 
 
 def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
-    """-> the code, and the function from its lines to the notebook's. Shell and magic lines become comments. Raises Unreadable."""
+    """-> the code, and the function from its lines to the notebook's. Shell and magic lines become
+    comments. Raises Unreadable.
+    """
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -150,11 +187,21 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
     raw, position = text, 0
     cells = data.get("cells") if isinstance(data, dict) else None
     for cell in cells if isinstance(cells, list) else []:
-        source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
+        source = (
+            cell.get("source")
+            if isinstance(cell, dict) and cell.get("cell_type") == "code"
+            else None
+        )
         if not isinstance(source, (str, list)):
             continue
-        lines = source.splitlines() if isinstance(source, str) else "".join(map(str, source)).splitlines()
-        magics = {line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()}
+        lines = (
+            source.splitlines()
+            if isinstance(source, str)
+            else "".join(map(str, source)).splitlines()
+        )
+        magics = {
+            line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()
+        }
         foreign, continued = bool(magics - _PYTHON_MAGICS), False
         for line in lines:
             written = json.dumps(line, ensure_ascii=False)[1:-1]
@@ -162,7 +209,8 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
             position = at if at >= 0 else position
             plain = line.lstrip()
             indent = line[: len(line) - len(plain)]
-            within = foreign or continued  # a comment needs no indentation; the first line of a command may be a block's only one
+            # a comment needs no indentation; the first line of a command may be a block's only one
+            within = foreign or continued
             shell = within or plain.startswith(_NOT_PYTHON)
             continued = shell and plain.endswith("\\")  # `!pip install \` goes on in the next line
             code.append(f"# {plain}" if within else f"{indent}pass  # {plain}" if shell else line)

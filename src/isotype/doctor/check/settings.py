@@ -1,8 +1,10 @@
-"""A setting with the line that made it, a document of settings, what is known about one run, and its effective precision record.
+"""A setting with the line that made it, a document of settings, what is known about one run, and
+its effective precision record.
 
-The record says what each role of a run will really be, with the setting that decided it. Each tool's settings are compiled into the same
-record (`tools.py`), so that a rule about precision is written once. The functions at the end read what several tools have, wherever each
-keeps it: the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
+The record says what each role of a run will really be, with the setting that decided it. Each
+tool's settings are compiled into the same record (`tools.py`), so that a rule about precision is
+written once. The functions at the end read what several tools have, wherever each keeps it: the
+model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from ...finding import Place
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """architecture: CUDA's compute capability (`9.0`) or AMD's gfx; bf16, tf32, fp8: whether it has them."""
+    """architecture: CUDA's compute capability (`9.0`) or AMD's gfx; bf16, tf32, fp8: whether it has
+    them.
+    """
 
     name: str
     kind: str
@@ -31,11 +35,19 @@ class Device:
 
 def parse_device(name: str) -> Device:
     """Raises UsageError with the nearest names."""
-    if name.strip().lower() in ("mps", "apple"):  # which Isotype does not train on, and other tools do
+    # which Isotype does not train on, and other tools do
+    if name.strip().lower() in ("mps", "apple"):
         return Device(name, "mps")
     known = by_name(name)
     shown = "CPU" if known.kind == "cpu" else name.upper() if len(name) < 6 else name
-    return Device(shown, known.kind, known.architecture, known.bf16 != "none", known.tf32 == "native", known.fp8 == "native")
+    return Device(
+        shown,
+        known.kind,
+        known.architecture,
+        known.bf16 != "none",
+        known.tf32 == "native",
+        known.fp8 == "native",
+    )
 
 
 def find_device(name: str) -> Device | None:
@@ -48,7 +60,9 @@ def find_device(name: str) -> Device | None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """value as its reader understands it (Python bool, number, str, None, list); key as written in the file."""
+    """value as its reader understands it (Python bool, number, str, None, list); key as written in
+    the file.
+    """
 
     value: Any
     key: str
@@ -66,14 +80,22 @@ class Setting:
     def shown(self) -> str:
         """`true  (train.yaml:3)`."""
         value = self.value
-        word = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        word = (
+            "null"
+            if value is None
+            else str(value).lower()
+            if isinstance(value, bool)
+            else str(value)
+        )
         where = f"{self.file}:{self.line}" if self.file and self.line else self.file or "default"
         return f"{word}  ({where})"
 
 
 @dataclass(slots=True)
 class Document:
-    """One file's settings for one tool: `tool` is the namespace its keys are asked under (`hf`, `deepspeed`, ...)."""
+    """One file's settings for one tool: `tool` is the namespace its keys are asked under (`hf`,
+    `deepspeed`, ...).
+    """
 
     tool: str
     file: str
@@ -88,7 +110,9 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "n
 
 
 def truth(value: Any) -> bool | None:
-    """What a trainer's own boolean parsing makes of a value; None for words that are no booleans (`auto`)."""
+    """What a trainer's own boolean parsing makes of a value; None for words that are no booleans
+    (`auto`).
+    """
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
@@ -123,14 +147,20 @@ class Facts:
         for name in names:
             tool, _, key = name.partition(".")
             for document in self.documents:
-                if document.tool == tool and (found := document.settings.get(key)) is not None and found.value is not None:
+                if (
+                    document.tool == tool
+                    and (found := document.settings.get(key)) is not None
+                    and found.value is not None
+                ):
                     return found
         return None
 
     def given(self, name: str) -> Setting | None:
         """As `get`, null included: somebody wrote the key."""
         tool, _, key = name.partition(".")
-        return next((d.settings[key] for d in self.documents if d.tool == tool and key in d.settings), None)
+        return next(
+            (d.settings[key] for d in self.documents if d.tool == tool and key in d.settings), None
+        )
 
     def value(self, *names: str, default: Any = None) -> Any:
         found = self.get(*names)
@@ -141,10 +171,16 @@ class Facts:
 
     def on(self, *names: str) -> Setting | None:
         """The first of the names that is switched on (`auto` is not)."""
-        return next((s for name in names if (s := self.get(name)) is not None and truth(s.value) is True), None)
+        return next(
+            (s for name in names if (s := self.get(name)) is not None and truth(s.value) is True),
+            None,
+        )
 
     def off(self, *names: str) -> Setting | None:
-        return next((s for name in names if (s := self.get(name)) is not None and truth(s.value) is False), None)
+        return next(
+            (s for name in names if (s := self.get(name)) is not None and truth(s.value) is False),
+            None,
+        )
 
     def number(self, *names: str) -> float | None:
         try:
@@ -171,7 +207,9 @@ ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """value: a dtype word or a phrase; by: the setting that decided, None for the tool's default; why: in a few words."""
+    """value: a dtype word or a phrase; by: the setting that decided, None for the tool's default;
+    why: in a few words.
+    """
 
     value: str
     why: str
@@ -180,7 +218,9 @@ class Decision:
 
 @dataclass
 class Record:
-    """adapter, quantised: None where no setting gives them; autocast: None when off; scaler: whether a GradScaler will run."""
+    """adapter, quantised: None where no setting gives them; autocast: None when off; scaler:
+    whether a GradScaler will run.
+    """
 
     tool: str
     facts: Facts
@@ -208,11 +248,16 @@ class Record:
 
     @property
     def learning_rate(self) -> float | None:
-        return self.facts.number(*_in_any_tool("learning_rate train.learning_rate lr optimizer.lr optimizer.params.lr"))
+        return self.facts.number(
+            *_in_any_tool("learning_rate train.learning_rate lr optimizer.lr optimizer.params.lr")
+        )
 
     @property
     def accumulates(self) -> Setting | None:
-        keys = "gradient_accumulation_steps train.accumulate accumulate_grad_batches trainer.accumulate_grad_batches"
+        keys = (
+            "gradient_accumulation_steps train.accumulate accumulate_grad_batches"
+            " trainer.accumulate_grad_batches"
+        )
         return self.facts.get(*_in_any_tool(keys))
 
 
@@ -230,7 +275,8 @@ _TOOLS = [
     "deepspeed",
     "accelerate",
 ]
-_HAND_ON = ("hf", "axolotl", "llamafactory")  # these have the Trainer's arguments for DeepSpeed and FSDP
+# these have the Trainer's arguments for DeepSpeed and FSDP
+_HAND_ON = ("hf", "axolotl", "llamafactory")
 
 
 def _in_any_tool(keys: str) -> list[str]:
@@ -241,7 +287,16 @@ MODEL_DTYPE = (
     "model.dtype", "model.torch_dtype", "hf.dtype", "hf.torch_dtype", "hf.model_init_kwargs.dtype", "hf.model_init_kwargs.torch_dtype",
     "hf.model_dtype", "model.model_kwargs.torch_dtype",
 )  # fmt: skip
-CHECKPOINT_DTYPE = [f"checkpoint.{key}" for key in ("stored_dtype", "dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype")]
+CHECKPOINT_DTYPE = [
+    f"checkpoint.{key}"
+    for key in (
+        "stored_dtype",
+        "dtype",
+        "torch_dtype",
+        "text_config.dtype",
+        "text_config.torch_dtype",
+    )
+]
 BNB = "quantization_config"
 
 
@@ -270,16 +325,31 @@ def quantised(record: Record, *prefixes: str) -> None:
         if found := facts.on(*(f"{p}.load_in_{bits}bit" for p in prefixes)):
             record.quantised, record.quantised_by = bits, found
             return
-    if stored := facts.get("checkpoint.quantization_config.quant_method", "model.quantization_config.quant_method"):
-        loaded = facts.on("checkpoint.quantization_config.load_in_4bit", "model.quantization_config._load_in_4bit")
-        record.quantised, record.quantised_by = (4 if loaded or str(stored.value) in ("awq", "gptq", "hqq") else 8), stored
+    if stored := facts.get(
+        "checkpoint.quantization_config.quant_method", "model.quantization_config.quant_method"
+    ):
+        loaded = facts.on(
+            "checkpoint.quantization_config.load_in_4bit", "model.quantization_config._load_in_4bit"
+        )
+        record.quantised, record.quantised_by = (
+            (4 if loaded or str(stored.value) in ("awq", "gptq", "hqq") else 8),
+            stored,
+        )
 
 
 def adapter_from(record: Record, *names: str) -> None:
     """By the first of these settings that somebody wrote, else by calls of PEFT."""
     facts = record.facts
     if setting := next(filter(None, map(facts.given, names)), None):
-        record.adapter = str(setting.value).lower() not in ("none", "null", "false", "full", "", "freeze", "no")
+        record.adapter = str(setting.value).lower() not in (
+            "none",
+            "null",
+            "false",
+            "full",
+            "",
+            "freeze",
+            "no",
+        )
         record.adapter_by = setting
     elif facts.has("peft"):
         record.adapter, record.adapter_by = True, next((s for _, s in facts.all("peft")), None)
@@ -290,7 +360,11 @@ def lightning_precision(facts: Facts) -> Setting | None:
 
 
 def deepspeed_setting(facts: Facts, key: str) -> Setting | None:
-    places = ("deepspeed", "accelerate.deepspeed_config", *(f"{tool}.deepspeed" for tool in _HAND_ON))
+    places = (
+        "deepspeed",
+        "accelerate.deepspeed_config",
+        *(f"{tool}.deepspeed" for tool in _HAND_ON),
+    )
     return facts.get(*(f"{place}.{key}" for place in places))
 
 
@@ -300,21 +374,30 @@ def uses_deepspeed(facts: Facts) -> Setting | None:
     if "deepspeed" in facts.word("accelerate.distributed_type"):
         return facts.get("accelerate.distributed_type")
     named = (facts.get(f"{tool}.deepspeed") for tool in _HAND_ON)
-    return next((s for s in named if s and s.value), None) or next(iter(facts.under("hf.deepspeed")), None)
+    return next((s for s in named if s and s.value), None) or next(
+        iter(facts.under("hf.deepspeed")), None
+    )
 
 
 def deepspeed_half(record: Record) -> str | None:
     """The half precision that DeepSpeed's file switches on, itself or by "auto"."""
     for half in ("bf16", "fp16"):
         section = deepspeed_setting(record.facts, f"{half}.enabled")
-        if section is not None and (truth(section.value) or (str(section.value) == "auto" and record.value("compute") == half)):
+        if section is not None and (
+            truth(section.value)
+            or (str(section.value) == "auto" and record.value("compute") == half)
+        ):
             return half
     return None
 
 
 def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
-    """By DeepSpeed's settings, else by a digit in the name of its file (`zero3.json`, `ds_z2_config.json`)."""
-    if found := deepspeed_setting(facts, "zero_optimization.stage") or facts.get("accelerate.deepspeed_config.zero_stage"):
+    """By DeepSpeed's settings, else by a digit in the name of its file (`zero3.json`,
+    `ds_z2_config.json`).
+    """
+    if found := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(
+        "accelerate.deepspeed_config.zero_stage"
+    ):
         return _whole(found), found
     for named in filter(None, (facts.get(f"{tool}.deepspeed") for tool in _HAND_ON)):
         digits = [c for c in str(named.value).rpartition("/")[2] if c in "0123"]
@@ -345,19 +428,37 @@ def uses_fsdp(facts: Facts) -> Setting | None:
         return facts.get("accelerate.distributed_type")
     for name in _USE_FSDP:
         found = facts.get(name)
-        if found and found.value not in ("", [], False) and ("strategy" not in name or "fsdp" in str(found.value).lower()):
+        if (
+            found
+            and found.value not in ("", [], False)
+            and ("strategy" not in name or "fsdp" in str(found.value).lower())
+        ):
             return found
-    inner = (s for tool in _HAND_ON for s in facts.under(f"{tool}.fsdp_config") if s.value not in (None, {}, []))
+    inner = (
+        s
+        for tool in _HAND_ON
+        for s in facts.under(f"{tool}.fsdp_config")
+        if s.value not in (None, {}, [])
+    )
     if not facts.has("accelerate") and (found := next(inner, None)):
         return found
     return next((s for _, s in facts.all("fsdp")), None)
 
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
-    """As set; transformers' arguments without a version are FSDP2 since 5.10, while accelerate's own file without one stays FSDP1."""
+    """As set; transformers' arguments without a version are FSDP2 since 5.10, while accelerate's
+    own file without one stays FSDP1.
+    """
     if found := facts.get(*_FSDP_VERSION):
         return _whole(found), found
-    asked = next((s for tool in ("hf", "llamafactory") if (s := facts.get(f"{tool}.fsdp")) and s.value not in ("", [], False)), None)
+    asked = next(
+        (
+            s
+            for tool in ("hf", "llamafactory")
+            if (s := facts.get(f"{tool}.fsdp")) and s.value not in ("", [], False)
+        ),
+        None,
+    )
     if asked is None or "fsdp" in facts.word("accelerate.distributed_type"):
         return None, None
     return 2, asked

@@ -1,6 +1,7 @@
 """Assignments and commands of a shell script or an env file: as a shell reads them.
 
-No shell is run: quotes, `export`, `+=`, `${NAME}`, `${NAME:-default}` and continued lines are read; `$(...)` is left as it stands.
+No shell is run: quotes, `export`, `+=`, `${NAME}`, `${NAME:-default}` and continued lines are read;
+`$(...)` is left as it stands.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-_ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+-x\s+|set\s+)?(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=(?P<value>.*)$", re.S)
+_ASSIGNMENT = re.compile(
+    r"^(?:export\s+|declare\s+-x\s+|set\s+)?(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=(?P<value>.*)$",
+    re.S,
+)
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}|\$(?P<bare>[A-Za-z_]\w*)")
 
 
@@ -21,7 +25,9 @@ class Assignment:
 
 @dataclass(slots=True)
 class Script:
-    """variables: the last value of each; commands: (words, line), the environment written before a command included in `prefixed`."""
+    """variables: the last value of each; commands: (words, line), the environment written before a
+    command included in `prefixed`.
+    """
 
     variables: dict[str, Assignment] = field(default_factory=dict)
     commands: list[tuple[list[str], int]] = field(default_factory=list)
@@ -33,13 +39,15 @@ _TOKEN = re.compile(
     r"""|'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|(?P<plain>(?:(?!\\\n)[^\s'";&|])+|.)""",
     re.S,
 )
-_COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function", "case", "esac"}  # their lines are left out
+# their lines are left out
+_COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function", "case", "esac"}
 
 
 def read(text: str) -> Script:
     """As a shell would: `;`, `&&`, `|` and line breaks part commands."""
     script = Script()
-    words: list[tuple[str, bool]] = []  # a word without quotes, whether single quotes kept it from expansion
+    # a word without quotes, whether single quotes kept it from expansion
+    words: list[tuple[str, bool]] = []
     word, single, left_out, line, start = None, False, False, 1, 1
     for token in _TOKEN.finditer(text + "\n\n"):  # the last line may end in a backslash
         kind = str(token.lastgroup)
@@ -84,7 +92,9 @@ def _read_command(script: Script, raw_words: list[tuple[str, bool]], line: int) 
         elif not words and value in ("export", "declare", "-x", "env", "set"):
             exported = True
         else:
-            words += [value] if single or not re.search(r"\s", value) or " " in raw else value.split()
+            words += (
+                [value] if single or not re.search(r"\s", value) or " " in raw else value.split()
+            )
     target = script.prefixed if words and not exported else script.variables
     for assignment in pending:
         target[assignment.name] = assignment
@@ -93,7 +103,9 @@ def _read_command(script: Script, raw_words: list[tuple[str, bool]], line: int) 
 
 
 def arguments(words: list[str]) -> dict[str, str | bool]:
-    """`--name value`, `--name=value`, `--flag` -> name (dashes as underscores) to value; a flag without a value is True."""
+    """`--name value`, `--name=value`, `--flag` -> name (dashes as underscores) to value; a flag
+    without a value is True.
+    """
     found: dict[str, str | bool] = {}
     at = 0
     while at < len(words):
@@ -103,7 +115,9 @@ def arguments(words: list[str]) -> dict[str, str | bool]:
             name = name.replace("-", "_")
             if equals:
                 found[name] = value
-            elif at + 1 < len(words) and not (words[at + 1].startswith("--") or re.match(r"^-[A-Za-z]", words[at + 1])):
+            elif at + 1 < len(words) and not (
+                words[at + 1].startswith("--") or re.match(r"^-[A-Za-z]", words[at + 1])
+            ):
                 found[name] = words[at + 1]
                 at += 1
             else:

@@ -1,7 +1,8 @@
 """JSON, YAML and TOML with the line of every key. Nothing read is ever executed.
 
-JSON may have comments and trailing commas, as several trainers' files have them. Plain words of YAML are resolved as YAML 1.1 does
-(PyYAML, as the trainers): an unquoted `no` is False. TOML's values come from `tomllib`, its lines from a scan of its plain syntax.
+JSON may have comments and trailing commas, as several trainers' files have them. Plain words of
+YAML are resolved as YAML 1.1 does (PyYAML, as the trainers): an unquoted `no` is False. TOML's
+values come from `tomllib`, its lines from a scan of its plain syntax.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def _json_lines(text: str) -> dict[Path, int]:
 
 _BOOL = {w: w in ("yes", "true", "on") for w in ("yes", "no", "true", "false", "on", "off")}
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
-_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$|^[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$|^[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$"
+)
 
 
 MOST_VALUES = 200_000
@@ -106,7 +109,9 @@ def read_yaml(text: str) -> Tree:
         with warnings.catch_warnings(action="ignore"):  # an anchor may be given again
             root = next(iter(YAML(typ="safe", pure=True).compose_all(text)), None)
     except MarkedYAMLError as error:
-        raise Unreadable(str(error.problem or error), (error.problem_mark.line + 1) if error.problem_mark else 1) from error
+        raise Unreadable(
+            str(error.problem or error), (error.problem_mark.line + 1) if error.problem_mark else 1
+        ) from error
     except (YAMLError, ValueError, RecursionError) as error:
         raise Unreadable(str(error).splitlines()[0], 1) from error
     tree = Tree(None)

@@ -1,5 +1,6 @@
-"""The tools: which one a tree of settings belongs to, told by its keys, and from a run's settings to its record: what a run of each tool
-really does, and what all tools share. A tool's distinctive keys weigh three, its ordinary ones one.
+"""The tools: which one a tree of settings belongs to, told by its keys, and from a run's settings
+to its record: what a run of each tool really does, and what all tools share. A tool's distinctive
+keys weigh three, its ordinary ones one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from .settings import (
 def _table() -> dict[str, tuple[str, str]]:
     """tool -> (distinctive keys, ordinary keys), from `tools.txt`."""
     found = {}
-    for section in re.split(r"\n(?=\w)", Path(__file__).with_name("tools.txt").read_text(encoding="utf-8"))[1:]:
+    for section in re.split(
+        r"\n(?=\w)", Path(__file__).with_name("tools.txt").read_text(encoding="utf-8")
+    )[1:]:
         tool, *words = section.split()
         ordinary = words.index("ordinary:") if "ordinary:" in words else len(words)
         found[tool] = (" ".join(words[1:ordinary]), " ".join(words[ordinary + 1 :]))
@@ -44,22 +47,43 @@ def _table() -> dict[str, tuple[str, str]]:
 
 KEYS = _table()
 _ISOTYPE_SECTIONS = {"model", "data", "adapter", "precision", "train", "run"}
-_TIES = ("model", "checkpoint", "peft", "fsdp", "deepspeed", "accelerate", "kohya", "llamafactory", "axolotl", "hf", "simpletuner")
+_TIES = (
+    "model",
+    "checkpoint",
+    "peft",
+    "fsdp",
+    "deepspeed",
+    "accelerate",
+    "kohya",
+    "llamafactory",
+    "axolotl",
+    "hf",
+    "simpletuner",
+)
 
 
 def identify(data: Any, name: str = "") -> str | None:
-    """The tool's namespace, or None when the keys say nothing of training. The file's name decides between tools that fit alike."""
+    """The tool's namespace, or None when the keys say nothing of training. The file's name decides
+    between tools that fit alike.
+    """
     if not isinstance(data, dict) or not data:
         return None
     keys = {str(k).removeprefix("--") for k in data}
-    if keys <= _ISOTYPE_SECTIONS and all(isinstance(v, dict) or v is None for v in data.values()) and not _torchtitan(data):
+    if (
+        keys <= _ISOTYPE_SECTIONS
+        and all(isinstance(v, dict) or v is None for v in data.values())
+        and not _torchtitan(data)
+    ):
         return "isotype"
     if all(str(k).isupper() for k in data) and not any(isinstance(v, dict) for v in data.values()):
         return "env"
     keys |= {f"{k}.{inner}" for k, v in data.items() if isinstance(v, dict) for inner in v}
     if _mentions_component(data):
         return "torchtune"
-    scores = {tool: 3 * len(keys & set(strong.split())) + len(keys & set(weak.split())) for tool, (strong, weak) in KEYS.items()}
+    scores = {
+        tool: 3 * len(keys & set(strong.split())) + len(keys & set(weak.split()))
+        for tool, (strong, weak) in KEYS.items()
+    }
     if sum(str(k).startswith("--") for k in data) * 2 > len(data):
         scores["simpletuner"] += 6
     if "accelerate" in name.lower() or name.lower() == "default_config.yaml":
@@ -70,15 +94,27 @@ def identify(data: Any, name: str = "") -> str | None:
         scores["axolotl"] = 0
     if not keys & {"checkpointer", "tokenizer.path"}:
         scores["torchtune"] = 0  # without a component of its own, words that everybody uses
-    if not keys & {"finetuning_type", "pure_bf16", "quantization_bit", "upcast_layernorm", "template", "stage"}:
+    if not keys & {
+        "finetuning_type",
+        "pure_bf16",
+        "quantization_bit",
+        "upcast_layernorm",
+        "template",
+        "stage",
+    }:
         scores["llamafactory"] = 0
     if keys & {"finetuning_type", "pure_bf16"}:
         scores["llamafactory"] += 10
     best = max(scores.values())
     if best == 0 or (best == 1 and keys & {"mixed_precision"} == set()):
         return "model" if keys & {"dtype", "torch_dtype", "model_name_or_path"} else None
-    if best in (scores["model"], scores["peft"]) and keys & {"bf16", "fp16"} and "output_dir" in keys:
-        return "hf"  # a trainer's arguments and its model's in one flat file, as TRL's scripts take them
+    if (
+        best in (scores["model"], scores["peft"])
+        and keys & {"bf16", "fp16"}
+        and "output_dir" in keys
+    ):
+        # a trainer's arguments and its model's in one flat file, as TRL's scripts take them
+        return "hf"
     tied = [tool for tool, score in scores.items() if score == best]
     return next((tool for tool in _TIES if tool in tied), tied[0]) if best > 1 else "accelerate"
 
@@ -90,35 +126,74 @@ def _torchtitan(data: dict[str, Any]) -> bool:
 
 def _mentions_component(node: Any) -> bool:
     if isinstance(node, dict):
-        return any(str(v).startswith("torchtune.") for k, v in node.items() if k == "_component_") or any(
-            _mentions_component(v) for v in node.values()
-        )
+        return any(
+            str(v).startswith("torchtune.") for k, v in node.items() if k == "_component_"
+        ) or any(_mentions_component(v) for v in node.values())
     return False
 
 
-_KINDS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finetuning_type")  # ms-swift's words for it, old and new
+# ms-swift's words for it, old and new
+_KINDS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finetuning_type")
 
 
 def hf(record: Record) -> None:
     facts = record.facts
     dtype, dtype_by = model_dtype(facts)
-    adapter_from(record, "model.adapter", "hf.adapter", "model.use_peft", "hf.use_peft", "hf.use_lora", "model.peft", *_KINDS)
-    quantised(record, f"model.{BNB}", "model", "hf", f"hf.model_init_kwargs.{BNB}", f"checkpoint.{BNB}", f"hf.{BNB}")
+    adapter_from(
+        record,
+        "model.adapter",
+        "hf.adapter",
+        "model.use_peft",
+        "hf.use_peft",
+        "hf.use_lora",
+        "model.peft",
+        *_KINDS,
+    )
+    quantised(
+        record,
+        f"model.{BNB}",
+        "model",
+        "hf",
+        f"hf.model_init_kwargs.{BNB}",
+        f"checkpoint.{BNB}",
+        f"hf.{BNB}",
+    )
     record.set("parameters", dtype, "as loaded", dtype_by)
     flag, launcher = mixed_flag(facts), launcher_mode(facts)
     attributes = document.attributes if (document := facts.tool("hf")) else {}
     made_by = attributes.get("made_by", "")
-    undecided = {"bf16", "fp16"} & attributes.get("unknown", set())  # set by code that only runs on the machine
+    # set by code that only runs on the machine
+    undecided = {"bf16", "fp16"} & attributes.get("unknown", set())
     compute, by, why = None, flag, "the trainer's flag: autocast"
     if flag is not None:
-        compute = flag.key.lstrip("-").rpartition("_")[2] if flag.key.endswith(("bf16", "fp16")) else "bf16"
+        compute = (
+            flag.key.lstrip("-").rpartition("_")[2]
+            if flag.key.endswith(("bf16", "fp16"))
+            else "bf16"
+        )
     elif launcher is not None and str(launcher.value).lower() in ("bf16", "fp16", "fp8"):
         compute, by, why = str(launcher.value).lower(), launcher, "the launcher's mode: autocast"
-    elif made_by.endswith("Config") and not undecided and facts.given("hf.bf16") is None and not facts.on("hf.fp16"):
+    elif (
+        made_by.endswith("Config")
+        and not undecided
+        and facts.given("hf.bf16") is None
+        and not facts.on("hf.fp16")
+    ):
         compute, why = "bf16", f"{made_by}'s default"
-    section = next((s for half in ("bf16", "fp16") if (s := deepspeed_setting(facts, f"{half}.enabled")) and truth(s.value) is True), None)
+    section = next(
+        (
+            s
+            for half in ("bf16", "fp16")
+            if (s := deepspeed_setting(facts, f"{half}.enabled")) and truth(s.value) is True
+        ),
+        None,
+    )
     if section is not None and compute is None:
-        compute, by, why = ("bf16" if "bf16" in section.key else "fp16"), section, "the DeepSpeed section"
+        compute, by, why = (
+            ("bf16" if "bf16" in section.key else "fp16"),
+            section,
+            "the DeepSpeed section",
+        )
     if record.device is not None and record.device.kind == "cpu" and compute == "fp16":
         record.set("compute", "fp32", "fp16 has no effect on a CPU", by)
     elif compute:
@@ -126,7 +201,9 @@ def hf(record: Record) -> None:
     elif (region := _own_autocast(facts)) is not None:
         record.set("compute", dtype_of(region.value), "the loop's own autocast", region)
     elif not undecided:
-        record.set("compute", dtype or "as weights", "no mixed precision: the weights' own dtype", dtype_by)
+        record.set(
+            "compute", dtype or "as weights", "no mixed precision: the weights' own dtype", dtype_by
+        )
     if compute == "fp16" and not (record.device and record.device.kind == "cpu"):
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", by)
     elif not facts.has("hf") and (scaler := facts.on("code.GradScaler")) is not None:
@@ -146,25 +223,59 @@ def hf(record: Record) -> None:
         record.set("trained", dtype, "every weight, as loaded", dtype_by)
     full_eval = facts.on("hf.bf16_full_eval", "hf.fp16_full_eval")
     if full_eval:
-        record.set("evaluation", "bf16" if "bf16" in full_eval.key else "fp16", "the model itself is cast", full_eval)
+        record.set(
+            "evaluation",
+            "bf16" if "bf16" in full_eval.key else "fp16",
+            "the model itself is cast",
+            full_eval,
+        )
     elif compute:
         record.set("evaluation", compute, "autocast", by)
     if section is not None or (uses_deepspeed(facts) and compute in ("bf16", "fp16")):
         record.set("parameters", compute, "DeepSpeed casts the module", by or section)
-        record.set("trained", record.value("trained") if record.adapter else compute, "DeepSpeed casts the module", section or by)
+        record.set(
+            "trained",
+            record.value("trained") if record.adapter else compute,
+            "DeepSpeed casts the module",
+            section or by,
+        )
         record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", by or section)
         accumulated = deepspeed_setting(facts, "data_types.grad_accum_dtype")
         if accumulated is not None:
-            record.set("accumulation", dtype_of(accumulated.value) or str(accumulated.value), "data_types.grad_accum_dtype", accumulated)
+            record.set(
+                "accumulation",
+                dtype_of(accumulated.value) or str(accumulated.value),
+                "data_types.grad_accum_dtype",
+                accumulated,
+            )
         elif compute == "bf16" and record.accumulates is not None:
-            record.set("accumulation", "bf16", "DeepSpeed accumulates in the model's dtype", record.accumulates)
+            record.set(
+                "accumulation",
+                "bf16",
+                "DeepSpeed accumulates in the model's dtype",
+                record.accumulates,
+            )
     elif uses_fsdp(facts) and compute in ("bf16", "fp16"):
         fsdp, (version, _) = uses_fsdp(facts), fsdp_version(facts)
-        record.set("reduction", compute, "accelerate's FSDP policy reduces in the mixed precision dtype", fsdp)
-        if explicit is None and record.value("trained") in ("bf16", "fp16") and not (version == 2 and record.quantised == 4):
-            # accelerate 1.15 as installed (1.10 to 1.14 by its history, not run): prepare_model (FSDP1) and fsdp2_prepare_model, which
-            # leaves models with 4-bit weights alone
-            record.set("trained", "fp32", "accelerate makes trained weights fp32 under FSDP and mixed precision", fsdp)
+        record.set(
+            "reduction",
+            compute,
+            "accelerate's FSDP policy reduces in the mixed precision dtype",
+            fsdp,
+        )
+        if (
+            explicit is None
+            and record.value("trained") in ("bf16", "fp16")
+            and not (version == 2 and record.quantised == 4)
+        ):
+            # accelerate 1.15 as installed (1.10 to 1.14 by its history, not run): prepare_model
+            # (FSDP1) and fsdp2_prepare_model, which leaves models with 4-bit weights alone
+            record.set(
+                "trained",
+                "fp32",
+                "accelerate makes trained weights fp32 under FSDP and mixed precision",
+                fsdp,
+            )
     optimizer = facts.get("hf.optim")
     if optimizer is not None and "8bit" in str(optimizer.value):
         record.set("optimizer", "8 bit", "bitsandbytes", optimizer)
@@ -179,11 +290,28 @@ def _own_autocast(facts: Facts) -> Setting | None:
 def axolotl(record: Record) -> None:
     facts = record.facts
     bf16, fp16 = facts.get("axolotl.bf16"), facts.on("axolotl.fp16")
-    word = "unset" if bf16 is None else str(truth(bf16.value) if truth(bf16.value) is not None else bf16.value)
+    word = (
+        "unset"
+        if bf16 is None
+        else str(truth(bf16.value) if truth(bf16.value) is not None else bf16.value)
+    )
     device_has = record.device.bf16 if record.device else True
-    bf16_on = {"unset": device_has and not fp16, "True": True, "False": False, "auto": device_has}.get(word, False)
-    bf16_on = bf16_on or (word not in ("unset", "False") and facts.on("axolotl.bfloat16") is not None)
-    half = "bf16" if bf16_on else "fp16" if fp16 or word == "auto" or facts.on("axolotl.float16") else "fp32"
+    bf16_on = {
+        "unset": device_has and not fp16,
+        "True": True,
+        "False": False,
+        "auto": device_has,
+    }.get(word, False)
+    bf16_on = bf16_on or (
+        word not in ("unset", "False") and facts.on("axolotl.bfloat16") is not None
+    )
+    half = (
+        "bf16"
+        if bf16_on
+        else "fp16"
+        if fp16 or word == "auto" or facts.on("axolotl.float16")
+        else "fp32"
+    )
     by = bf16 if bf16_on else facts.get("axolotl.fp16") or facts.on("axolotl.float16")
     adapter_from(record, "axolotl.adapter")
     record.adapter = bool(record.adapter)
@@ -204,12 +332,17 @@ def axolotl(record: Record) -> None:
 def llamafactory(record: Record) -> None:
     facts = record.facts
     kind = facts.word("llamafactory.finetuning_type") or "lora"
-    record.adapter, record.adapter_by = kind in ("lora", "oft"), facts.get("llamafactory.finetuning_type")
+    record.adapter, record.adapter_by = (
+        kind in ("lora", "oft"),
+        facts.get("llamafactory.finetuning_type"),
+    )
     bits = facts.get("llamafactory.quantization_bit")
     if bits is not None:
         record.quantised, record.quantised_by = (8 if str(bits.value) == "8" else 4), bits
     pure, flag = facts.on("llamafactory.pure_bf16"), mixed_flag(facts, "llamafactory")
-    half = "bf16" if pure else ("bf16" if facts.on("llamafactory.bf16") else "fp16") if flag else None
+    half = (
+        "bf16" if pure else ("bf16" if facts.on("llamafactory.bf16") else "fp16") if flag else None
+    )
     stored = facts.get(*CHECKPOINT_DTYPE)
     by = pure or flag
     loaded = half or (dtype_of(stored.value) if stored else None)
@@ -220,9 +353,13 @@ def llamafactory(record: Record) -> None:
         record.set("trained", "bf16", "pure_bf16", pure)
     else:
         record.set("trained", "fp32" if flag else loaded, "upcast to fp32 for training", flag)
-    record.set("compute", half or loaded, "autocast" if flag else "the weights' own dtype", by or stored)
+    record.set(
+        "compute", half or loaded, "autocast" if flag else "the weights' own dtype", by or stored
+    )
     if facts.on("llamafactory.fp16"):
-        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("llamafactory.fp16"))
+        record.set(
+            "loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("llamafactory.fp16")
+        )
     if uses_deepspeed(facts) and half:
         record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", uses_deepspeed(facts))
 
@@ -249,20 +386,32 @@ def torchtitan(record: Record) -> None:
     record.adapter = False
     for role in ("parameters", "trained"):
         record.set(role, dtype_of(dtype.value) if dtype else "fp32", "training.dtype", dtype)
-    record.set("compute", dtype_of(parameter.value) if parameter else "bf16", "mixed_precision_param", parameter)
-    record.set("reduction", dtype_of(reduce.value) if reduce else "fp32", "mixed_precision_reduce", reduce)
+    record.set(
+        "compute",
+        dtype_of(parameter.value) if parameter else "bf16",
+        "mixed_precision_param",
+        parameter,
+    )
+    record.set(
+        "reduction", dtype_of(reduce.value) if reduce else "fp32", "mixed_precision_reduce", reduce
+    )
 
 
 def lightning(record: Record) -> None:
     precision = lightning_precision(record.facts)
     word = str(precision.value) if precision else "32-true"
-    full = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(word, word)
-    half = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(full, "fp32")
+    full = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(
+        word, word
+    )
+    half = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(
+        full, "fp32"
+    )
     if full == "16-mixed" and record.device and record.device.kind == "cpu":
         half = "bf16"
     loaded, loaded_by = model_dtype(record.facts)
     record.adapter = True if record.facts.has("peft") else None
-    if full.endswith("mixed") and loaded:  # a mixed mode casts no weight: the module keeps what it was loaded in
+    # a mixed mode casts no weight: the module keeps what it was loaded in
+    if full.endswith("mixed") and loaded:
         record.set("parameters", loaded, "as loaded", loaded_by)
         record.set("trained", loaded, "as loaded", loaded_by)
         if record.adapter:
@@ -274,13 +423,27 @@ def lightning(record: Record) -> None:
     if full == "16-mixed" and half == "fp16":
         record.set("loss scaling", "dynamic", "16-mixed makes a GradScaler", precision)
     if uses_fsdp(record.facts) and full.endswith("mixed"):
-        record.set("reduction", half, "FSDPStrategy reduces in the mixed precision dtype", uses_fsdp(record.facts))
+        record.set(
+            "reduction",
+            half,
+            "FSDPStrategy reduces in the mixed precision dtype",
+            uses_fsdp(record.facts),
+        )
 
 
 def simpletuner(record: Record) -> None:
     facts = record.facts
-    keys = ("mixed_precision", "optimizer", "base_model_precision", "base_model_default_dtype", "model_type", "gradient_precision")
-    mixed, optimizer, base, default, kind, gradient = (facts.get(f"simpletuner.{key}") for key in keys)
+    keys = (
+        "mixed_precision",
+        "optimizer",
+        "base_model_precision",
+        "base_model_default_dtype",
+        "model_type",
+        "gradient_precision",
+    )
+    mixed, optimizer, base, default, kind, gradient = (
+        facts.get(f"simpletuner.{key}") for key in keys
+    )
     mode = str(mixed.value) if mixed else "bf16"
     if base is not None and str(base.value) in ("no_change", ""):
         base = None
@@ -292,7 +455,11 @@ def simpletuner(record: Record) -> None:
         "mixed_precision decides the weight dtype",
     )
     if base and mode in ("no", "fp16"):
-        weights, by, why = "fp32" if wide else "bf16", default or base, "base_model_default_dtype decides for a quantised base"
+        weights, by, why = (
+            "fp32" if wide else "bf16",
+            default or base,
+            "base_model_default_dtype decides for a quantised base",
+        )
     record.set("parameters", weights, why, by)
     if (optimizer is None or str(optimizer.value).lower() == "adamw_bf16") and not (base and wide):
         record.set("trained", "bf16", "adamw_bf16 makes the trained weights bf16", optimizer)
@@ -303,13 +470,25 @@ def simpletuner(record: Record) -> None:
     if mode in ("bf16", "fp16", "fp8"):
         record.set("compute", mode, "mixed_precision: autocast", mixed)
     elif mode == "no":
-        record.set("compute", "fp32" if trained == "fp32" else "bf16", "mixed_precision no: no autocast", mixed)
+        record.set(
+            "compute",
+            "fp32" if trained == "fp32" else "bf16",
+            "mixed_precision no: no autocast",
+            mixed,
+        )
     if mode == "fp16":
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
     if gradient is not None:
-        record.set("gradients", trained, f"gradient_precision={gradient.value} is not applied by current SimpleTuner", gradient)
+        record.set(
+            "gradients",
+            trained,
+            f"gradient_precision={gradient.value} is not applied by current SimpleTuner",
+            gradient,
+        )
     if base:
-        record.quantised = 4 if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")) else 8
+        record.quantised = (
+            4 if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")) else 8
+        )
         record.quantised_by = base
         record.set("storage", str(base.value), "base_model_precision", base)
     if ema := facts.on("simpletuner.use_ema"):
@@ -326,7 +505,12 @@ def kohya(record: Record) -> None:
     half = mode if mode in ("bf16", "fp16") else "fp32"
     record.set("parameters", half, "mixed_precision", mixed)
     if full:
-        record.set("trained", "bf16" if "bf16" in full.key else "fp16", "full_* casts what is trained", full)
+        record.set(
+            "trained",
+            "bf16" if "bf16" in full.key else "fp16",
+            "full_* casts what is trained",
+            full,
+        )
     else:
         record.set("trained", "fp32", "fp32 masters")
     record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", mixed)
@@ -353,7 +537,10 @@ def _device(facts: Facts) -> Device | None:
     if facts.device:
         return find_device(facts.device)
     asked = facts.on("hf.use_cpu", "hf.no_cuda", "accelerate.use_cpu", "accelerate.cpu")
-    if asked or "cpu" in (facts.word("lightning.accelerator", "lightning.trainer.accelerator"), facts.word("torchtune.device")):
+    if asked or "cpu" in (
+        facts.word("lightning.accelerator", "lightning.trainer.accelerator"),
+        facts.word("torchtune.device"),
+    ):
         return find_device("cpu")
     named = facts.get("env.GPU_NAME", "env.GPU")
     return find_device(str(named.value)) if named else None
@@ -364,19 +551,53 @@ def _shared(record: Record) -> None:
     trained = record.value("trained")
     if trained:
         by = record.by("gradients") or record.by("trained")
-        record.set("gradients", record.value("gradients") or trained, "a gradient has its weight's dtype", by)
+        record.set(
+            "gradients",
+            record.value("gradients") or trained,
+            "a gradient has its weight's dtype",
+            by,
+        )
         if "optimizer" not in record.roles:
-            record.set("optimizer", trained, "torch optimizers keep their states in the weight's dtype", record.by("trained"))
-    if "accumulation" not in record.roles and record.accumulates is not None and record.value("gradients"):
-        record.set("accumulation", record.value("gradients"), "accumulates into .grad", record.accumulates)
+            record.set(
+                "optimizer",
+                trained,
+                "torch optimizers keep their states in the weight's dtype",
+                record.by("trained"),
+            )
+    if (
+        "accumulation" not in record.roles
+        and record.accumulates is not None
+        and record.value("gradients")
+    ):
+        record.set(
+            "accumulation", record.value("gradients"), "accumulates into .grad", record.accumulates
+        )
     if record.quantised and "storage" not in record.roles:
-        kind = record.facts.word(f"model.{BNB}.bnb_4bit_quant_type", f"checkpoint.{BNB}.bnb_4bit_quant_type")
+        kind = record.facts.word(
+            f"model.{BNB}.bnb_4bit_quant_type", f"checkpoint.{BNB}.bnb_4bit_quant_type"
+        )
         kind = kind or ("fp4 or nf4" if record.quantised == 4 else "int8")
         record.set("storage", kind, f"{record.quantised}-bit base", record.quantised_by)
-    if record.value("compute") in ("bf16", "fp16") and "norms" not in record.roles and record.value("trained") == "fp32" and record.full:
+    if (
+        record.value("compute") in ("bf16", "fp16")
+        and "norms" not in record.roles
+        and record.value("trained") == "fp32"
+        and record.full
+    ):
         record.set("norms", "fp32", "autocast runs norms in fp32")
 
 
 _TOOLS: dict[str, Callable[[Record], None]] = {
-    function.__name__: function for function in (simpletuner, axolotl, llamafactory, torchtune, torchtitan, lightning, kohya, hf, script)
+    function.__name__: function
+    for function in (
+        simpletuner,
+        axolotl,
+        llamafactory,
+        torchtune,
+        torchtitan,
+        lightning,
+        kohya,
+        hf,
+        script,
+    )
 }

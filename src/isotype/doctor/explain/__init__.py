@@ -1,4 +1,6 @@
-"""`isotype doctor explain`: from a pasted error or a whole log to the cause and the fix. Imports no torch."""
+"""`isotype doctor explain`: from a pasted error or a whole log to the cause and the fix. Imports no
+torch.
+"""
 
 from .explain import explain
 

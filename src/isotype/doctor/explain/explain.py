@@ -1,9 +1,11 @@
-"""Explains the errors of a text: recognised, placed in their situation, causes ranked, the last error first in rank.
+"""Explains the errors of a text: recognised, placed in their situation, causes ranked, the last
+error first in rank.
 
-The families of errors are sheets (`families/*.txt`, read by `pages.sheets`). A section is headed by the operators that refused, with `;`
-between them, and has a `message`; a rank is a cause's score, its fields are `why`, `fix` and `seen`, the evidence.
-`+ outside autocast -2 if TEST` stands for causes of `shared.txt`, their scores moved so. Two terms are tests of their own:
-`left > right`, a wider dtype, and `frames ~ regex`, a frame of the traceback, `{frame}` from then on.
+The families of errors are sheets (`families/*.txt`, read by `pages.sheets`). A section is headed by
+the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score,
+its fields are `why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for
+causes of `shared.txt`, their scores moved so. Two terms are tests of their own: `left > right`, a
+wider dtype, and `frames ~ regex`, a frame of the traceback, `{frame}` from then on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from .situation import Seen, failing_call, read, said_in
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """name: in a few words; score: higher is likelier; because: the evidence seen, empty when it is only the usual cause."""
+    """name: in a few words; score: higher is likelier; because: the evidence seen, empty when it is
+    only the usual cause.
+    """
 
     name: str
     score: float
@@ -37,7 +41,10 @@ class Cause:
 
 _SHEETS = Path(__file__).parent / "families"
 # causes that several families take in, by name
-_SHARED = {section.name: section.entries[1:] for section in sections(_SHEETS / "shared.txt", ranks=r"[\d.]+", fields="why|fix|seen")}
+_SHARED = {
+    section.name: section.entries[1:]
+    for section in sections(_SHEETS / "shared.txt", ranks=r"[\d.]+", fields="why|fix|seen")
+}
 FAMILIES: dict[str, Section] = {}  # by operator
 for _sheet in sorted(_SHEETS.glob("*.txt")):
     if _sheet.name != "shared.txt":
@@ -49,12 +56,18 @@ for _sheet in sorted(_SHEETS.glob("*.txt")):
 
 _READINGS: dict[str, Callable[[str], Any]] = {
     " as dtype": dtype_word,
-    " as dtypes": lambda words: ", ".join(dtype_word(word) for word in words.split(",") if word.strip()),
+    " as dtypes": lambda words: ", ".join(
+        dtype_word(word) for word in words.split(",") if word.strip()
+    ),
     " as torch": torch_word,
     " as mixed": lambda word: word.replace("-true", "-mixed"),
     " without spaces": str.strip,
-    " as list": lambda words: ", ".join(sorted(word.strip().removeprefix("torch.") for word in words.split(","))),
-    " as printed dtype": lambda text: next((dtype_word(word) for word in re.findall(r"dtype=(torch\.\w+)", text)), ""),
+    " as list": lambda words: ", ".join(
+        sorted(word.strip().removeprefix("torch.") for word in words.split(","))
+    ),
+    " as printed dtype": lambda text: next(
+        (dtype_word(word) for word in re.findall(r"dtype=(torch\.\w+)", text)), ""
+    ),
     " in lower case": str.lower,
     " in brief": lambda text: " ".join(text.split())[:160],
     " in 160": lambda text: text[:160],
@@ -63,7 +76,8 @@ _READINGS: dict[str, Callable[[str], Any]] = {
 
 
 class Facts(Known):
-    """What an incident showed, by name: a sheet's own words, dtypes by role, words of the text, flags of the situation, and the following.
+    """What an incident showed, by name: a sheet's own words, dtypes by role, words of the text,
+    flags of the situation, and the following.
 
     operator, text, half, torch_half, autocast  as in `Seen`; `autocast is on` is the flag
     where FLAG        the frame that proves a flag, in words
@@ -71,8 +85,10 @@ class Facts(Known):
     NAME as dtype, NAME as list, and the other endings of `_READINGS`   a word, read so
     first of set, second of set   the dtypes of a set that the text prints
     package NAME      whether a frame lies in it
-    call, in_place, product   the failing call; where it is a product in place; where it is a product of two tensors
-    user, inner, frame        the innermost frame of the user's code, of all, and the one that a test found; its `place` and `line`
+    call, in_place, product   the failing call; where it is a product in place; where it is a
+                              product of two tensors
+    user, inner, frame        the innermost frame of the user's code, of all, and the one that a
+                              test found; its `place` and `line`
     """
 
     def __init__(self, seen: Seen) -> None:
@@ -106,12 +122,23 @@ class Facts(Known):
                 return getattr(seen, name)
             case "call" | "in_place" | "product":
                 call = failing_call(situation)
-                fits = call and (kind == "call" or (call.is_product and (call.in_place if kind == "in_place" else len(call.tensors) == 2)))
+                fits = call and (
+                    kind == "call"
+                    or (
+                        call.is_product
+                        and (call.in_place if kind == "in_place" else len(call.tensors) == 2)
+                    )
+                )
                 return call if fits else None
             case "user" | "inner" | "frame":
-                return {"user": situation.users, "inner": situation.innermost, "frame": self.frame}[kind]
+                return {"user": situation.users, "inner": situation.innermost, "frame": self.frame}[
+                    kind
+                ]
             case "place" | "line" if (f := self.frame) is not None:
-                return f"{f.function if kind == 'place' else f.code or f.function} at {f.file}:{f.line}"
+                return (
+                    f"{f.function if kind == 'place' else f.code or f.function} at"
+                    f" {f.file}:{f.line}"
+                )
         return name in situation or None
 
     def holds_specially(self, term: str) -> bool | None:
@@ -131,10 +158,20 @@ class Facts(Known):
 def _causes(entries: list[Entry], facts: Facts, moved: float = 0.0) -> Iterator[Cause]:
     for entry in entries:
         if shared := re.fullmatch(r"\+ (.+?)(?: (-?\d+))?(?: if (.+))?", entry.title):
-            yield from _causes(_SHARED[shared[1]], facts, float(shared[2] or 0)) if facts.holds(shared[3]) else ()
+            yield from (
+                _causes(_SHARED[shared[1]], facts, float(shared[2] or 0))
+                if facts.holds(shared[3])
+                else ()
+            )
         elif score := entry.rank(facts):
             why, fix, because = (entry.first(name, facts) for name in ("why", "fix", "seen"))
-            yield Cause(name=facts.say(entry.title), score=float(score) + moved, why=why, fix=fix, because=because)
+            yield Cause(
+                name=facts.say(entry.title),
+                score=float(score) + moved,
+                why=why,
+                fix=fix,
+                because=because,
+            )
 
 
 def explained(seen: Seen) -> tuple[str, Severity, list[Cause]]:
@@ -142,7 +179,11 @@ def explained(seen: Seen) -> tuple[str, Severity, list[Cause]]:
     facts, (head, *entries) = Facts(seen), FAMILIES[seen.operator].entries
     head.make(facts)
     causes = sorted(_causes(entries, facts), key=lambda c: -c.score)
-    return head.first("message", facts), Severity.parse(head.first("severity", facts) or "error"), causes
+    return (
+        head.first("message", facts),
+        Severity.parse(head.first("severity", facts) or "error"),
+        causes,
+    )
 
 
 def codes() -> list[str]:
@@ -153,40 +194,56 @@ def page(code: str) -> str | None:
     return next((section.as_page() for section in FAMILIES.values() if section.code == code), None)
 
 
-REPORT = 400  # lines: a text as long as this at most is one report, and what it says in words belongs to its error
+# lines: a text as long as this at most is one report, and what it says in words belongs to its
+# error
+REPORT = 400
 MOST_DISTINCT = 200  # different errors kept of one log
 MOST_PLAIN = 5000  # passages without an error that are remembered
 _COMPLAINS = re.compile(
-    r"(?i)\berror\b|\bexpected\b|\b(?:but )?got\b|\bfound\b|does not (?:equal|match)|mismatch|!=|incompatible|inconsistent"
+    r"(?i)\berror\b|\bexpected\b|\b(?:but )?got\b|\bfound\b|does not"
+    r" (?:equal|match)|mismatch|!=|incompatible|inconsistent"
 )
 _NUMBER = re.compile(r"\d+")
 
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
-    """One finding for each distinct dtype error; the last keeps its severity, earlier ones become warnings. None found: one note, EX000.
+    """One finding for each distinct dtype error; the last keeps its severity, earlier ones become
+    warnings. None found: one note, EX000.
 
     source  the log's file, for the places of errors without a traceback
     """
     found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
     last_incident: Incident | None = None
-    plain: set[str] = set()  # passages that are no error, without their numbers: a log repeats the same line ten thousand times
+    # passages that are no error, without their numbers: a log repeats the same line ten thousand
+    # times
+    plain: set[str] = set()
     raised = ""
     lines = iter(lines)
     head = list(islice(lines, REPORT + 1))
-    report = "".join(line if line.endswith("\n") else line + "\n" for line in head) if len(head) <= REPORT else ""
+    report = (
+        "".join(line if line.endswith("\n") else line + "\n" for line in head)
+        if len(head) <= REPORT
+        else ""
+    )
     said = said_in(report)
-    short = report if len(head) <= LONGEST_PASSAGE else ""  # so short a text speaks of one error: the code that it quotes is the error's
+    # so short a text speaks of one error: the code that it quotes is the error's
+    short = report if len(head) <= LONGEST_PASSAGE else ""
     for incident in incidents(chain(head, lines)):
         before, raised = raised, incident.text.partition("\n")[0] if incident.exception else raised
         if incident.chained and raised == before:
             continue  # raised again where it was awaited: its first traceback was explained already
-        loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
+        loose = (
+            _NUMBER.sub("#", incident.text)
+            if incident.exception is None and not incident.frames
+            else ""
+        )
         if loose in plain:
             continue
         seen = recognise(_said(incident), read(incident.frames, said, short or incident.text))
         prose = incident.exception is None and "Error" not in incident.text
         if prose and seen is not None and seen.operator == "unknown wording":
-            seen = seen if len(incident.text) <= 600 and _COMPLAINS.search(incident.text) else None  # about dtypes, and no error
+            # about dtypes, and no error
+            seen = seen if len(incident.text) <= 600 and _COMPLAINS.search(incident.text) else None
         if seen is None:
             if loose and len(plain) < MOST_PLAIN:
                 plain.add(loose)
@@ -196,21 +253,28 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         finding = _finding(seen, incident, source)
         key = (finding.code, finding.message, str(finding.place) if incident.frames else "")
         first, count = found.pop(key, (finding, 0))  # a repeated error takes its last position
-        finding = finding if incident.frames else first  # and, without a traceback, keeps its first line
+        # and, without a traceback, keeps its first line
+        finding = finding if incident.frames else first
         if len(found) >= MOST_DISTINCT:
             found.pop(next(iter(found)))
         found[key] = (finding, count + 1)
     if not found:
         return [_not_dtype(last_incident, source)]
     traced = {key[:2] for key in found if key[2]}
-    ordered = [entry for key, entry in found.items() if key[2] or key[:2] not in traced]  # a logger's line beside its traceback
+    # a logger's line beside its traceback
+    ordered = [entry for key, entry in found.items() if key[2] or key[:2] not in traced]
     findings = []
     for position, (finding, count) in enumerate(ordered, 1):
         details = finding.details
         if count > 1:
             details += (("repeated", f"{count} times (ranks, or retries)"),)
         if position < len(ordered):
-            details += (("order", f"{position} of {len(ordered)} in the text; the last one is what stopped it"),)
+            details += (
+                (
+                    "order",
+                    f"{position} of {len(ordered)} in the text; the last one is what stopped it",
+                ),
+            )
             finding = replace(finding, severity=min(finding.severity, Severity.WARNING))
         findings.append(replace(finding, details=details))
     return findings[::-1]
@@ -219,10 +283,23 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
 def _said(incident: Incident) -> str:
     """The exception's text; for an assertion without a message, the asserted expression."""
     code = incident.frames[-1].code if incident.frames else ""
-    return f"{incident.text}: {code}" if incident.text == "AssertionError" and code.startswith("assert ") else incident.text
+    return (
+        f"{incident.text}: {code}"
+        if incident.text == "AssertionError" and code.startswith("assert ")
+        else incident.text
+    )
 
 
-_CONTEXT = ("callback", "generate", "evaluation", "backward", "custom backward", "recompute", "optimizer", "compile")
+_CONTEXT = (
+    "callback",
+    "generate",
+    "evaluation",
+    "backward",
+    "custom backward",
+    "recompute",
+    "optimizer",
+    "compile",
+)
 
 
 def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
@@ -235,16 +312,29 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     frame = situation.users or situation.callers or situation.innermost
     details: list[tuple[str, str]] = [("error", _telling_line(incident.text.strip(), seen))]
     if seen.dtypes:
-        details.append(("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in seen.dtypes.items())))
+        details.append(
+            ("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in seen.dtypes.items()))
+        )
     if situation.innermost and frame is not situation.innermost:
-        details.append(("raised in", f"{situation.innermost.function} at {situation.innermost.file}:{situation.innermost.line} (library)"))
+        details.append(
+            (
+                "raised in",
+                (
+                    f"{situation.innermost.function} at"
+                    f" {situation.innermost.file}:{situation.innermost.line} (library)"
+                ),
+            )
+        )
     if situation.frames:
         context = [flag for flag in _CONTEXT if flag in situation]
         inside = "inside a trainer" if "trainer" in situation else "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, inside])))
     details.append(("sure", sureness(ranked)))
     if others:
-        lines = [f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.because})" if c.because else "") for c in others[:3]]
+        lines = [
+            f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.because})" if c.because else "")
+            for c in others[:3]
+        ]
         details.append(("or", "\n".join(lines)))
     place = (
         Place(file=frame.file, line=frame.line, symbol=frame.function or None)
@@ -287,10 +377,21 @@ def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
         frame = situation.users or situation.innermost
         first = _said(incident).strip().splitlines()[0][:200]
         named = half_words(incident.text)
-        what = f"no dtype error that isotype knows: {first}" if named else f"not a dtype error: {first}"
+        what = (
+            f"no dtype error that isotype knows: {first}"
+            if named
+            else f"not a dtype error: {first}"
+        )
         if named:
-            cause = f"it names {', '.join(named)}, and no disagreement or refusal that isotype knows; another reason may be named beside it"
-        place = Place(file=frame.file, line=frame.line, symbol=frame.function or None) if frame else Place(file=source)
+            cause = (
+                f"it names {', '.join(named)}, and no disagreement or refusal that isotype knows;"
+                " another reason may be named beside it"
+            )
+        place = (
+            Place(file=frame.file, line=frame.line, symbol=frame.function or None)
+            if frame
+            else Place(file=source)
+        )
     return Finding(
         code="EX000",
         severity=Severity.NOTE,
@@ -302,7 +403,9 @@ def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
 
 
 NEAR = 2.0  # a cause that scores less than this below the first is as good a guess
-_SWITCHES_ON = re.compile(r"(?:, |; )?(?:or )?run[^,;\n(]*under torch\.autocast\([^)]*\)(?:, or |; or |; )?")
+_SWITCHES_ON = re.compile(
+    r"(?:, |; )?(?:or )?run[^,;\n(]*under torch\.autocast\([^)]*\)(?:, or |; or |; )?"
+)
 
 
 def sureness(ranked: Sequence[Cause]) -> str:
@@ -312,4 +415,6 @@ def sureness(ranked: Sequence[Cause]) -> str:
         return "a guess: nothing in the text decides, and this cause is the usual one"
     if near:
         return f"open between {1 + len(near)} causes: {', '.join(c.name for c in [top, *near])}"
-    return f"likely: {top.because}" + ("" if len(ranked) == 1 else ", and nothing as telling speaks for another cause")
+    return f"likely: {top.because}" + (
+        "" if len(ranked) == 1 else ", and nothing as telling speaks for another cause"
+    )

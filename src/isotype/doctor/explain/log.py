@@ -1,7 +1,9 @@
-"""A log of any length as a stream of incidents: an exception with its frames, or a passage that speaks of one without a traceback.
+"""A log of any length as a stream of incidents: an exception with its frames, or a passage that
+speaks of one without a traceback.
 
-Memory does not grow with the log: one open traceback a process (ranks interleave their lines), and one passage of loose text. Tracebacks as
-rich and pytest print them are first rewritten as CPython prints one.
+Memory does not grow with the log: one open traceback a process (ranks interleave their lines), and
+one passage of loose text. Tracebacks as rich and pytest print them are first rewritten as CPython
+prints one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _PATH = re.compile(r"^(?:[/~.]|[A-Za-z]:\\|<)\S*(?: in)?$")
 
 @dataclass(slots=True)
 class _Box:
-    """head: what stands before the box on its lines (a rank); message: the exception's text so far, which follows the box."""
+    """head: what stands before the box on its lines (a rank); message: the exception's text so far,
+    which follows the box.
+    """
 
     head: str
     width: int
@@ -48,7 +52,9 @@ def _rich(lines: Iterable[Numbered]) -> Iterator[Numbered]:
             elif line.startswith("╰", len(box.head)):
                 box.inside = False
             else:
-                yield from ((number, box.head + text) for text in _in_box(box, line[len(box.head) :]))
+                yield from (
+                    (number, box.head + text) for text in _in_box(box, line[len(box.head) :])
+                )
         elif box.message and _continues(box, line):
             first, text = box.message[-1]
             box.message[-1] = (first, f"{text.rstrip()} {line[len(box.head) :].strip()}")
@@ -75,7 +81,9 @@ def _in_box(box: _Box, line: str) -> list[str]:
 
 
 def _continues(box: _Box, line: str) -> bool:
-    """rich breaks a line where the next word would not have fitted; the message's own line ends are shorter."""
+    """rich breaks a line where the next word would not have fitted; the message's own line ends are
+    shorter.
+    """
     text = line[len(box.head) :]
     if not line.startswith(box.head) or not text.strip() or text[0].isspace():
         return False
@@ -84,7 +92,9 @@ def _continues(box: _Box, line: str) -> bool:
 
 _TEST = re.compile(r"^_{3,} (?P<name>\S.*?) _{3,}$")
 _SECTION = re.compile(r"^={3,} .* ={3,}$|^={20,}$")
-_LOCATION = re.compile(r"^(?P<file>[^\s:]+\.py):(?P<line>\d+):(?: in (?P<function>\S+)| [\w.]*)?\s*$")
+_LOCATION = re.compile(
+    r"^(?P<file>[^\s:]+\.py):(?P<line>\d+):(?: in (?P<function>\S+)| [\w.]*)?\s*$"
+)
 
 
 @dataclass(slots=True)
@@ -106,7 +116,10 @@ class _Report:
         elif definition := re.match(r"^ {4}(?:async )?def (\w+)", line):
             self.function = definition[1]
         elif place := _LOCATION.match(line):
-            self.frames.append(f'  File "{place["file"]}", line {place["line"]}, in {place["function"] or self.function}')
+            self.frames.append(
+                f'  File "{place["file"]}", line {place["line"]}, in'
+                f" {place['function'] or self.function}"
+            )
             if self.code:
                 self.frames.append(f"    {self.code}")
             self.code, self.short = "", bool(place["function"])
@@ -115,7 +128,9 @@ class _Report:
 
     def printed(self) -> Iterator[Numbered]:
         if self.message:
-            indent = min((len(text) - len(text.lstrip()) for text in self.message if text.strip()), default=0)
+            indent = min(
+                (len(text) - len(text.lstrip()) for text in self.message if text.strip()), default=0
+            )
             for text in ("", _TITLE, *self.frames, *(text[indent:] for text in self.message), ""):
                 yield self.start, text
 
@@ -152,7 +167,10 @@ LONGEST_LINE = 4000
 MOST_PREFIXES = 16
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_RANK = re.compile(r"^\s*(\[(?:default|rank|Rank|RANK|trainer)?\s?\d+\]:?|\(\w[\w.]* pid=\d+(?:, ip=[\d.]+)?\)|\w+-\d+-\w+:|\d+:(?= ))\s?")
+_RANK = re.compile(
+    r"^\s*(\[(?:default|rank|Rank|RANK|trainer)?\s?\d+\]:?|\(\w[\w.]* pid=\d+(?:,"
+    r" ip=[\d.]+)?\)|\w+-\d+-\w+:|\d+:(?= ))\s?"
+)
 _STAMP = re.compile(
     r"^\[?\d{4}-\d\d-\d\d[T "
     r"]\d\d:\d\d:\d\d[,.\d]*\]?(?:\s*[-|]?\s*(?:ERROR|WARNING|INFO|CRITICAL)\s*[-|:]?)?\s*(?=Traceback|File "
@@ -160,7 +178,8 @@ _STAMP = re.compile(
 )
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 _NOTEBOOK_FRAME = re.compile(
-    r"^(?:File|Cell) (?P<file>\S+?|In\[\d+\])(?::(?P<line>\d+)|, line (?P<cell>\d+))(?:, in (?P<function>[\w.<>]+))?"
+    r"^(?:File|Cell) (?P<file>\S+?|In\[\d+\])(?::(?P<line>\d+)|, line (?P<cell>\d+))(?:, in"
+    r" (?P<function>[\w.<>]+))?"
 )
 _ARROW = re.compile(r"^-+> ?(?P<line>\d+)\s(?P<code>.*)$")
 _EXCEPTION = re.compile(
@@ -168,7 +187,9 @@ _EXCEPTION = re.compile(
     r"?(?P<text>.*))?$"
 )
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
-_CHAIN = re.compile(r"^(?:The above exception was the direct cause|During handling of the above exception)")
+_CHAIN = re.compile(
+    r"^(?:The above exception was the direct cause|During handling of the above exception)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +232,8 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
     open_by_rank: dict[str, Incident] = {}
     chained: set[str] = set()  # ranks whose next traceback was raised on account of their last
     passage = Incident(0)
-    prefixes: dict[str, re.Pattern[str]] = {}  # what stood before a traceback's first line: its other lines have the same there
+    # what stood before a traceback's first line: its other lines have the same there
+    prefixes: dict[str, re.Pattern[str]] = {}
 
     def closed(*ended: Incident | None) -> Iterator[Incident]:
         """Those that hold a message."""
@@ -234,7 +256,9 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
             open_by_rank[rank] = Incident(number, chained=rank in chained)
             chained.discard(rank)
             continue
-        if known := next((match for prefix in prefixes.values() if (match := prefix.match(line))), None):
+        if known := next(
+            (match for prefix in prefixes.values() if (match := prefix.match(line))), None
+        ):
             line = line[known.end() :]
         if _CHAIN.match(line):
             yield from closed(open_by_rank.pop(rank, None))
@@ -268,7 +292,9 @@ def _plain(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _learn(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
-    """A stamp, a level, a module and line, a container's stream: any text, in which numbers may change from line to line."""
+    """A stamp, a level, a module and line, a container's stream: any text, in which numbers may
+    change from line to line.
+    """
     if not head.strip() or "Group" in head or len(prefixes) >= MOST_PREFIXES:
         return
     shape = re.sub(r"\d+", r"\\d+", re.escape(head.rstrip()))
@@ -276,7 +302,9 @@ def _learn(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
 
 
 def _unfolded(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; a traceback inside a JSON string, its line ends written as two characters, becomes lines again."""
+    """Lines with their numbers; a traceback inside a JSON string, its line ends written as two
+    characters, becomes lines again.
+    """
     for number, raw in enumerate(lines, 1):
         if "\\n" in raw and "Traceback" in raw:
             text = raw[: LONGEST_MESSAGE * LONGEST_LINE].replace('\\"', '"')
@@ -298,7 +326,9 @@ def _take(current: Incident, line: str) -> bool:
             current.add(frame, frame["line"] or frame["cell"])
         elif (arrow := _ARROW.match(line)) and current.frames:
             last = current.frames[-1]
-            current.frames[-1] = Frame(last.file, int(arrow["line"]), last.function, arrow["code"].strip())
+            current.frames[-1] = Frame(
+                last.file, int(arrow["line"]), last.function, arrow["code"].strip()
+            )
         elif exception := _EXCEPTION.match(line):
             current.exception = exception["kind"]
             current.message.append(line)
@@ -306,7 +336,12 @@ def _take(current: Incident, line: str) -> bool:
             last = current.frames[-1]
             if not last.code:
                 current.frames[-1] = Frame(last.file, last.line, last.function, line.strip())
-        elif line and not line[0].isspace() and re.match(r"[A-Za-z_][\w.]*: ", line) and current.frames:
+        elif (
+            line
+            and not line[0].isspace()
+            and re.match(r"[A-Za-z_][\w.]*: ", line)
+            and current.frames
+        ):
             current.exception = line.partition(":")[0]
             current.message.append(line)
         return False

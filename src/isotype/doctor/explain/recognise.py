@@ -1,7 +1,8 @@
 """From an error's text to the operator that refused and the dtypes it met. Imports no torch.
 
-Each form is a template of `forms.tsv`: `<name>` stands for a dtype in any of the spellings below. What no form fits, but which names two
-dtypes and a disagreement, is still recognised, with the operator taken from the traceback.
+Each form is a template of `forms.tsv`: `<name>` stands for a dtype in any of the spellings below.
+What no form fits, but which names two dtypes and a disagreement, is still recognised, with the
+operator taken from the traceback.
 """
 
 from __future__ import annotations
@@ -17,40 +18,66 @@ _TABLE = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
 
 # operator, template. `<x>` is a dtype named x; everything else is a regular expression.
 FORMS: tuple[tuple[str, str], ...] = tuple(
-    (operator, form) for operator, _, form in (line.partition("\t") for line in _TABLE.splitlines() if not line.startswith("#"))
+    (operator, form)
+    for operator, _, form in (
+        line.partition("\t") for line in _TABLE.splitlines() if not line.startswith("#")
+    )
 )
 
 
-# c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor, CUDABFloat16Type, BFloat16, float, long int, bf16,
-# bf16[constexpr[64]], <['64'], fp32>, triton.language.float32
+# c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor,
+# CUDABFloat16Type, BFloat16, float, long int, bf16, bf16[constexpr[64]], <['64'], fp32>,
+# triton.language.float32
 _WORD = (
     r"(?:BFloat16|bfloat16|bf16|Half|half|Float8\w*|float8\w*|fp8\w*|[Ff]loat(?:16|32|64)?|fp(?:16|32|64)|Double|double|"
-    r"long int|Long|long|Int|int(?:8|16|32|64)?|unsigned char|Byte|uint8|Char|signed char|Short|Bool|bool|Complex\w*|complex\w*)"
+    r"long int|Long|long|Int|int(?:8|16|32|64)?|unsigned char|Byte|uint8|Char|signed"
+    r" char|Short|Bool|bool|Complex\w*|complex\w*)"
 )
 _BARE = (
     r"(?:struct "
     rf")?(?:c10::complex<\w+>|(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?{_WORD}(?:Type|Tensor)?)"
 )
-# What a template's `<name>` takes: any one word or Triton type; words that are no dtype are turned away after the match. (Spelling the
-# dtypes out in every form would cost 0.15 s of compiling.)
-_BLOCK = r"(?:struct )?(?:<\[[^\]]*\], ?[\w.]+>|[A-Za-z][\w.:]*(?:\[constexpr\[[^\s'\"]*\])?(?: int| char)?)"
+# What a template's `<name>` takes: any one word or Triton type; words that are no dtype are turned
+# away after the match. (Spelling the dtypes out in every form would cost 0.15 s of compiling.)
+_BLOCK = (
+    r"(?:struct )?(?:<\[[^\]]*\], ?[\w.]+>|[A-Za-z][\w.:]*(?:\[constexpr\[[^\s'\"]*\])?(?: int|"
+    r" char)?)"
+)
 _STRICT = re.compile(
     r"(?<![\w.])(?:struct "
     r")?(?:c10::(?:BFloat16|Half|Float\w*)|torch\.(?:cuda\.)?(?:bfloat16|float16|float32|half|float64|float|BFloat16Tensor|HalfTensor|FloatTensor|float8_\w+)|"
     r"BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|bf16|fp16|fp32|fp64)(?![\w])"
-    # `tensor(float16)` of ONNX, `tensor<1x3xf16>` of MLIR, `bf16[2,340]` of XLA, and words that are dtypes only where the text says so
-    r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|\b(?:bf16|f16|f32|f64)(?=\[\d)|(?<=dtype )(?:float|half|double)\b"
+    # `tensor(float16)` of ONNX, `tensor<1x3xf16>` of MLIR, `bf16[2,340]` of XLA, and words that are
+    # dtypes only where the text says so
+    r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|\b(?:bf16|f16|f32|f64)(?=\[\d)|(?<=dtype"
+    r" )(?:float|half|double)\b"
 )
-_HALF = re.compile(r"(?i)(?<![\w.-])(?:torch\.|c10::|at::|tl\.)?(?:bfloat16|bf16|float16|fp16|half|float8\w*|fp8\w*)(?:tensor)?(?![\w-])")
-_ODD = {"unsigned char": "uint8", "byte": "uint8", "char": "int8", "signed char": "int8", "short": "int16", "long int": "int64"}
+_HALF = re.compile(
+    r"(?i)(?<![\w.-])(?:torch\.|c10::|at::|tl\.)?(?:bfloat16|bf16|float16|fp16|half|float8\w*|fp8\w*)(?:tensor)?(?![\w-])"
+)
+_ODD = {
+    "unsigned char": "uint8",
+    "byte": "uint8",
+    "char": "int8",
+    "signed char": "int8",
+    "short": "int16",
+    "long int": "int64",
+}
 
 
 def dtype_word(text: str) -> str:
-    """`struct c10::BFloat16`, `torch.cuda.HalfTensor`, `<['64'], fp32>` -> `bf16`, `fp16`, `fp32`; unknown words unchanged."""
+    """`struct c10::BFloat16`, `torch.cuda.HalfTensor`, `<['64'], fp32>` -> `bf16`, `fp16`, `fp32`;
+    unknown words unchanged.
+    """
     word = text.strip().rstrip(".,:;")
     if block := re.search(rf"({_BARE})", word):
         word = block[1]
-    word = re.sub(r"^(?:struct )?(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?", "", word)
+    word = re.sub(
+        r"^(?:struct"
+        r" )?(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?",
+        "",
+        word,
+    )
     word = re.sub(r"(?:Tensor|Type)$", "", word)
     try:
         return parse(_ODD.get(word.lower(), word))
@@ -66,7 +93,8 @@ def _known(word: str) -> bool:
     return True
 
 
-# Text without a word of each kind is not about dtypes; a test holds every form to it. (Trying a hundred forms takes forty times longer.)
+# Text without a word of each kind is not about dtypes; a test holds every form to it. (Trying a
+# hundred forms takes forty times longer.)
 _SUBJECTS = (
     "type", "half", "float", "bf16", "fp16", "fp32", "fp8", "tf32", "bf conv", "_16bf", "nan", "inf", "scal", "precision", "quant",
     "grad", "full_", "autocast", "flash", "parameter", "tensor",
@@ -88,21 +116,30 @@ def _hinted(text: str) -> bool:
 _REFUSES = re.compile(
     r"(?i)\b(?:(?:not|isn't|aren't|n't) (?:be )?(?:natively |currently |yet )*"
     r"(?:supp?ort\w*|implemented|available|allowed|compatible|enabled)"
-    r"|un-?supported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't) (?:supports?|accepts?|takes?|handles?)"
+    r"|un-?supported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't)"
+    r" (?:supports?|accepts?|takes?|handles?)"
     r"|only (?:available|works|supported)"
-    r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data ?type|dtype)|incompatible)\b"
+    r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data"
+    r" ?type|dtype)|incompatible)\b"
 )
 # What a refusal lists as taken is not what it refuses.
 _TAKEN = re.compile(
-    r"(?i)(?:only (?:supported|available|implemented) (?:for|on|with|in)|supported (?:d?types|data types) are:?|expected [\w ]*to be|"
-    r"must be (?:one of|either)?)(?:[\s,:]|(?:torch\.)?(?:b?float\d*|bf16|fp16|half|double|complex\w*|u?int\d*|bool|and|or|tensors?)\b)+"
+    r"(?i)(?:only (?:supported|available|implemented) (?:for|on|with|in)|supported (?:d?types|data"
+    r" types) are:?|expected [\w ]*to be|"
+    r"must be (?:one"
+    r" of|either)?)(?:[\s,:]|(?:torch\.)?(?:b?float\d*|bf16|fp16|half|double|complex\w*|u?int\d*|bool|and|or|tensors?)\b)+"
 )
-_PATHLIKE = re.compile(r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?")
-_SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b")
+_PATHLIKE = re.compile(
+    r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?"
+)
+_SAME_TYPE = re.compile(
+    r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b"
+)
 _META = re.compile(r"different\s+metadata\s+than\s+during\s+the\s+forward\s+pass")
 _META_PAIR = re.compile(
     (
-        r"saved metadata:\s+\{'shape': (?P<s1>torch\.Size\([^)]*\)|\.\.\.), 'dtype': (?P<d1>torch\.\w+).*?recomputed "
+        r"saved metadata:\s+\{'shape': (?P<s1>torch\.Size\([^)]*\)|\.\.\.), 'dtype':"
+        r" (?P<d1>torch\.\w+).*?recomputed "
         r"metadata:\s+\{'shape': (?P<s2>torch\.Size\([^)]*\)|\.\.\.), 'dtype': (?P<d2>torch\.\w+)"
     ),
     re.S,
@@ -116,20 +153,32 @@ _DISAGREE = re.compile(
 
 @cache
 def _compiled() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Each form's pattern. A blank stands for a line break as well: messages are folded where they are long."""
+    """Each form's pattern. A blank stands for a line break as well: messages are folded where they
+    are long.
+    """
     folded = [(op, form.replace(" ", r"\s") if "[" not in form else form) for op, form in FORMS]
-    return tuple((op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_BLOCK})", form))) for op, form in folded)
+    return tuple(
+        (op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_BLOCK})", form)))
+        for op, form in folded
+    )
 
 
 def recognise(text: str, situation: Situation) -> Seen | None:
-    """What refused and which dtypes it met, or None when the text does not speak of a disagreement between dtypes."""
+    """What refused and which dtypes it met, or None when the text does not speak of a disagreement
+    between dtypes.
+    """
     if not _hinted(text):
         return None
     if _META.search(text):
         for pair in _META_PAIR.finditer(text):
             saved, again = dtype_word(pair["d1"]), dtype_word(pair["d2"])
             if saved != again and pair["s1"] == pair["s2"]:
-                return Seen(text=text, operator="recompute", dtypes={"saved": saved, "recomputed": again}, situation=situation)
+                return Seen(
+                    text=text,
+                    operator="recompute",
+                    dtypes={"saved": saved, "recomputed": again},
+                    situation=situation,
+                )
         return None
     for operator, form in _compiled():
         if match := form.search(text):
@@ -145,19 +194,42 @@ def recognise(text: str, situation: Situation) -> Seen | None:
             operator = _by_place(operator, words, dtypes, situation)
             if operator == "interpolation":
                 dtypes = {"left": dtypes["state"], "right": dtypes["gradient"]}
-            return Seen(text=text, operator=operator, dtypes=dtypes, words=words, situation=situation)
+            return Seen(
+                text=text, operator=operator, dtypes=dtypes, words=words, situation=situation
+            )
     return _unknown_wording(text, situation)
 
 
-def _by_place(operator: str, words: dict[str, str], dtypes: dict[str, str], situation: Situation) -> str:
+def _by_place(
+    operator: str, words: dict[str, str], dtypes: dict[str, str], situation: Situation
+) -> str:
     """A few texts are shared by several operators: the traceback tells which."""
     if operator == "old type check":
         names = " ".join(words.values())
-        convolution = "grad_output" in names or "conv" in words.get("checker", "") or ("weight" in names and situation.mentions("conv"))
-        return "convolution" if convolution else "matrix product" if re.search(r"\bmat\d?\b|addmm", names) else "paired arguments"
+        convolution = (
+            "grad_output" in names
+            or "conv" in words.get("checker", "")
+            or ("weight" in names and situation.mentions("conv"))
+        )
+        return (
+            "convolution"
+            if convolution
+            else "matrix product"
+            if re.search(r"\bmat\d?\b|addmm", names)
+            else "paired arguments"
+        )
     if operator == "two dtypes":
-        return "integer input" if dtypes.get("expected", "").startswith("int") else operator_of(situation)
-    if operator == "optimizer update" and situation.frames and "optimizer" not in situation and "compile" not in situation:
+        return (
+            "integer input"
+            if dtypes.get("expected", "").startswith("int")
+            else operator_of(situation)
+        )
+    if (
+        operator == "optimizer update"
+        and situation.frames
+        and "optimizer" not in situation
+        and "compile" not in situation
+    ):
         return "interpolation"
     return operator
 
@@ -169,7 +241,11 @@ def operator_of(situation: Situation) -> str:
     """The operator from the innermost frames, for texts that do not say."""
     if "optimizer" in situation:
         return "optimizer update"
-    if (call := failing_call(situation)) and not call.is_product and not re.search(_NAMED_BELOW, call.function):
+    if (
+        (call := failing_call(situation))
+        and not call.is_product
+        and not re.search(_NAMED_BELOW, call.function)
+    ):
         return "paired arguments"
     inner = situation.frames[-3:] or [frame for frame in (situation.quoted,) if frame]
     for pattern, operator in (
@@ -181,7 +257,10 @@ def operator_of(situation: Situation) -> str:
         (r"linear|matmul|bmm|einsum|@|\bmm\(|addmm|attn_weights", "matrix product"),
         (r"rnn\.py|lstm|gru", "recurrent layer"),
     ):
-        if any(re.search(pattern, f"{f.function} {f.code} {f.file.rpartition('/')[2]}") for f in reversed(inner)):
+        if any(
+            re.search(pattern, f"{f.function} {f.code} {f.file.rpartition('/')[2]}")
+            for f in reversed(inner)
+        ):
             return operator
     return "matrix product"
 
@@ -192,37 +271,73 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
     for number, line in enumerate(lines):
         if _SAME_TYPE.search(line) and not _STRICT.search(line):
             line = "\n".join(lines[number : number + 3])  # the types stand in a note of their own
-        found = [word for word in dict.fromkeys(dtype_word(match[0]) for match in _STRICT.finditer(line)) if _known(word)]
-        if len(found) >= 2 and _DISAGREE.search(line) and re.search(r"(?i)error|dtype|type|precision|expected|must|got", line):
+        found = [
+            word
+            for word in dict.fromkeys(dtype_word(match[0]) for match in _STRICT.finditer(line))
+            if _known(word)
+        ]
+        if (
+            len(found) >= 2
+            and _DISAGREE.search(line)
+            and re.search(r"(?i)error|dtype|type|precision|expected|must|got", line)
+        ):
             dtypes = {"first": found[0], "second": found[1]}
-            return Seen(text=line, operator="unknown wording", dtypes=dtypes, words=by, situation=situation)
-    if re.search(r"(?m)^AssertionError: assert .*(?:dtype|scalar_type|element_ty|\.is_(?:fp|bf)\d+\(|is_floating)", text):
-        asserted = text.partition("assert ")[2]
-        return Seen(text=text, operator="unknown wording", words={"asserted": asserted}, situation=situation)
+            return Seen(
+                text=line, operator="unknown wording", dtypes=dtypes, words=by, situation=situation
+            )
     if re.search(
-        r"(?i)(?:scalar types?|dtypes?) of .{1,60}(?:same|match|differ)|(?:same|matching|different|mismatched) (?:dtypes?|scalar types?)\b",
+        r"(?m)^AssertionError: assert"
+        r" .*(?:dtype|scalar_type|element_ty|\.is_(?:fp|bf)\d+\(|is_floating)",
+        text,
+    ):
+        asserted = text.partition("assert ")[2]
+        return Seen(
+            text=text, operator="unknown wording", words={"asserted": asserted}, situation=situation
+        )
+    if re.search(
+        r"(?i)(?:scalar types?|dtypes?) of"
+        r" .{1,60}(?:same|match|differ)|(?:same|matching|different|mismatched) (?:dtypes?|scalar"
+        r" types?)\b",
         text,
     ) and re.search(r"Error|Expected|expected|must|should", text):
         return Seen(text=text, operator="unknown wording", words=by, situation=situation)
     for line in lines:
         if (refused := _refused(line)) is not None:
-            return Seen(text=line, operator="unknown refusal", dtypes=refused, words=by, situation=situation)
+            return Seen(
+                text=line, operator="unknown refusal", dtypes=refused, words=by, situation=situation
+            )
     return None
 
 
 def half_words(text: str) -> list[str]:
-    """The half-precision dtypes (and fp8) that a text names, in its order; those in paths and flags are none."""
-    found = dict.fromkeys(word for word in map(dtype_word, _HALF.findall(_PATHLIKE.sub(" ", text))) if _known(word))
+    """The half-precision dtypes (and fp8) that a text names, in its order; those in paths and flags
+    are none.
+    """
+    found = dict.fromkeys(
+        word for word in map(dtype_word, _HALF.findall(_PATHLIKE.sub(" ", text))) if _known(word)
+    )
     return list(found)
 
 
 def _refused(line: str) -> dict[str, str] | None:
-    """The half-precision dtype, or none but the word, that is refused in a line that names the exception; None for another line."""
-    if not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip()) or "is not defined" in line or "import" in line:
+    """The half-precision dtype, or none but the word, that is refused in a line that names the
+    exception; None for another line.
+    """
+    if (
+        not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip())
+        or "is not defined" in line
+        or "import" in line
+    ):
         return None
     said = _PATHLIKE.sub(" ", line)
     if not _REFUSES.search(said):
         return None
     if narrow := half_words(_TAKEN.sub(" ", line)):
         return {"refused": narrow[0]}
-    return {} if re.search(r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said) else None
+    return (
+        {}
+        if re.search(
+            r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said
+        )
+        else None
+    )

@@ -1,5 +1,6 @@
-"""What a traceback says besides its message: whose frame failed, what the program was doing (generate, backward, callback, ...), and which
-function was called with which tensors on the user's own line. `Seen` adds the message's operator and dtypes.
+"""What a traceback says besides its message: whose frame failed, what the program was doing
+(generate, backward, callback, ...), and which function was called with which tensors on the user's
+own line. `Seen` adds the message's operator and dtypes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ _LIBRARY = re.compile(
 _PACKAGE = re.compile(
     r"(?:site-packages|dist-packages)/(?P<name>[\w]+)|(?:^|/)(?P<bare>torch|transformers|peft|trl|accelerate|deepspeed|diffusers|triton|bitsandbytes|flash_attn|xformers|unsloth)/"
 )
-_TRAINERS = ("trl", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "axolotl", "llamafactory", "trainer", "simpletuner")
+_TRAINERS = (
+    "trl",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "deepspeed",
+    "axolotl",
+    "llamafactory",
+    "trainer",
+    "simpletuner",
+)
 
 
 def is_library(file: str) -> bool:
@@ -33,10 +44,12 @@ def package(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`.
+    """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in
+    `proof`.
 
-    said    what the lines around the traceback say: autocast, resumed, sharded, features (of images or audio), adapters, muon,
-            grouped product, cpu, mps, compiled only, kv cache, unfrozen, structured input, hard-coded
+    said    what the lines around the traceback say: autocast, resumed, sharded, features (of images
+            or audio), adapters, muon, grouped product, cpu, mps, compiled only, kv cache, unfrozen,
+            structured input, hard-coded
     quoted  without a traceback, the line of code that the text quotes, as a frame without a file
     """
 
@@ -61,15 +74,33 @@ class Situation:
     @property
     def callers(self) -> Frame | None:
         """The innermost frame outside torch, for a traceback without the user's own code."""
-        return next((f for f in reversed(self.frames) if package(f.file) != "torch" and "/" in f.file.replace("\\", "/")), None)
+        return next(
+            (
+                f
+                for f in reversed(self.frames)
+                if package(f.file) != "torch" and "/" in f.file.replace("\\", "/")
+            ),
+            None,
+        )
 
     def where(self, flag: str) -> str:
         frame = self.proof.get(flag)
-        return "the text around it" if frame is None else f"{frame.function or 'code'} at {frame.file}:{frame.line}"
+        return (
+            "the text around it"
+            if frame is None
+            else f"{frame.function or 'code'} at {frame.file}:{frame.line}"
+        )
 
     def mentions(self, pattern: str) -> Frame | None:
         """The innermost frame whose code, function or file matches."""
-        return next((f for f in reversed(self.frames) if re.search(pattern, f"{f.file} {f.function} {f.code}")), None)
+        return next(
+            (
+                f
+                for f in reversed(self.frames)
+                if re.search(pattern, f"{f.file} {f.function} {f.code}")
+            ),
+            None,
+        )
 
 
 # flag -> what shows it in a frame: a function's whole name, a line of code, a file's path
@@ -94,11 +125,17 @@ _SHOWN: dict[str, tuple[str, str, str]] = {
 
 
 def _flags(frame: Frame) -> set[str]:
-    code, function, file = frame.code, frame.function.rpartition(".")[2], frame.file.replace("\\", "/")
+    code, function, file = (
+        frame.code,
+        frame.function.rpartition(".")[2],
+        frame.file.replace("\\", "/"),
+    )
     found = {
         flag
         for flag, (name, line, path) in _SHOWN.items()
-        if (name and re.fullmatch(name, function)) or (line and re.search(line, code)) or (path and re.search(path, file))
+        if (name and re.fullmatch(name, function))
+        or (line and re.search(line, code))
+        or (path and re.search(path, file))
     }
     if function == "backward" and package(file) != "torch":
         found.add("custom backward")
@@ -123,7 +160,8 @@ _SAID = {
     "muon": r"muon|newtonschulz|zeropower|v_mean|second_momentum",
     "grouped product": r"\b_?grouped_mm\b|grouped_linear",
     "cpu": (
-        r"\b(?:inference|training|generation|generates?|run|runs|running|trained|trains?) on (?:a |the |my )?CPU\b"
+        r"\b(?:inference|training|generation|generates?|run|runs|running|trained|trains?) on (?:a"
+        r" |the |my )?CPU\b"
         r"|device(?:_map)?[ =(]+['\"]?cpu\b"
     ),
     "mps": r"\bMPS\b|\bM-series Mac|\bApple Silicon\b",
@@ -144,17 +182,23 @@ _QUOTED = re.compile(
 
 def said_in(text: str) -> frozenset[str]:
     """The facts that a report states in words."""
-    return frozenset(flag for flag, pattern in _SAID.items() if re.search(pattern, text, re.IGNORECASE))
+    return frozenset(
+        flag for flag, pattern in _SAID.items() if re.search(pattern, text, re.IGNORECASE)
+    )
 
 
 def quoted_in(text: str) -> Frame | None:
-    """The code that a text without a traceback quotes: the line that an arrow marks, or the last call of an operation."""
+    """The code that a text without a traceback quotes: the line that an arrow marks, or the last
+    call of an operation.
+    """
     match = next(iter([*_QUOTED.finditer(text)][-1:]), None)
     return Frame("", None, "", (match["arrow"] or match["call"]).strip()) if match else None
 
 
 def read(frames: Sequence[Frame], said: frozenset[str] = frozenset(), text: str = "") -> Situation:
-    """The situation of a traceback; `text`, the error's passage, is looked through for code where there is no traceback."""
+    """The situation of a traceback; `text`, the error's passage, is looked through for code where
+    there is no traceback.
+    """
     proof: dict[str, Frame] = {}
     for frame in frames:
         for flag in _flags(frame):
@@ -164,15 +208,34 @@ def read(frames: Sequence[Frame], said: frozenset[str] = frozenset(), text: str 
 
 
 PRODUCTS = frozenset(
-    {"mm", "bmm", "matmul", "dot", "vdot", "mv", "inner", "outer", "einsum", "tensordot", "addmm", "addmv", "addbmm", "baddbmm"}
+    {
+        "mm",
+        "bmm",
+        "matmul",
+        "dot",
+        "vdot",
+        "mv",
+        "inner",
+        "outer",
+        "einsum",
+        "tensordot",
+        "addmm",
+        "addmv",
+        "addbmm",
+        "baddbmm",
+    }
     | {"sspaddmm", "smm", "multi_dot", "chain_matmul", "@"}
 )
-_NO_TENSORS = frozenset({"backward", "step", "generate", "forward", "apply", "train", "evaluate", "update"})
+_NO_TENSORS = frozenset(
+    {"backward", "step", "generate", "forward", "apply", "train", "evaluate", "update"}
+)
 
 
 @dataclass(frozen=True)
 class Call:
-    """function: `einsum`, `grid_sample`, `@`; tensors: the arguments that can be tensors, as written; in_place: writes into the first."""
+    """function: `einsum`, `grid_sample`, `@`; tensors: the arguments that can be tensors, as
+    written; in_place: writes into the first.
+    """
 
     function: str
     tensors: tuple[str, ...]
@@ -182,7 +245,11 @@ class Call:
     @property
     def place(self) -> str:
         """The call's line of code, and where it stands."""
-        return f"{self.frame.code} at {self.frame.file}:{self.frame.line}" if self.frame.file else f"the text quotes {self.frame.code}"
+        return (
+            f"{self.frame.code} at {self.frame.file}:{self.frame.line}"
+            if self.frame.file
+            else f"the text quotes {self.frame.code}"
+        )
 
     @property
     def is_product(self) -> bool:
@@ -190,7 +257,8 @@ class Call:
 
 
 def failing_call(situation: Situation) -> Call | None:
-    """The call on the user's innermost line, where it goes straight into torch; None behind a layer or another library.
+    """The call on the user's innermost line, where it goes straight into torch; None behind a layer
+    or another library.
 
     Without a traceback: the call that the text quotes.
     """
@@ -200,13 +268,18 @@ def failing_call(situation: Situation) -> Call | None:
         if not is_library(frame.file):
             return _call(frame)
         file = frame.file.replace("\\", "/")
-        if not re.search(r"/torch/(?:functional|nn/functional|_tensor|_ops|_jit_internal|overrides|sparse/\w+|linalg/\w+)\.py$", file):
+        if not re.search(
+            r"/torch/(?:functional|nn/functional|_tensor|_ops|_jit_internal|overrides|sparse/\w+|linalg/\w+)\.py$",
+            file,
+        ):
             return None
     return None
 
 
 def _call(frame: Frame) -> Call | None:
-    code = re.sub(r"^(?:return|assert|yield|await|elif|if|while|with)\s+|:$", "", frame.code.strip())
+    code = re.sub(
+        r"^(?:return|assert|yield|await|elif|if|while|with)\s+|:$", "", frame.code.strip()
+    )
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -224,8 +297,19 @@ def _of(node: ast.AST, frame: Frame) -> Call | None:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return None
     owner, name = _source(node.func.value), node.func.attr
-    given = [*node.args, *(k.value for k in node.keywords if k.arg in ("input", "other", "mat2", "vec2", "weight", "grid", "tensor2"))]
-    tensors = [_source(arg) for arg in given if not isinstance(arg, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Starred)]
+    given = [
+        *node.args,
+        *(
+            k.value
+            for k in node.keywords
+            if k.arg in ("input", "other", "mat2", "vec2", "weight", "grid", "tensor2")
+        ),
+    ]
+    tensors = [
+        _source(arg)
+        for arg in given
+        if not isinstance(arg, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Starred)
+    ]
     if not re.match(r"^(?:torch(?:\.\w+)*|F|nn\.functional)$", owner):
         if name.rstrip("_") not in PRODUCTS:
             return None
@@ -245,7 +329,8 @@ class Seen:
     """What an incident showed.
 
     operator  what refused: `matrix product`, `convolution`, ...
-    dtypes    role -> dtype word, in the order of the text (`left`, `right`; `expected`, `got`; `query`, `key`, `value`; ...)
+    dtypes    role -> dtype word, in the order of the text (`left`, `right`; `expected`, `got`;
+              `query`, `key`, `value`; ...)
     words     other facts of the text: a variable, an operator's internal name
     """
 

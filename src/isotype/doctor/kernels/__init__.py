@@ -1,4 +1,6 @@
-"""`isotype doctor kernels`: a Triton kernel's dtype matrix compiled on a machine without a GPU, and what fails in it explained."""
+"""`isotype doctor kernels`: a Triton kernel's dtype matrix compiled on a machine without a GPU, and
+what fails in it explained.
+"""
 
 from .check import check
 

@@ -1,6 +1,8 @@
-"""A wrapper called with CPU tensors of every input dtype: the kernels it reaches, with the signatures that Triton's launcher would compile.
+"""A wrapper called with CPU tensors of every input dtype: the kernels it reaches, with the
+signatures that Triton's launcher would compile.
 
-Launches are caught instead of run (`trap_launches`). `compile_matrix` is the same as an assertion, for a test of one's own.
+Launches are caught instead of run (`trap_launches`). `compile_matrix` is the same as an assertion,
+for a test of one's own.
 """
 
 from __future__ import annotations
@@ -23,28 +25,44 @@ from ...finding import Severity, worst_first
 from ...wording import counted
 from .check import Report, check, check_combinations
 from .pretend import pretend_gpu
-from .signature import DEFAULT, OPTION_NAMES, Combination, Reach, configuration, is_kernel, parse_target, require_triton
+from .signature import (
+    DEFAULT,
+    OPTION_NAMES,
+    Combination,
+    Reach,
+    configuration,
+    is_kernel,
+    parse_target,
+    require_triton,
+)
 
-MOST_CONFIGURATIONS = 8  # of one autotuned kernel: the first configurations differ as much as the last
+# of one autotuned kernel: the first configurations differ as much as the last
+MOST_CONFIGURATIONS = 8
 
 
 @dataclass
 class Launch:
-    """One `kernel[grid](...)`: the function, its arguments as given, and the configuration chosen by autotuning."""
+    """One `kernel[grid](...)`: the function, its arguments as given, and the configuration chosen
+    by autotuning.
+    """
 
     function: Any
     args: tuple
     kwargs: dict[str, Any]
 
     def combination(self, target: Any, label: str, reach: Reach = Reach.GIVEN) -> Combination:
-        """What Triton's launcher makes of the arguments: types, constexprs (also an integer 1 and None), divisibility."""
+        """What Triton's launcher makes of the arguments: types, constexprs (also an integer 1 and
+        None), divisibility.
+        """
         from triton._utils import find_paths_if, get_iterable_path
         from triton.compiler.compiler import make_backend
         from triton.runtime.jit import create_function_from_signature
 
         backend = make_backend(target)
         names = list(self.function.arg_names)
-        bind = create_function_from_signature(self.function.signature, self.function.params, backend)
+        bind = create_function_from_signature(
+            self.function.signature, self.function.params, backend
+        )
         options = {k: v for k, v in self.kwargs.items() if k in OPTION_NAMES and k not in names}
         kwargs = {k: _stand_in(v) for k, v in self.kwargs.items() if k in names}
         bound, specialization, _ = bind(*(_stand_in(a) for a in self.args), **kwargs)
@@ -106,7 +124,9 @@ def trap_launches() -> Iterator[Trap]:
 
     trap = Trap()
 
-    def trapped(function: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+    def trapped(
+        function: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any
+    ) -> Any:
         trap.launches.append(Launch(function, args, kwargs))
         return _NotRun()
 
@@ -116,7 +136,8 @@ def trap_launches() -> Iterator[Trap]:
             configs = list(tuner.prune_configs(kwargs))
         except Exception as error:
             trap.remarks.append(
-                f"{getattr(tuner.base_fn, '__name__', 'a kernel')}: its pruning of configurations failed ({error}); the first ones are used"
+                f"{getattr(tuner.base_fn, '__name__', 'a kernel')}: its pruning of configurations"
+                f" failed ({error}); the first ones are used"
             )
             configs = list(tuner.configs)
         result: Any = None
@@ -126,7 +147,10 @@ def trap_launches() -> Iterator[Trap]:
         tuner.nargs = None
         return result
 
-    with mock.patch.object(JITFunction, "run", trapped), mock.patch.object(Autotuner, "run", trapped_tuned):
+    with (
+        mock.patch.object(JITFunction, "run", trapped),
+        mock.patch.object(Autotuner, "run", trapped_tuned),
+    ):
         yield trap
 
 
@@ -145,14 +169,18 @@ class Calls:
 
     @contextlib.contextmanager
     def recorded(self, target: Any, label: str, reach: Reach = Reach.GIVEN) -> Iterator[None]:
-        """Inside, launches are trapped on a pretended GPU; an error is a refusal; on leaving, `reached` holds the combinations."""
+        """Inside, launches are trapped on a pretended GPU; an error is a refusal; on leaving,
+        `reached` holds the combinations.
+        """
         import torch._dynamo  # noqa: F401  its table of torch's functions must hold the real ones, not the pretended ones
 
         with trap_launches() as trap, pretend_gpu(target):
             try:
                 yield
             except Exception as error:
-                self.refused[label] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                self.refused[label] = (
+                    f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                )
         self.launches += len(trap.launches)
         self.remarks += trap.remarks
         for launch in trap.launches:
@@ -160,13 +188,19 @@ class Calls:
                 combination = launch.combination(target, label, reach)
             except Exception as error:
                 text = " ".join(str(error).split())[:200]
-                self.remarks.append(f"{launch.function.__name__}: Triton refuses the arguments of a launch: {text}")
+                self.remarks.append(
+                    f"{launch.function.__name__}: Triton refuses the arguments of a launch: {text}"
+                )
                 continue
-            self.reached.setdefault(id(launch.function), (launch.function, []))[1].append(combination)
+            self.reached.setdefault(id(launch.function), (launch.function, []))[1].append(
+                combination
+            )
 
     def report(self, targets: Sequence[str | int], *, binary: bool = False) -> Report:
         """The check of everything that was reached."""
-        result = Report(launches=self.launches, refused=self.refused, remarks=list(dict.fromkeys(self.remarks)))
+        result = Report(
+            launches=self.launches, refused=self.refused, remarks=list(dict.fromkeys(self.remarks))
+        )
         for function, combinations in self.reached.values():
             result.add(check_combinations(function, combinations, targets, binary=binary))
         return result
@@ -177,7 +211,9 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _cast(inputs: Any, words: Sequence[str]) -> Any:
-    """The inputs with float tensors, in order of appearance, in these dtypes; a tensor given twice stays one tensor."""
+    """The inputs with float tensors, in order of appearance, in these dtypes; a tensor given twice
+    stays one tensor.
+    """
     queue, made = iter(words), dict[int, Tensor]()
 
     def change(tensor: Tensor) -> Tensor:
@@ -185,26 +221,39 @@ def _cast(inputs: Any, words: Sequence[str]) -> Any:
             return tensor.detach().clone()
         word = next(queue)
         if id(tensor) not in made:
-            made[id(tensor)] = tensor.detach().to(to_torch(word), copy=True).requires_grad_(tensor.requires_grad or tensor.is_leaf)
+            made[id(tensor)] = (
+                tensor.detach()
+                .to(to_torch(word), copy=True)
+                .requires_grad_(tensor.requires_grad or tensor.is_leaf)
+            )
         return made[id(tensor)]
 
     return pytree.tree_map_only(Tensor, change, inputs)
 
 
 def _variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
-    """First the dtypes as given, then all float tensors in one dtype, then each tensor alone in another dtype than bf16."""
+    """First the dtypes as given, then all float tensors in one dtype, then each tensor alone in
+    another dtype than bf16.
+    """
     own = [dtype_name(t.dtype) for t in _floats(inputs)]
     yield "inputs as given", Reach.GIVEN, own
-    alike = len(set(own)) <= 1  # inputs of several dtypes are meant so: their roles are the author's
+    # inputs of several dtypes are meant so: their roles are the author's
+    alike = len(set(own)) <= 1
     for word in ("fp32", "bf16", "fp16"):
         yield f"{word} inputs", Reach.GIVEN if alike else Reach.MIXED, [word] * len(own)
     for i in range(len(own)) if len(own) > 1 else ():
         for word in ("fp32", "fp16"):
-            yield f"bf16 inputs, float tensor {i} {word}", Reach.MIXED, [word if i == j else "bf16" for j in range(len(own))]
+            yield (
+                f"bf16 inputs, float tensor {i} {word}",
+                Reach.MIXED,
+                [word if i == j else "bf16" for j in range(len(own))],
+            )
 
 
 def several(inputs: Any) -> list[Any]:
-    """The calls that `inputs` stands for: a list whose items are tuples or dicts is several, anything else is one."""
+    """The calls that `inputs` stands for: a list whose items are tuples or dicts is several,
+    anything else is one.
+    """
     if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
         return inputs
     if inputs is None:
@@ -213,11 +262,18 @@ def several(inputs: Any) -> list[Any]:
 
 
 def check_wrapper(
-    function: Callable[..., Any], inputs: Any, targets: Sequence[str | int] = (DEFAULT,), *, backward: bool = True, binary: bool = False
+    function: Callable[..., Any],
+    inputs: Any,
+    targets: Sequence[str | int] = (DEFAULT,),
+    *,
+    backward: bool = True,
+    binary: bool = False,
 ) -> Report:
-    """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward where a gradient can be asked for.
+    """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward where a gradient can
+    be asked for.
 
-    Exact signatures, constexprs, autotuning configurations and heuristics, as the wrapper's own launches have them.
+    Exact signatures, constexprs, autotuning configurations and heuristics, as the wrapper's own
+    launches have them.
     """
     require_triton()
     calls, target = Calls(), parse_target(targets[0])
@@ -245,14 +301,19 @@ def compile_matrix(
     backward: bool = True,
     binary: bool = False,
 ) -> None:
-    """Calls `function(*inputs)` on the CPU in every dtype with launches trapped, then compiles what it launched; no GPU is needed.
+    """Calls `function(*inputs)` on the CPU in every dtype with launches trapped, then compiles what
+    it launched; no GPU is needed.
 
-    function  a wrapper, an autograd.Function, an nn.Module, or a `@triton.jit` kernel (its signatures are then inferred)
-    inputs    a tuple, a list or a dict of arguments; a list of tuples is several calls. Float tensors are cast, the rest is kept
-    fail_on   "error": dtypes alike; "warning" (default): also one tensor in another dtype, unless the function refuses it itself
+    function  a wrapper, an autograd.Function, an nn.Module, or a `@triton.jit` kernel (its
+              signatures are then inferred)
+    inputs    a tuple, a list or a dict of arguments; a list of tuples is several calls. Float
+              tensors are cast, the rest is kept
+    fail_on   "error": dtypes alike; "warning" (default): also one tensor in another dtype, unless
+              the function refuses it itself
     backward  also calls backward on the outputs
     binary    also to machine code, with registers, spills and shared memory (seconds a target)
-    Raises    AssertionError naming kernel, line, variable and dtypes, also when nothing was launched
+    Raises    AssertionError naming kernel, line, variable and dtypes, also when nothing was
+              launched
     """
     wanted = Severity.parse(fail_on) if isinstance(fail_on, str) else fail_on
     name = getattr(function, "__name__", type(function).__name__)
@@ -269,4 +330,7 @@ def compile_matrix(
     failing = worst_first(f for f in findings if f.severity >= wanted)
     if failing:
         count = counted(len(failing), "finding")
-        raise AssertionError(f"{name}: {count} for {', '.join(targets)}\n\n" + "\n\n".join(f.render() for f in failing))
+        raise AssertionError(
+            f"{name}: {count} for {', '.join(targets)}\n\n"
+            + "\n\n".join(f.render() for f in failing)
+        )

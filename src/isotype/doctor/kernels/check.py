@@ -1,6 +1,8 @@
-"""`check`: a kernel's dtype matrix through Triton's front end, and what fails in it as findings. Needs no GPU.
+"""`check`: a kernel's dtype matrix through Triton's front end, and what fails in it as findings.
+Needs no GPU.
 
-With `binary` kernels are compiled to machine code as well: registers, spills and shared memory (KN010).
+With `binary` kernels are compiled to machine code as well: registers, spills and shared memory
+(KN010).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Seen:
 
 @dataclass
 class Report:
-    """What was checked: findings, which kernels, how many compilations, and what a reader should know about the rest.
+    """What was checked: findings, which kernels, how many compilations, and what a reader should
+    know about the rest.
 
     usages    with `binary`: a line for each program made
     launches  of a wrapper; refused: label -> why the wrapper itself refuses that combination
@@ -71,7 +74,10 @@ class Report:
         self.compiled += other.compiled
         self.failed += other.failed
         self.usages += other.usages
-        self.remarks += [f"{label}: refused by the function itself: {why}" for label, why in other.refused.items()] + other.remarks
+        self.remarks += [
+            f"{label}: refused by the function itself: {why}"
+            for label, why in other.refused.items()
+        ] + other.remarks
 
 
 def check(
@@ -86,21 +92,28 @@ def check(
 
     kernel      a `@triton.jit` function, autotuned or with heuristics or not
     signatures  label -> {parameter: "*bf16", "i32", "fp32"}; inferred from the source when left out
-    constexprs  values of the `tl.constexpr` parameters; guessed where left out (a finding's details say what was used)
+    constexprs  values of the `tl.constexpr` parameters; guessed where left out (a finding's details
+                say what was used)
     targets     "sm_80", "sm_90", "sm_100", "gfx942"
     binary      also to machine code: registers, spills and shared memory (seconds a target)
-    Raises      UsageError when `kernel` is none, a signature does not fit it, or Triton is missing or unknown
+    Raises      UsageError when `kernel` is none, a signature does not fit it, or Triton is missing
+                or unknown
     """
     require_triton()
     whole = unwrap(kernel)
     if signatures is None:
         bases = inferred_combinations(whole, constexprs or {})
     else:
-        bases = [_given(whole, label, types, whole.with_defaults(constexprs or {})) for label, types in signatures.items()]
+        bases = [
+            _given(whole, label, types, whole.with_defaults(constexprs or {}))
+            for label, types in signatures.items()
+        ]
     return check_combinations(whole.function, bases, targets, binary=binary)
 
 
-def _given(whole: Unwrapped, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]) -> Combination:
+def _given(
+    whole: Unwrapped, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]
+) -> Combination:
     """One entry of an author's matrix.
 
     Raises  UsageError naming parameters that the kernel has not, or that were forgotten.
@@ -109,18 +122,27 @@ def _given(whole: Unwrapped, label: str, types: Mapping[str, str], constexprs: M
     unknown = [n for n in [*types, *constexprs] if n not in names]
     if unknown:
         raise UsageError(
-            f"{function.__name__}: signature {label!r} names {', '.join(unknown)}, which the kernel has not (it has {', '.join(names)})"
+            f"{function.__name__}: signature {label!r} names {', '.join(unknown)}, which the kernel"
+            f" has not (it has {', '.join(names)})"
         )
     values = {n: v for n, v in constexprs.items() if n not in types or types[n] == "constexpr"}
     full = {n: "constexpr" if n in values else types.get(n) for n in names}
-    missing = [n for n, word in full.items() if word is None or (word == "constexpr" and n not in values)]
+    missing = [
+        n for n, word in full.items() if word is None or (word == "constexpr" and n not in values)
+    ]
     if missing:
-        raise UsageError(f"{function.__name__}: signature {label!r} says nothing of {', '.join(missing)}")
+        raise UsageError(
+            f"{function.__name__}: signature {label!r} says nothing of {', '.join(missing)}"
+        )
     return Combination(label, full, values, options=whole.configs[0].options)
 
 
 def check_combinations(
-    function: Any, bases: Sequence[Combination], targets: Sequence[str | int] = (DEFAULT,), *, binary: bool = False
+    function: Any,
+    bases: Sequence[Combination],
+    targets: Sequence[str | int] = (DEFAULT,),
+    *,
+    binary: bool = False,
 ) -> Report:
     """Every combination for every target."""
     parsed, combinations = [parse_target(t) for t in targets], distinct(bases)
@@ -131,7 +153,13 @@ def check_combinations(
     if binary:
         more, usages = binary_findings(function, [o for o in observations if not o.failed], parsed)
         findings += more
-    return Report(findings, [function.__name__], len(observations), sum(o.failed for o in observations), usages)
+    return Report(
+        findings,
+        [function.__name__],
+        len(observations),
+        sum(o.failed for o in observations),
+        usages,
+    )
 
 
 def as_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
@@ -139,23 +167,41 @@ def as_findings(function: Any, observations: Sequence[Observation]) -> list[Find
     seen: dict[tuple, Seen] = {}
     for one in sorted(observations, key=lambda o: -o.combination.reach):
         name = function.__name__
-        for fault in [diagnose(name, *place_of(function), one)] if one.failed else low_precision_sums(name, one):
-            seen.setdefault((fault.code, fault.file, fault.line), Seen(fault, [])).observations.append(one)
-    return [_finding(function, one, observations) for one in seen.values() if not _is_ours(one, observations)]
+        for fault in (
+            [diagnose(name, *place_of(function), one)]
+            if one.failed
+            else low_precision_sums(name, one)
+        ):
+            seen.setdefault(
+                (fault.code, fault.file, fault.line), Seen(fault, [])
+            ).observations.append(one)
+    return [
+        _finding(function, one, observations)
+        for one in seen.values()
+        if not _is_ours(one, observations)
+    ]
 
 
 def _is_ours(one: Seen, observations: Sequence[Observation]) -> bool:
-    """Whether a failure is due to guessed arguments and not to the kernel: no dtype error, in a combination that no caller gave."""
+    """Whether a failure is due to guessed arguments and not to the kernel: no dtype error, in a
+    combination that no caller gave.
+    """
     some_compile = any(not o.failed for o in observations)
-    return one.fault.severity is None and not one.fault.is_dtype and one.reach == Reach.INFERRED and some_compile
+    return (
+        one.fault.severity is None
+        and not one.fault.is_dtype
+        and one.reach == Reach.INFERRED
+        and some_compile
+    )
 
 
 def _severity(function: Any, one: Seen, observations: Sequence[Observation]) -> Severity:
     if one.fault.severity is not None:
         return one.fault.severity
     if one.reach == Reach.INFERRED:
-        # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less likely. Running sums and maxima of
-        # rows are fp32 buffers by design (trl.kernels keeps them across launches)
+        # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less
+        # likely. Running sums and maxima of rows are fp32 buffers by design (trl.kernels keeps them
+        # across launches)
         if not one.fault.is_dtype or one.fault.statistic or all(o.failed for o in observations):
             return Severity.NOTE
         if one.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, one):
@@ -166,22 +212,46 @@ def _severity(function: Any, one: Seen, observations: Sequence[Observation]) -> 
 def _one_pointer_in_fp32_compiles(function: Any, one: Seen) -> bool:
     """Whether one pointer in fp32 beside the others in bf16 cures it.
 
-    Operands of two pointers need not share a dtype: gates, decays and intermediate gradients are fp32 by design in many libraries
-    (`chunk_gla_bwd_kernel_intra` of flash-linear-attention, whose dA is), so that "all alike" is our guess and not a caller's choice.
+    Operands of two pointers need not share a dtype: gates, decays and intermediate gradients are
+    fp32 by design in many libraries (`chunk_gla_bwd_kernel_intra` of flash-linear-attention, whose
+    dA is), so that "all alike" is our guess and not a caller's choice.
     """
     seen = one.observations[0]
-    types = {name: "*bf16" if is_float_pointer(word) else word for name, word in seen.combination.types.items()}
-    mixed = (replace(seen.combination, types={**types, name: "*fp32"}) for name, word in types.items() if word == "*bf16")
+    types = {
+        name: "*bf16" if is_float_pointer(word) else word
+        for name, word in seen.combination.types.items()
+    }
+    mixed = (
+        replace(seen.combination, types={**types, name: "*fp32"})
+        for name, word in types.items()
+        if word == "*bf16"
+    )
     return any(not observe(function, each, parse_target(seen.target)).failed for each in mixed)
 
 
 def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> Finding:
     fault, failing = one.fault, one.observations
     labels = list(dict.fromkeys(o.combination.label for o in failing))
-    passing = [x for x in dict.fromkeys(o.combination.label for o in observations if not o.failed) if x not in labels]
-    details = [("kernel", fault.kernel), ("variable", fault.variable), ("dtypes", " and ".join(fault.dtypes)), *fault.facts]
-    details += [("fails for", listed(labels)), ("compiles for", listed(passing))] if failing[0].failed else [("seen with", listed(labels))]
-    details += [("signature", failing[0].combination.written), ("targets", ", ".join(dict.fromkeys(o.target for o in failing)))]
+    passing = [
+        x
+        for x in dict.fromkeys(o.combination.label for o in observations if not o.failed)
+        if x not in labels
+    ]
+    details = [
+        ("kernel", fault.kernel),
+        ("variable", fault.variable),
+        ("dtypes", " and ".join(fault.dtypes)),
+        *fault.facts,
+    ]
+    details += (
+        [("fails for", listed(labels)), ("compiles for", listed(passing))]
+        if failing[0].failed
+        else [("seen with", listed(labels))]
+    )
+    details += [
+        ("signature", failing[0].combination.written),
+        ("targets", ", ".join(dict.fromkeys(o.target for o in failing))),
+    ]
     details += [("reach", one.reach.words)]
     if failing[0].failed:
         details.append(("triton", failing[0].message))
@@ -201,7 +271,9 @@ MANY_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
 
 @dataclass(frozen=True)
 class Usage:
-    """The resources of one compiled program. None where the tool that reports them is not installed."""
+    """The resources of one compiled program. None where the tool that reports them is not
+    installed.
+    """
 
     registers: int | None
     spills: int | None
@@ -210,11 +282,18 @@ class Usage:
     @property
     def written(self) -> str:
         known = [("registers", self.registers), ("spilled values", self.spills)]
-        return ", ".join([f"{n} {label}" for label, n in known if n is not None] + [f"{self.shared_bytes:,} bytes of shared memory"])
+        return ", ".join(
+            [f"{n} {label}" for label, n in known if n is not None]
+            + [f"{self.shared_bytes:,} bytes of shared memory"]
+        )
 
 
-def binary_findings(function: Any, observations: Sequence[Observation], targets: Sequence[Any]) -> tuple[list[Finding], list[str]]:
-    """One signature a dtype and target: the first combination of each. Returns findings, and a line of usage for each program made."""
+def binary_findings(
+    function: Any, observations: Sequence[Observation], targets: Sequence[Any]
+) -> tuple[list[Finding], list[str]]:
+    """One signature a dtype and target: the first combination of each. Returns findings, and a line
+    of usage for each program made.
+    """
     findings: list[Finding] = []
     usages: list[str] = []
     chosen: dict[tuple[str, ...], Observation] = {}
@@ -222,37 +301,61 @@ def binary_findings(function: Any, observations: Sequence[Observation], targets:
         words = sorted({str(w) for w in one.combination.types.values() if str(w).startswith("*")})
         chosen.setdefault((one.target, *words), one)
     for one in chosen.values():
-        found, usage = _compiled(function, one, next(target for target in targets if target_name(target) == one.target))
+        found, usage = _compiled(
+            function, one, next(target for target in targets if target_name(target) == one.target)
+        )
         findings += found
         if usage:
-            usages.append(f"{function.__name__} {one.target} {one.combination.label}: {usage.written}")
+            usages.append(
+                f"{function.__name__} {one.target} {one.combination.label}: {usage.written}"
+            )
     return findings, usages
 
 
-def _compiled(function: Any, observation: Observation, target: Any) -> tuple[list[Finding], Usage | None]:
+def _compiled(
+    function: Any, observation: Observation, target: Any
+) -> tuple[list[Finding], Usage | None]:
     combination, where = observation.combination, target_name(target)
     usage, allowed, given = None, shared_bytes(target), combination.reach == Reach.GIVEN
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # Triton prints a whole PTX file when ptxas refuses it
+        # Triton prints a whole PTX file when ptxas refuses it
+        with contextlib.redirect_stdout(io.StringIO()):
             usage = machine_code(function, combination, target)
     except Exception as error:
         severity = Severity.ERROR if given else Severity.WARNING
         text = " ".join(str(error).split())[:400]
-        what, why = "does not compile to machine code for", f"a later stage than the front end refuses it: {type(error).__name__}: {text}"
-        fix = "other block sizes, num_warps and num_stages; where an instruction is missing on this architecture, another path there"
+        what, why = (
+            "does not compile to machine code for",
+            f"a later stage than the front end refuses it: {type(error).__name__}: {text}",
+        )
+        fix = (
+            "other block sizes, num_warps and num_stages; where an instruction is missing on this"
+            " architecture, another path there"
+        )
     else:
         if usage.shared_bytes > allowed:
             severity = Severity.ERROR if given else Severity.NOTE
-            what, why = "needs more shared memory than there is on", f"one block needs {usage.shared_bytes:,} bytes of {allowed:,}"
+            what, why = (
+                "needs more shared memory than there is on",
+                f"one block needs {usage.shared_bytes:,} bytes of {allowed:,}",
+            )
             fix = "smaller blocks or fewer num_stages"
         elif usage.spills:
             severity = Severity.WARNING if usage.spills > MANY_SPILLS and given else Severity.NOTE
-            what, why = "spills registers on", f"{usage.spills} values a thread do not fit in {usage.registers} registers"
+            what, why = (
+                "spills registers on",
+                f"{usage.spills} values a thread do not fit in {usage.registers} registers",
+            )
             fix = "smaller blocks, more warps, or narrow fp32 values earlier"
         else:
             return [], usage
     file, line = place_of(function)
-    details = [("kernel", function.__name__), ("signature", combination.written), ("target", where), ("reach", combination.reach.words)]
+    details = [
+        ("kernel", function.__name__),
+        ("signature", combination.written),
+        ("target", where),
+        ("reach", combination.reach.words),
+    ]
     found = Finding(
         code="KN010",
         severity=severity,
@@ -266,11 +369,18 @@ def _compiled(function: Any, observation: Observation, target: Any) -> tuple[lis
 
 
 def machine_code(function: Any, combination: Any, target: Any) -> Usage:
-    """Compiles all the way and reads what the program takes; Triton's own cache makes a second time quick."""
+    """Compiles all the way and reads what the program takes; Triton's own cache makes a second time
+    quick.
+    """
     import triton
     from triton.compiler import ASTSource
 
-    source = ASTSource(function, dict(combination.types), dict(combination.constexprs), dict(combination.attributes))
+    source = ASTSource(
+        function,
+        dict(combination.types),
+        dict(combination.constexprs),
+        dict(combination.attributes),
+    )
     compiled = triton.compile(source, target=target, options=dict(combination.options))
     shared = int(getattr(compiled.metadata, "shared", 0))
     if target.backend == "cuda":
@@ -289,12 +399,17 @@ def _nvidia_usage(cubin: bytes | None) -> tuple[int | None, int | None]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
+        ).stdout
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     # Triton's kernels keep nothing on the stack but what did not fit in registers
     return (int(registers[1]) if registers else None), (int(stack[1]) // 4 if stack else None)
 
 
 def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
-    registers, spills = re.search(r"\.vgpr_count:\s*(\d+)", assembly), re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)
+    registers, spills = (
+        re.search(r"\.vgpr_count:\s*(\d+)", assembly),
+        re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly),
+    )
     return (int(registers[1]) if registers else None), (int(spills[1]) if spills else None)

@@ -1,8 +1,9 @@
 """A failed compilation as a fault: which variable, which two dtypes, why, and what to change.
 
-Each function recognises one kind of refusal in Triton's message: mathematics (KN004) and `tl.dot` (KN003). One name with two dtypes is
-KN001 (a run-time branch) and KN002 (a loop). Anything else is KN009: Triton's words, with the dtypes at that expression. Of what compiles,
-sums in low precision are a fault (KN020).
+Each function recognises one kind of refusal in Triton's message: mathematics (KN004) and `tl.dot`
+(KN003). One name with two dtypes is KN001 (a run-time branch) and KN002 (a loop). Anything else is
+KN009: Triton's words, with the dtypes at that expression. Of what compiles, sums in low precision
+are a fault (KN020).
 """
 
 from __future__ import annotations
@@ -33,19 +34,27 @@ from .observe import (
 def math_on_low_precision(scene: Scene) -> Fault | None:
     found = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", scene.message)
     call = scene.node
-    arguments = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else []
+    arguments = (
+        [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else []
+    )
     kind = _math_function(scene)
     wrong = [a for a in arguments if scene.frame.dtypes.get(a) in (*LOW, "int32", "int64")]
     if not found and not (kind and wrong):
         return None
-    # libdevice's table of functions by dtype has no entry: its message is the dtypes it was asked for
-    argument = next((a for a in wrong if not found or scene.frame.dtypes[a] == found[2]), arguments[0] if arguments else None)
+    # libdevice's table of functions by dtype has no entry: its message is the dtypes it was asked
+    # for
+    argument = next(
+        (a for a in wrong if not found or scene.frame.dtypes[a] == found[2]),
+        arguments[0] if arguments else None,
+    )
     function = call_name(call) or "the function"
     name = variable_of(argument) if argument is not None else function
     got = found[2] if found else scene.frame.dtypes[wrong[0]]
     wanted = " or ".join(re.findall(r"fp\d+", found[1])) if found else "fp32 or fp64"
     where = origin(scene.frame, argument) if argument is not None else None
-    cause = f"Triton's {kind or 'math'} function {function} takes {wanted} only, and {name} is {got}"
+    cause = (
+        f"Triton's {kind or 'math'} function {function} takes {wanted} only, and {name} is {got}"
+    )
     cause += f": {where.text}{scene.at(where)}" if where else ""
     text = ast.unparse(argument) if argument is not None else "x"
     wrapped = text if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)) else f"({text})"
@@ -53,47 +62,91 @@ def math_on_low_precision(scene: Scene) -> Fault | None:
     if where and where.kind == "load":
         fix += f", or once at load: {where.source}.to(tl.float32)"
     facts = origin_facts(scene, where)
-    return scene.fault("KN004", name, f"{function} on {name}, which is {got}", cause=cause, fix=fix, dtypes=(got, "fp32"), facts=facts)
+    return scene.fault(
+        "KN004",
+        name,
+        f"{function} on {name}, which is {got}",
+        cause=cause,
+        fix=fix,
+        dtypes=(got, "fp32"),
+        facts=facts,
+    )
 
 
 def _math_function(scene: Scene) -> str | None:
     """`math` or `libdevice` when the node calls one of their functions."""
     if not isinstance(scene.node, ast.Call):
         return None
-    value: object = scene.frame.scope.get(names_in(scene.node.func)[0]) if names_in(scene.node.func) else None
+    value: object = (
+        scene.frame.scope.get(names_in(scene.node.func)[0]) if names_in(scene.node.func) else None
+    )
     for attribute in ast.unparse(scene.node.func).split(".")[1:]:
         value = getattr(value, attribute, None)
     module = str(getattr(value, "__module__", ""))
-    return "libdevice" if "libdevice" in module else "math" if module.endswith("language.math") else None
+    return (
+        "libdevice"
+        if "libdevice" in module
+        else "math"
+        if module.endswith("language.math")
+        else None
+    )
 
 
 def dot_operands(scene: Scene) -> Fault | None:
-    pattern = r"same dtype\. Got (\w+) and (\w+)|First input \((\w+)\) and second input \((\w+)\) must have the same dtype"
+    pattern = (
+        r"same dtype\. Got (\w+) and (\w+)|First input \((\w+)\) and second input \((\w+)\) must"
+        r" have the same dtype"
+    )
     if not (found := re.search(pattern, scene.message)):
         return None
     left, right = filter(None, found.groups())
     call = scene.node
-    operands = [*call.args, *(k.value for k in call.keywords)][:2] if isinstance(call, ast.Call) else []
+    operands = (
+        [*call.args, *(k.value for k in call.keywords)][:2] if isinstance(call, ast.Call) else []
+    )
     if len(operands) < 2:
         return None
     a, b = operands
     name_a, name_b = variable_of(a), variable_of(b)
     from_a, from_b = origin(scene.frame, a), origin(scene.frame, b)
-    cause = f"tl.dot does not promote: its operands {name_a} ({left}) and {name_b} ({right}) must have one dtype"
-    cause += "".join(f"; {n}: {o.text}{scene.at(o)}" for n, o in ((name_a, from_a), (name_b, from_b)) if o)
-    promoted = next(((n, o) for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind == "scalar"), None)
+    cause = (
+        f"tl.dot does not promote: its operands {name_a} ({left}) and {name_b} ({right}) must have"
+        " one dtype"
+    )
+    cause += "".join(
+        f"; {n}: {o.text}{scene.at(o)}" for n, o in ((name_a, from_a), (name_b, from_b)) if o
+    )
+    promoted = next(
+        ((n, o) for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind == "scalar"), None
+    )
     if promoted:
         name, step = promoted
         other = name_b if name == name_a else name_a
-        fix = f"apply {step.name} after the dot (to its fp32 result), or cast back before it: {name} = (...).to({other}.dtype)"
+        fix = (
+            f"apply {step.name} after the dot (to its fp32 result), or cast back before it: {name}"
+            f" = (...).to({other}.dtype)"
+        )
         message = f"a scalar promotes {name} before tl.dot, which then gets {left} and {right}"
     else:
-        fix = f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left}, {name_a}.to({name_b}.dtype) keeps {right}"
+        fix = (
+            f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left},"
+            f" {name_a}.to({name_b}.dtype) keeps {right}"
+        )
         message = f"tl.dot got {name_a} in {left} and {name_b} in {right}"
-    computed = [n for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind not in ("load", "parameter")]
+    computed = [
+        n
+        for n, o in ((name_a, from_a), (name_b, from_b))
+        if o and o.kind not in ("load", "parameter")
+    ]
     variable = promoted[0] if promoted else computed[0] if len(computed) == 1 else name_b
     return scene.fault(
-        "KN003", variable, message, cause=cause, fix=fix, dtypes=(left, right), facts=(("operands", f"{name_a} {left}, {name_b} {right}"),)
+        "KN003",
+        variable,
+        message,
+        cause=cause,
+        fix=fix,
+        dtypes=(left, right),
+        facts=(("operands", f"{name_a} {left}, {name_b} {right}"),),
     )
 
 
@@ -101,20 +154,42 @@ def typed_operands(scene: Scene) -> list[ast.AST]:
     """The outermost typed operands of the expression or loop at which Triton stopped."""
     whole = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
     typed = [n for n in ast.walk(whole) if n in scene.frame.dtypes and n is not scene.node]
-    return [n for n in typed if not any(n is not other and other is not whole and n in ast.walk(other) for other in typed)]
+    return [
+        n
+        for n in typed
+        if not any(
+            n is not other and other is not whole and n in ast.walk(other) for other in typed
+        )
+    ]
 
 
 def redefined_in_branch(scene: Scene) -> Fault | None:
-    first = re.search(r"initial value for `(\w+)` is of type (.+?), *but the (then|else) block redefines it as (.+)$", scene.message)
-    both = re.search(r"[Mm]ismatched type for (\w+) between then block \((.+?)\) and else block \((.+)\)$", scene.message)
+    first = re.search(
+        r"initial value for `(\w+)` is of type (.+?), *but the (then|else) block redefines it as"
+        r" (.+)$",
+        scene.message,
+    )
+    both = re.search(
+        r"[Mm]ismatched type for (\w+) between then block \((.+?)\) and else block \((.+)\)$",
+        scene.message,
+    )
     if not first and not both:
         return None
     if first:
-        name, before, block, after = first[1], scalar_word(first[2]), first[3], scalar_word(first[4])
+        name, before, block, after = (
+            first[1],
+            scalar_word(first[2]),
+            first[3],
+            scalar_word(first[4]),
+        )
     else:
         assert both is not None
         name, before, block, after = both[1], scalar_word(both[2]), "else", scalar_word(both[3])
-    around = [n for n in scene.frame.nodes() if isinstance(n, ast.If) and any(c is scene.node for c in ast.walk(n))]
+    around = [
+        n
+        for n in scene.frame.nodes()
+        if isinstance(n, ast.If) and any(c is scene.node for c in ast.walk(n))
+    ]
     branch = around[-1] if around else None
     inside = _bound_lines(scene.frame, name, after, branch)
     line = scene.frame.line(inside[-1]) if inside else scene.frame.line(scene.node)
@@ -123,16 +198,28 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
     statement = f"`{ast.unparse(inside[-1])}`" if inside else f"the {block} block"
     entered = _binding_before(scene.frame, name, branch or scene.node, before) if first else None
     cause = (
-        f"{condition} is decided when the kernel runs, so {name} must keep one dtype across the branch; {statement} redefines it as {after}"
+        f"{condition} is decided when the kernel runs, so {name} must keep one dtype across the"
+        f" branch; {statement} redefines it as {after}"
     )
     if entered:
         cause += f", while it enters as {before}: {entered.text}{scene.at(entered)}"
     fix = _widening(name, before, after, entered, "before the branch")
     # parameters in the condition that reach the kernel at run time
-    flags = [n for n in names_in(test) if not scene.frame.parameters.get(n, "constexpr").startswith("constexpr")] if test else []
+    flags = (
+        [
+            n
+            for n in names_in(test)
+            if not scene.frame.parameters.get(n, "constexpr").startswith("constexpr")
+        ]
+        if test
+        else []
+    )
     if flags:
         declared = " and ".join(f"{flag}: tl.constexpr" for flag in flags)
-        fix += f"; or, where it is known at launch, declare {declared}: a constexpr branch may change a dtype"
+        fix += (
+            f"; or, where it is known at launch, declare {declared}: a constexpr branch may change"
+            " a dtype"
+        )
     message = (
         f"{name} is {before} and a run-time branch redefines it as {after}"
         if first
@@ -152,7 +239,11 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
 
 
 def reassigned_in_loop(scene: Scene) -> Fault | None:
-    found = re.search(r"[Ll]oop-carried variable (\w+) has initial type (.+?) but is re-assigned to (.+?) in loop", scene.message)
+    found = re.search(
+        r"[Ll]oop-carried variable (\w+) has initial type (.+?) but is re-assigned to (.+?) in"
+        r" loop",
+        scene.message,
+    )
     if not found:
         return None
     name, before, after = found[1], scalar_word(found[2]), scalar_word(found[3])
@@ -165,14 +256,27 @@ def reassigned_in_loop(scene: Scene) -> Fault | None:
     made = origin(scene.frame, value) if value is not None else None
     cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {before}"
     cause += f" ({entered.text})" if entered else ""
-    cause += f" and `{ast.unparse(statement)}` makes it {after}" if statement is not None else f" and is re-assigned as {after}"
+    cause += (
+        f" and `{ast.unparse(statement)}` makes it {after}"
+        if statement is not None
+        else f" and is re-assigned as {after}"
+    )
     if made and made.kind in ("scalar", "promotion"):
         cause += f"; {made.text}{scene.at(made)}"
     if "fp64" in (before, after) and made and made.name in scene.frame.parameters:
-        cause += f". Under torch.compile (Inductor) a Python float such as {made.name} reaches the kernel as fp64"
-        fix = f"pin the scalar before its use: {made.name} = {made.name}.to(tl.float32), or annotate it fp32"
+        cause += (
+            f". Under torch.compile (Inductor) a Python float such as {made.name} reaches the"
+            " kernel as fp64"
+        )
+        fix = (
+            f"pin the scalar before its use: {made.name} = {made.name}.to(tl.float32), or annotate"
+            " it fp32"
+        )
     elif before == _wider(before, after):
-        fix = f"keep {name} in {before} inside the loop: cast what is assigned, (...).to(tl.{torch_word(before)})"
+        fix = (
+            f"keep {name} in {before} inside the loop: cast what is assigned,"
+            f" (...).to(tl.{torch_word(before)})"
+        )
     else:
         fix = "give it one dtype: " + _widening(name, before, after, entered, "before the loop")
     message = f"{name} enters a loop as {before} and is re-assigned as {after} in it"
@@ -189,11 +293,17 @@ def reassigned_in_loop(scene: Scene) -> Fault | None:
     )
 
 
-def _bound_lines(frame: Frame, name: str, dtype: str | None, inside: ast.AST | None) -> list[ast.AST]:
+def _bound_lines(
+    frame: Frame, name: str, dtype: str | None, inside: ast.AST | None
+) -> list[ast.AST]:
     """Statements that gave `name` this dtype, inside a block or before it."""
     statements = []
     for bound in frame.bindings:
-        if bound.name == name and assigns(bound.node, name) and (dtype is None or bound.dtype == dtype):
+        if (
+            bound.name == name
+            and assigns(bound.node, name)
+            and (dtype is None or bound.dtype == dtype)
+        ):
             within = inside is None or any(node is bound.node for node in ast.walk(inside))
             if within and bound.node is not None and bound.node not in statements:
                 statements.append(bound.node)
@@ -212,7 +322,10 @@ def _widening(name: str, before: str, after: str, entered: Origin | None, when: 
     if entered and entered.kind == "load":
         return f"widen at load, {when}: {name} = {entered.source}.to(tl.{torch_word(wide)})"
     if entered and entered.kind == "constant":
-        return f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or tl.zeros(..., tl.{torch_word(wide)})"
+        return (
+            f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or"
+            f" tl.zeros(..., tl.{torch_word(wide)})"
+        )
     if before == wide:
         return f"keep {name} in {before}: cast what is assigned to it, .to(tl.{torch_word(before)})"
     return f"give {name} its final dtype {when}: {name} = {name}.to(tl.{torch_word(wide)})"
@@ -236,14 +349,29 @@ RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
 
 
 def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -> Fault:
-    """The fault behind a failed observation; `file` and `line` are the kernel's own, for failures outside any expression."""
+    """The fault behind a failed observation; `file` and `line` are the kernel's own, for failures
+    outside any expression.
+    """
     assert observation.failed, "only failures are diagnosed"
     # the innermost function of the user's
-    found = next((f for f in observation.failures if not f[0].in_triton), next(iter(observation.failures), None))
+    found = next(
+        (f for f in observation.failures if not f[0].in_triton),
+        next(iter(observation.failures), None),
+    )
     if found is None:
         cause = f"Triton stopped before the kernel's body: {observation.message}"
         fix = "look at the signature and the constexprs of this combination"
-        return Fault("KN009", file, line, kernel_name, "", f"{kernel_name} does not compile", cause, fix, is_dtype=False)
+        return Fault(
+            "KN009",
+            file,
+            line,
+            kernel_name,
+            "",
+            f"{kernel_name} does not compile",
+            cause,
+            fix,
+            is_dtype=False,
+        )
     scene = Scene(*found, observation.message, kernel_name)
     for recognise in RECOGNISERS:
         if (fault := recognise(scene)) is not None:
@@ -268,10 +396,25 @@ def _unrecognised(scene: Scene) -> Fault:
 
 
 def low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
-    """KN020 of one combination that compiled: its typed tree tells that `acc` is bf16, rather than a guess."""
-    frames = [frame for frame in observation.frames if not frame.in_triton and frame.tree is not None]
+    """KN020 of one combination that compiled: its typed tree tells that `acc` is bf16, rather than
+    a guess.
+    """
+    frames = [
+        frame for frame in observation.frames if not frame.in_triton and frame.tree is not None
+    ]
     return [
-        Fault("KN020", frame.file, frame.line(node), kernel, name, message, cause, fix, dtypes=(dtype, "fp32"), severity=Severity.WARNING)
+        Fault(
+            "KN020",
+            frame.file,
+            frame.line(node),
+            kernel,
+            name,
+            message,
+            cause,
+            fix,
+            dtypes=(dtype, "fp32"),
+            severity=Severity.WARNING,
+        )
         for frame in frames
         for node, name, dtype, message, cause, fix in _sums(frame)
     ]
@@ -284,17 +427,46 @@ def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
             name = _accumulated(statement)
             if name is None or not _lives_across(frame, name, loop):
                 continue
-            dtype = next((b.dtype for b in reversed(frame.bindings) if b.node is statement and b.name == name), None)
+            dtype = next(
+                (
+                    b.dtype
+                    for b in reversed(frame.bindings)
+                    if b.node is statement and b.name == name
+                ),
+                None,
+            )
             if dtype is not None and dtype in LOW:
-                cause = f"`{ast.unparse(statement)}` adds into a {dtype} value once a round: each addition rounds"
-                fix = f"start {name} in fp32 (tl.zeros(..., dtype=tl.float32)), widen what is added, and cast once at the store"
+                cause = (
+                    f"`{ast.unparse(statement)}` adds into a {dtype} value once a round: each"
+                    " addition rounds"
+                )
+                fix = (
+                    f"start {name} in fp32 (tl.zeros(..., dtype=tl.float32)), widen what is added,"
+                    " and cast once at the store"
+                )
                 yield statement, name, dtype, f"{name} accumulates in {dtype}", cause, fix
-    for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("sum", "cumsum")]:
-        argument = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
+    for call in [
+        n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("sum", "cumsum")
+    ]:
+        argument = (
+            call.args[0]
+            if call.args
+            else call.func.value
+            if isinstance(call.func, ast.Attribute)
+            else None
+        )
         dtype = frame.dtypes.get(call)
-        if argument is None or dtype is None or dtype not in LOW or frame.dtypes.get(argument) not in LOW:
+        if (
+            argument is None
+            or dtype is None
+            or dtype not in LOW
+            or frame.dtypes.get(argument) not in LOW
+        ):
             continue
-        cause = f"`{ast.unparse(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its argument's dtype"
+        cause = (
+            f"`{ast.unparse(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its"
+            " argument's dtype"
+        )
         name = variable_of(argument)
         fix = f"widen first: {name}.to(tl.float32), and cast the result"
         yield call, name, dtype, f"{call_name(call)} of {name} is computed in {dtype}", cause, fix
@@ -302,9 +474,17 @@ def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
 
 def _accumulated(statement: ast.AST) -> str | None:
     """The name that a statement adds to: `x += y`, `x = x + y`, `x = tl.dot(a, b, x)`."""
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name) and isinstance(statement.op, (ast.Add, ast.Sub)):
+    if (
+        isinstance(statement, ast.AugAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(statement.op, (ast.Add, ast.Sub))
+    ):
         return statement.target.id
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+    if (
+        isinstance(statement, ast.Assign)
+        and len(statement.targets) == 1
+        and isinstance(statement.targets[0], ast.Name)
+    ):
         name, value = statement.targets[0].id, statement.value
         if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
             operands = (value.left, value.right)
@@ -312,7 +492,10 @@ def _accumulated(statement: ast.AST) -> str | None:
                 return name
         if call_name(value) in ("dot", "fma"):
             assert isinstance(value, ast.Call)
-            if any(isinstance(a, ast.Name) and a.id == name for a in [*value.args[2:], *(k.value for k in value.keywords)]):
+            if any(
+                isinstance(a, ast.Name) and a.id == name
+                for a in [*value.args[2:], *(k.value for k in value.keywords)]
+            ):
                 return name
     return None
 
@@ -320,6 +503,11 @@ def _accumulated(statement: ast.AST) -> str | None:
 def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
     """Whether the name holds a value from before the loop, and is not started anew in it."""
     inside = set(ast.walk(loop))
-    anew = any(isinstance(n, ast.Assign) and assigns(n, name) and name not in names_in(n.value) for n in inside)
-    before = any(b.name == name and b.node not in inside and assigns(b.node, name) for b in frame.bindings)
+    anew = any(
+        isinstance(n, ast.Assign) and assigns(n, name) and name not in names_in(n.value)
+        for n in inside
+    )
+    before = any(
+        b.name == name and b.node not in inside and assigns(b.node, name) for b in frame.bindings
+    )
     return before and not anew

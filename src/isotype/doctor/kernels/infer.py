@@ -1,8 +1,10 @@
-"""A signature for a kernel that comes without one, from how its parameters are used and from the launches written beside it.
+"""A signature for a kernel that comes without one, from how its parameters are used and from the
+launches written beside it.
 
-A parameter that ends up as the base of an address is a pointer; one that is compared with indices or multiplies them is an integer;
-what is left is a float scalar. In the launches of the kernel's own file, a buffer made with a dtype of its own
-(`torch.empty(..., dtype=torch.float32)`) has it whatever the caller passes. It stays a guess, and findings say so.
+A parameter that ends up as the base of an address is a pointer; one that is compared with indices
+or multiplies them is an integer; what is left is a float scalar. In the launches of the kernel's
+own file, a buffer made with a dtype of its own (`torch.empty(..., dtype=torch.float32)`) has it
+whatever the caller passes. It stays a guess, and findings say so.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from typing import Any
 
 from ...dtypes import parse
 from .observe import call_name
-from .signature import Combination, Reach, Unwrapped, distinct, is_float_pointer, is_kernel, place_of, unwrap
+from .signature import (
+    Combination,
+    Reach,
+    Unwrapped,
+    distinct,
+    is_float_pointer,
+    is_kernel,
+    place_of,
+    unwrap,
+)
 
 _POINTER_WORD = {
     "int64": "*i64", "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1", "fp64": "*fp64", "fp32": "*fp32",
@@ -35,19 +46,27 @@ def fixed_dtypes(function: Any) -> dict[str, str]:
             continue
         made = _made_in(scope)
         for call in ast.walk(scope):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript) and _is(call.func.value, function.__name__):
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Subscript)
+                and _is(call.func.value, function.__name__)
+            ):
                 starred = any(isinstance(a, ast.Starred) for a in call.args)
                 passed = dict(zip(function.arg_names, () if starred else call.args))
                 passed |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names}
                 for name, value in passed.items():
-                    word = (made.get(value.id) if isinstance(value, ast.Name) else None) or _fixed_dtype(value)
+                    word = (
+                        made.get(value.id) if isinstance(value, ast.Name) else None
+                    ) or _fixed_dtype(value)
                     if word is not None:
                         fixed.setdefault(name, word)
     return fixed
 
 
 def _is(node: ast.AST, name: str) -> bool:
-    return (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
+    return (isinstance(node, ast.Name) and node.id == name) or (
+        isinstance(node, ast.Attribute) and node.attr == name
+    )
 
 
 def _tree(function: Any) -> ast.AST | None:
@@ -59,33 +78,60 @@ def _tree(function: Any) -> ast.AST | None:
 
 
 def _made_in(scope: ast.AST) -> dict[str, str | None]:
-    """Local tensors and the dtype the function itself gives them; None where two assignments disagree."""
+    """Local tensors and the dtype the function itself gives them; None where two assignments
+    disagree.
+    """
     made: dict[str, str | None] = {}
     for node in ast.walk(scope):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        if (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
             name, word = node.targets[0].id, _fixed_dtype(node.value)
             made[name] = word if name not in made or made[name] == word else None
     return made
 
 
 def _fixed_dtype(value: ast.AST) -> str | None:
-    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr not in _MAKERS:
+    if (
+        not isinstance(value, ast.Call)
+        or not isinstance(value.func, ast.Attribute)
+        or value.func.attr not in _MAKERS
+    ):
         return None
     if value.func.attr == "float" and not value.args:
         return "*fp32"
-    candidates = [k.value for k in value.keywords if k.arg == "dtype"] + (list(value.args) if value.func.attr == "to" else [])
+    candidates = [k.value for k in value.keywords if k.arg == "dtype"] + (
+        list(value.args) if value.func.attr == "to" else []
+    )
     for one in candidates:
         if isinstance(one, ast.Attribute) and _is(one.value, "torch"):
             try:
                 return _POINTER_WORD.get(parse(one.attr))
             except ValueError:
                 return None
-    if not candidates and value.func.attr in ("empty", "zeros", "ones") and _is(value.func.value, "torch"):
+    if (
+        not candidates
+        and value.func.attr in ("empty", "zeros", "ones")
+        and _is(value.func.value, "torch")
+    ):
         return "*fp32"  # torch's default dtype
     return "*i64" if value.func.attr == "arange" and not candidates else None
 
 
-_MEMORY = ("load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_xchg", "atomic_cas", "atomic_and", "atomic_or", "atomic_xor")
+_MEMORY = (
+    "load",
+    "store",
+    "atomic_add",
+    "atomic_max",
+    "atomic_min",
+    "atomic_xchg",
+    "atomic_cas",
+    "atomic_and",
+    "atomic_or",
+    "atomic_xor",
+)
 _INDEX_NAME = re.compile(
     r"(^(y_true|labels?|targets?|tokens?|experts?)|(^|_)(idx|index|indices|ids|cu_seqlens|seqlens|lengths|positions))(_ptr)?$"
 )
@@ -121,7 +167,11 @@ class _Reader(ast.NodeVisitor):
                         for one, value in zip(target.elts, node.value.elts):
                             if isinstance(one, ast.Name):
                                 self.values.setdefault(one.id, []).append(value)
-            elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name) and node.value is not None:
+            elif (
+                isinstance(node, (ast.AugAssign, ast.AnnAssign))
+                and isinstance(node.target, ast.Name)
+                and node.value is not None
+            ):
                 self.values.setdefault(node.target.id, []).append(node.value)
         self.visit(self.tree)
         self.use.integer_pointers &= self.use.pointers
@@ -138,11 +188,17 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
             return self.base(node.left, seen) or self.base(node.right, seen)
         if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cast") and not _of_module(node.func):
+            if (
+                isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("to", "cast")
+                and not _of_module(node.func)
+            ):
                 return self.base(node.func.value, seen)
             return (
                 self.base(node.args[0], seen)
-                if node.args and call_name(node) in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance")
+                if node.args
+                and call_name(node)
+                in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance")
                 else None
             )
         if isinstance(node, ast.Subscript):
@@ -196,7 +252,10 @@ class _Reader(ast.NodeVisitor):
             if name == "arange":
                 self.use.sizes |= {p for a in node.args for p in self.behind(a)}
         elif name in _DTYPE_METHODS:
-            for value in [*(node.args[-1:] if node.args else []), *(k.value for k in node.keywords if k.arg == "dtype")]:
+            for value in [
+                *(node.args[-1:] if node.args else []),
+                *(k.value for k in node.keywords if k.arg == "dtype"),
+            ]:
                 if isinstance(value, ast.Name) and value.id in self.parameters:
                     self.use.dtypes.add(value.id)
             if name in ("zeros", "full") and node.args:
@@ -211,7 +270,9 @@ class _Reader(ast.NodeVisitor):
             return
         function = unwrap(callee).function
         inner = _Reader(function, self.depth + 1).use
-        passed = dict(zip(function.arg_names, node.args)) | {k.arg: k.value for k in node.keywords if k.arg}
+        passed = dict(zip(function.arg_names, node.args)) | {
+            k.arg: k.value for k in node.keywords if k.arg
+        }
         for name, value in passed.items():
             if name in inner.pointers and (pointer := self.base(value)) is not None:
                 self.use.pointers.add(pointer)
@@ -231,12 +292,19 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = (node.left, *node.comparators)
-        if any(isinstance(one, ast.Constant) and type(one.value) is int and one.value < 0 for one in sides):
+        if any(
+            isinstance(one, ast.Constant) and type(one.value) is int and one.value < 0
+            for one in sides
+        ):
             self.use.integer_pointers |= {p for side in sides for p in self.loaded(side)}
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> None:
-        self.use.tests |= {one.id for one in ast.walk(node.test) if isinstance(one, ast.Name) and one.id in self.parameters}
+        self.use.tests |= {
+            one.id
+            for one in ast.walk(node.test)
+            if isinstance(one, ast.Name) and one.id in self.parameters
+        }
         self.generic_visit(node)
 
     visit_IfExp = visit_If
@@ -247,39 +315,63 @@ def _of_module(node: ast.Attribute) -> bool:
 
 
 def _widens(value: ast.AST) -> bool:
-    return isinstance(value, ast.Call) and call_name(value) in ("to", "cast") and "float" in ast.unparse(value)
+    return (
+        isinstance(value, ast.Call)
+        and call_name(value) in ("to", "cast")
+        and "float" in ast.unparse(value)
+    )
 
 
 def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any]) -> list[Combination]:
-    """All float pointers alike in fp32, bf16 and fp16, with flags on and off; pointers whose dtype the launch sites fix keep it."""
+    """All float pointers alike in fp32, bf16 and fp16, with flags on and off; pointers whose dtype
+    the launch sites fix keep it.
+    """
     function = whole.function
     use = _Reader(function).use
     fixed = fixed_dtypes(function)
     found: list[Combination] = []
     for flags in (True, False):
         guessed = {p.name: _guess(p, use, flags) for p in function.params if p.is_constexpr}
-        free_ones = {n: v for n, v in guessed.items() if n not in whole.configs[0].constexprs and n not in whole.heuristics}
+        free_ones = {
+            n: v
+            for n, v in guessed.items()
+            if n not in whole.configs[0].constexprs and n not in whole.heuristics
+        }
         decided = whole.with_defaults(free_ones | dict(constexprs))
         values = {n: decided.get(n, v) for n, v in guessed.items()} | dict(constexprs)
         types = {p.name: _type(p, use, fixed, values) for p in function.params}
         values = {n: v for n, v in values.items() if types.get(n) == "constexpr"}
         free = [n for n, word in types.items() if n not in fixed and is_float_pointer(word)]
         for word in ("fp32", "bf16", "fp16"):
-            label = word if flags or not any(isinstance(v, bool) for v in values.values()) else f"{word}, flags off"
+            label = (
+                word
+                if flags or not any(isinstance(v, bool) for v in values.values())
+                else f"{word}, flags off"
+            )
             alike = {**types, **dict.fromkeys(free, f"*{word}")}
-            found.append(Combination(label, alike, values, {}, dict(whole.configs[0].options), Reach.INFERRED))
+            found.append(
+                Combination(
+                    label, alike, values, {}, dict(whole.configs[0].options), Reach.INFERRED
+                )
+            )
     return distinct(found)
 
 
 def _guess(parameter: Any, use: Use, flags: bool) -> Any:
-    """A value for a constexpr: what its uses allow, in a size that compiles fast and satisfies tl.dot."""
+    """A value for a constexpr: what its uses allow, in a size that compiles fast and satisfies
+    tl.dot.
+    """
     import triton.language as tl
 
     name = parameter.name
     lower = name.lower()
     if name in use.dtypes and not parameter.has_default:
         return tl.float32
-    if parameter.has_default and parameter.default is not None and not isinstance(parameter.default, bool):
+    if (
+        parameter.has_default
+        and parameter.default is not None
+        and not isinstance(parameter.default, bool)
+    ):
         return parameter.default
     if (
         name in use.sizes
@@ -289,7 +381,10 @@ def _guess(parameter: Any, use: Use, flags: bool) -> Any:
         return 64
     if name in use.tests or lower.startswith(("has_", "use_", "is_", "with_", "do_")):
         return flags
-    if any(w in lower for w in ("eps", "scale", "softcap", "alpha", "beta")) and name not in use.integers:
+    if (
+        any(w in lower for w in ("eps", "scale", "softcap", "alpha", "beta"))
+        and name not in use.integers
+    ):
         return 1e-5 if "eps" in lower else 1.0
     return {"num_warps": 4, "num_stages": 2}.get(lower, 16)
 
@@ -307,12 +402,19 @@ def _type(parameter: Any, use: Use, fixed: Mapping[str, str], values: Mapping[st
     if name in use.pointers or (lower.endswith("_ptr") and name not in use.integers):
         whole = name in use.integer_pointers or bool(_INDEX_NAME.search(lower))
         return "*i64" if whole else "*fp32"
-    if name in use.integers or any(w in lower for w in ("stride", "n_rows", "n_cols", "num_", "seqlen")):
+    if name in use.integers or any(
+        w in lower for w in ("stride", "n_rows", "n_cols", "num_", "seqlen")
+    ):
         return "i32"
     return "i32" if name in use.tests else "fp32"
 
 
 def returns_a_value(function: Any) -> bool:
-    """Whether it is no kernel by itself: functions that return a value are called from kernels, and seen with them."""
+    """Whether it is no kernel by itself: functions that return a value are called from kernels, and
+    seen with them.
+    """
     values = [node.value for node in ast.walk(function.parse()) if isinstance(node, ast.Return)]
-    return any(value is not None and not (isinstance(value, ast.Constant) and value.value is None) for value in values)
+    return any(
+        value is not None and not (isinstance(value, ast.Constant) and value.value is None)
+        for value in values
+    )

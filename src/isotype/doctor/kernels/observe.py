@@ -1,9 +1,12 @@
-"""Runs Triton's front end on one combination and keeps the dtype of every expression it visited, and where a value's dtype came from.
+"""Runs Triton's front end on one combination and keeps the dtype of every expression it visited,
+and where a value's dtype came from.
 
-Triton compiles a kernel by visiting its syntax tree; each visit of an expression returns a typed value. Recording these types gives
-the whole kernel typed, for this signature, for the price of compiling it; a failure is then explained from the tree rather than from
-the text of the message: a load through a pointer, a scalar that promoted a block, a cast. Types come as Triton's scalar words: `fp32`,
-`int32`, `*bf16`. A failed compilation (`Scene`) and what is found wrong with it (`Fault`) are described in these words.
+Triton compiles a kernel by visiting its syntax tree; each visit of an expression returns a typed
+value. Recording these types gives the whole kernel typed, for this signature, for the price of
+compiling it; a failure is then explained from the tree rather than from the text of the message: a
+load through a pointer, a scalar that promoted a block, a cast. Types come as Triton's scalar words:
+`fp32`, `int32`, `*bf16`. A failed compilation (`Scene`) and what is found wrong with it (`Fault`)
+are described in these words.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Frame:
     shapes: dict[ast.AST, tuple[int, ...]] = field(default_factory=dict)
     bindings: list[Binding] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
-    written: set[ast.AST] = field(default_factory=set)  # the nodes of `tree`: Triton adds its own, an `x = x + y` for an `x += y`
+    # the nodes of `tree`: Triton adds its own, an `x = x + y` for an `x += y`
+    written: set[ast.AST] = field(default_factory=set)
     statements: list[ast.stmt] = field(default_factory=list)
     assigned: ast.AST | None = None  # the right side of the last assignment visited
     scope: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +70,9 @@ class Frame:
 
 @dataclass
 class Observation:
-    """What one compilation showed. `frames[0]` is the kernel; `failures` hold the node at which each frame stopped, innermost first."""
+    """What one compilation showed. `frames[0]` is the kernel; `failures` hold the node at which
+    each frame stopped, innermost first.
+    """
 
     combination: Combination
     target: str
@@ -103,7 +109,8 @@ def dtype_word(value: Any) -> str | None:
 
 def _shape(value: Any) -> tuple[int, ...]:
     sizes = [getattr(n, "value", n) for n in _of(value, "shape") or ()]
-    return tuple(n for n in sizes if isinstance(n, int))  # a tensor descriptor's sizes are run-time values
+    # a tensor descriptor's sizes are run-time values
+    return tuple(n for n in sizes if isinstance(n, int))
 
 
 def _original(error: BaseException) -> BaseException:
@@ -112,7 +119,11 @@ def _original(error: BaseException) -> BaseException:
     while id(error) not in seen:
         seen.add(id(error))
         inner = error.__cause__
-        if inner is None and type(error).__name__ == "CompilationError" and not getattr(error, "error_message", None):
+        if (
+            inner is None
+            and type(error).__name__ == "CompilationError"
+            and not getattr(error, "error_message", None)
+        ):
             inner = error.__context__
         if inner is None:
             return error
@@ -124,7 +135,8 @@ def _message(error: BaseException) -> str:
     """The last words of a failure, without the source excerpt that Triton puts before them."""
     text = str(getattr(error, "error_message", None) or error)
     with contextlib.suppress(SyntaxError, ValueError):
-        # Triton keeps repr(exception) of Python's own assertions: AssertionError('initial value ...')
+        # Triton keeps repr(exception) of Python's own assertions: AssertionError('initial value
+        # ...')
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             text = str(call.args[0].value)
@@ -143,7 +155,12 @@ def _recording(observation: Observation) -> Iterator[None]:
         known = frames.get(id(generator))
         if known is None:
             function = generator.jit_fn
-            frame = Frame(function.__name__, str(generator.file_name), generator.begin_line + 1, scope=function.__globals__)
+            frame = Frame(
+                function.__name__,
+                str(generator.file_name),
+                generator.begin_line + 1,
+                scope=function.__globals__,
+            )
             observation.frames.append(frame)
             known = frames[id(generator)] = generator, frame
         return known[1]
@@ -178,7 +195,11 @@ def _recording(observation: Observation) -> Iterator[None]:
             if isinstance(node, (ast.FunctionDef, ast.arguments, ast.arg)) or node is None:
                 frame.parameters.setdefault(name, word)
             # the assignment that is visited: `set_value` itself is given only a name
-            frame.bindings.append(Binding(name, word, frame.statements[-1] if frame.statements else node, frame.assigned))
+            frame.bindings.append(
+                Binding(
+                    name, word, frame.statements[-1] if frame.statements else node, frame.assigned
+                )
+            )
         set_value(generator, name, value)
 
     with mock.patch.multiple(CodeGenerator, visit=recorded_visit, set_value=recorded_set_value):
@@ -186,7 +207,9 @@ def _recording(observation: Observation) -> Iterator[None]:
 
 
 def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
-    """The front end (syntax tree to TTIR) of one combination for one target: every dtype error is raised here. 10 to 60 ms."""
+    """The front end (syntax tree to TTIR) of one combination for one target: every dtype error is
+    raised here. 10 to 60 ms.
+    """
     from triton._C.libtriton import ir
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
@@ -195,7 +218,12 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
     try:
         backend = make_backend(target)
         options = backend.parse_options(dict(combination.options))
-        source = ASTSource(kernel, dict(combination.types), dict(combination.constexprs), dict(combination.attributes))
+        source = ASTSource(
+            kernel,
+            dict(combination.types),
+            dict(combination.constexprs),
+            dict(combination.attributes),
+        )
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
@@ -207,7 +235,8 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
             "context": context,
         }
         wanted = inspect.signature(source.make_ir).parameters  # 3.4 takes no target
-        with _recording(observation), contextlib.redirect_stdout(io.StringIO()):  # a module that does not verify is printed whole
+        # a module that does not verify is printed whole
+        with _recording(observation), contextlib.redirect_stdout(io.StringIO()):
             source.make_ir(**{name: given[name] for name in wanted})
     except Exception as error:
         observation.error = _original(error)
@@ -222,7 +251,8 @@ LOW = ("bf16", "fp16")
 class Origin:
     """The step that gave a value its dtype.
 
-    kind  load, scalar (a float scalar promoted a block), promotion (two blocks), cast, call, parameter, constant
+    kind  load, scalar (a float scalar promoted a block), promotion (two blocks), cast, call,
+          parameter, constant
     text  a sentence's end: `loaded through x_ptr (*bf16)`
     """
 
@@ -231,7 +261,8 @@ class Origin:
     line: int
     source: str
     name: str | None = None  # the scalar, pointer or parameter that decided it
-    statistic: bool = False  # a load of one number a program, as of a row's maximum or sum, rather than of a block
+    # a load of one number a program, as of a row's maximum or sum, rather than of a block
+    statistic: bool = False
 
 
 def assigns(statement: ast.AST | None, name: str) -> bool:
@@ -241,7 +272,9 @@ def assigns(statement: ast.AST | None, name: str) -> bool:
         targets = [statement.target]
     else:
         return False
-    return any(isinstance(n, ast.Name) and n.id == name for target in targets for n in ast.walk(target))
+    return any(
+        isinstance(n, ast.Name) and n.id == name for target in targets for n in ast.walk(target)
+    )
 
 
 def names_in(node: ast.AST) -> list[str]:
@@ -249,7 +282,9 @@ def names_in(node: ast.AST) -> list[str]:
 
 
 def variable_of(node: ast.AST) -> str:
-    """The name a reader would look for in an expression: `x` of `-x`, `x[:, None]` or `x.to(...)`; else the expression itself."""
+    """The name a reader would look for in an expression: `x` of `-x`, `x[:, None]` or `x.to(...)`;
+    else the expression itself.
+    """
     while True:
         if isinstance(node, ast.Name):
             return node.id
@@ -257,9 +292,17 @@ def variable_of(node: ast.AST) -> str:
             node = node.operand
         elif isinstance(node, ast.Subscript):
             node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not _is_module_call(node):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and not _is_module_call(node)
+        ):
             node = node.func.value
-        elif isinstance(node, ast.Call) and node.args and call_name(node) in ("trans", "load", "reshape", "permute", "view"):
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and call_name(node) in ("trans", "load", "reshape", "permute", "view")
+        ):
             node = node.args[0]
         elif isinstance(node, ast.BinOp):
             node = node.left if names_in(node.left) else node.right
@@ -279,10 +322,18 @@ def call_name(node: ast.AST) -> str:
     """`dot` of `tl.dot(...)`."""
     if not isinstance(node, ast.Call):
         return ""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    return (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else node.func.id
+        if isinstance(node.func, ast.Name)
+        else ""
+    )
 
 
-def origin(frame: Frame, node: ast.AST, *, before: int | None = None, _depth: int = 0) -> Origin | None:
+def origin(
+    frame: Frame, node: ast.AST, *, before: int | None = None, _depth: int = 0
+) -> Origin | None:
     """The step in this function that gave `node` its dtype; None where it cannot be determined.
 
     before  only bindings on earlier lines of the function count (a name may be bound again below)
@@ -294,32 +345,57 @@ def origin(frame: Frame, node: ast.AST, *, before: int | None = None, _depth: in
         wanted = frame.dtypes.get(node)
         for bound in reversed(frame.bindings):
             statement = bound.node
-            if bound.name == node.id and assigns(statement, node.id) and getattr(statement, "lineno", 0) <= line:
+            if (
+                bound.name == node.id
+                and assigns(statement, node.id)
+                and getattr(statement, "lineno", 0) <= line
+            ):
                 if wanted is not None and bound.dtype != wanted:
                     continue
                 value = bound.value
                 if value is None or (isinstance(value, ast.Name) and value.id == node.id):
                     continue
-                found = origin(frame, value, before=getattr(statement, "lineno", line) - 1, _depth=_depth + 1)
-                return found or Origin("value", f"`{ast.unparse(value)}`", frame.line(statement), ast.unparse(value))
+                found = origin(
+                    frame, value, before=getattr(statement, "lineno", line) - 1, _depth=_depth + 1
+                )
+                return found or Origin(
+                    "value", f"`{ast.unparse(value)}`", frame.line(statement), ast.unparse(value)
+                )
         if node.id in frame.parameters:
-            return Origin("parameter", f"parameter {node.id} ({frame.parameters[node.id]})", frame.first_line, node.id, node.id)
+            return Origin(
+                "parameter",
+                f"parameter {node.id} ({frame.parameters[node.id]})",
+                frame.first_line,
+                node.id,
+                node.id,
+            )
         return None
     if isinstance(node, ast.BinOp):
         return _binary(frame, node, before, _depth)
     if isinstance(node, (ast.UnaryOp, ast.Subscript)):
-        return origin(frame, node.operand if isinstance(node, ast.UnaryOp) else node.value, before=before, _depth=_depth + 1)
+        return origin(
+            frame,
+            node.operand if isinstance(node, ast.UnaryOp) else node.value,
+            before=before,
+            _depth=_depth + 1,
+        )
     if isinstance(node, ast.IfExp):
         return origin(frame, node.body, before=before, _depth=_depth + 1)
     if isinstance(node, ast.Constant):
-        return Origin("constant", f"the constant {ast.unparse(node)}", frame.line(node), ast.unparse(node))
+        return Origin(
+            "constant", f"the constant {ast.unparse(node)}", frame.line(node), ast.unparse(node)
+        )
     if isinstance(node, ast.Call):
         return _call(frame, node, before, _depth)
     return None
 
 
 def _described(node: ast.AST) -> str:
-    return f"what is loaded through {variable_of(node)}" if call_name(node) == "load" else variable_of(node)
+    return (
+        f"what is loaded through {variable_of(node)}"
+        if call_name(node) == "load"
+        else variable_of(node)
+    )
 
 
 def _binary(frame: Frame, node: ast.BinOp, before: int | None, depth: int) -> Origin | None:
@@ -330,8 +406,15 @@ def _binary(frame: Frame, node: ast.BinOp, before: int | None, depth: int) -> Or
         if theirs == result and mine != result and mine in FLOATS:
             scalar = not frame.shapes.get(other) and bool(frame.shapes.get(one))
             kind = "scalar" if scalar else "promotion"
-            what = f"the {theirs} scalar {ast.unparse(other)}" if scalar else f"{ast.unparse(other)}, which is {theirs}"
-            text = f"`{ast.unparse(node)}` promotes {_described(one)} from {mine} to {result}: it meets {what}"
+            what = (
+                f"the {theirs} scalar {ast.unparse(other)}"
+                if scalar
+                else f"{ast.unparse(other)}, which is {theirs}"
+            )
+            text = (
+                f"`{ast.unparse(node)}` promotes {_described(one)} from {mine} to {result}: it"
+                f" meets {what}"
+            )
             return Origin(kind, text, frame.line(node), ast.unparse(node), variable_of(other))
     for side in (left, right):
         if sides[side] == result and not isinstance(side, ast.Constant):
@@ -340,10 +423,17 @@ def _binary(frame: Frame, node: ast.BinOp, before: int | None, depth: int) -> Or
 
 
 def _call(frame: Frame, node: ast.Call, before: int | None, depth: int) -> Origin | None:
-    here, name, result, text = frame.line(node), call_name(node), frame.dtypes.get(node, "?"), ast.unparse(node)
+    here, name, result, text = (
+        frame.line(node),
+        call_name(node),
+        frame.dtypes.get(node, "?"),
+        ast.unparse(node),
+    )
     if name == "load" and node.args:
         pointer = frame.dtypes.get(node.args[0], "")
-        parameter = next((n for n in names_in(node.args[0]) if frame.parameters.get(n, "").startswith("*")), None)
+        parameter = next(
+            (n for n in names_in(node.args[0]) if frame.parameters.get(n, "").startswith("*")), None
+        )
         through = parameter or variable_of(node.args[0])
         what = f"loaded through {through} ({pointer or result}) without a cast"
         return Origin("load", what, here, text, through, not frame.shapes.get(node))
@@ -352,7 +442,9 @@ def _call(frame: Frame, node: ast.Call, before: int | None, depth: int) -> Origi
     if name in ("zeros", "full"):
         return Origin("cast", f"made as {result} by `{text}`", here, text)
     for argument in [*node.args, *(k.value for k in node.keywords)] if name != "dot" else ():
-        if frame.dtypes.get(argument) == result and (found := origin(frame, argument, before=before, _depth=depth + 1)):
+        if frame.dtypes.get(argument) == result and (
+            found := origin(frame, argument, before=before, _depth=depth + 1)
+        ):
             return found
     return Origin("call", f"the result of `{text}`", here, text)
 
@@ -378,16 +470,30 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scene:
-    """A failure as the recognisers see it: the innermost function of the user's, the node at which it stopped, the message."""
+    """A failure as the recognisers see it: the innermost function of the user's, the node at which
+    it stopped, the message.
+    """
 
     frame: Frame
     node: ast.AST
     message: str
     kernel: str
 
-    def fault(self, code: str, variable: str, message: str, *, cause: str, fix: str, line: int | None = None, **more: Any) -> Fault:
+    def fault(
+        self,
+        code: str,
+        variable: str,
+        message: str,
+        *,
+        cause: str,
+        fix: str,
+        line: int | None = None,
+        **more: Any,
+    ) -> Fault:
         place = self.frame.line(self.node) if line is None else line
-        return Fault(code, self.frame.file, place, self.kernel, variable, message, cause, fix, **more)
+        return Fault(
+            code, self.frame.file, place, self.kernel, variable, message, cause, fix, **more
+        )
 
     def at(self, found: Origin | None) -> str:
         """` (case.py:12)` of an origin."""

@@ -1,8 +1,10 @@
-"""Pretends that the machine has a GPU, so that code that asks for `x.is_cuda`, device properties or `.cuda()` runs on the CPU.
+"""Pretends that the machine has a GPU, so that code that asks for `x.is_cuda`, device properties or
+`.cuda()` runs on the CPU.
 
-Inside `pretend_gpu(target)` tensors live on the CPU and say `cuda:0`; a request for a CUDA device makes a CPU tensor; fresh memory is
-zeroed, so that what a kernel would have written is a plausible value; Triton's active driver answers for `target`. Nothing runs on any
-GPU, also where there is one.
+Inside `pretend_gpu(target)` tensors live on the CPU and say `cuda:0`; a request for a CUDA device
+makes a CPU tensor; fresh memory is zeroed, so that what a kernel would have written is a plausible
+value; Triton's active driver answers for `target`. Nothing runs on any GPU, also where there is
+one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _TO, _LIKE = torch.Tensor.to, (torch.Tensor.new_empty, torch.Tensor.new_zeros)
 
 
 def _is_cuda(value: Any) -> bool:
-    return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value.split(":")[0] == "cuda")
+    return (isinstance(value, torch.device) and value.type == "cuda") or (
+        isinstance(value, str) and value.split(":")[0] == "cuda"
+    )
 
 
 _MAKERS = (
@@ -37,7 +41,18 @@ _MAKERS = (
     "scalar_tensor", "randperm",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided",
 )  # fmt: skip
-_METHODS = ("to", "cuda", "cpu", "pin_memory", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
+_METHODS = (
+    "to",
+    "cuda",
+    "cpu",
+    "pin_memory",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+    "new_empty_strided",
+)
 
 
 def _on_the_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -60,12 +75,16 @@ def _host(kwargs: dict[str, Any]) -> dict[str, Any]:
 class _OnTheCpu(TorchFunctionMode):
     """Every call of torch's, also under `with torch.device("cuda")`."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return _on_the_cpu(func, args, kwargs or {})
 
 
 def _patched(func: Any) -> Any:
-    """`torch.empty` and the like themselves, for code that a function mode does not reach: backward, and the inside of custom operators."""
+    """`torch.empty` and the like themselves, for code that a function mode does not reach:
+    backward, and the inside of custom operators.
+    """
 
     def on_the_cpu(*args: Any, **kwargs: Any) -> Any:
         return _on_the_cpu(func, args, kwargs)
@@ -171,7 +190,9 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
 
 
 def _nothing(name: str) -> Any:
-    """Makes a separate function for each name, because torch.compile's table of functions may hold each one only once."""
+    """Makes a separate function for each name, because torch.compile's table of functions may hold
+    each one only once.
+    """
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -197,12 +218,23 @@ def pretend_gpu(target: Any) -> Iterator[None]:
         for name, value in said.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
         # importing torch.compile reads it when CUDA reports that it is available
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _nothing("_cuda_getCurrentRawStream"), create=True))
+        stack.enter_context(
+            mock.patch.object(
+                torch._C,
+                "_cuda_getCurrentRawStream",
+                _nothing("_cuda_getCurrentRawStream"),
+                create=True,
+            )
+        )
         for name in _MAKERS:
             stack.enter_context(mock.patch.object(torch, name, _patched(getattr(torch, name))))
         for name in _METHODS:
-            stack.enter_context(mock.patch.object(torch.Tensor, name, _patched(getattr(torch.Tensor, name))))
-        stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
+            stack.enter_context(
+                mock.patch.object(torch.Tensor, name, _patched(getattr(torch.Tensor, name)))
+            )
+        stack.enter_context(
+            mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
+        )
         before = getattr(driver, "_active", None)
         driver.set_active(_driver(target))
         stack.callback(_restore_driver, driver, before)
@@ -211,7 +243,9 @@ def pretend_gpu(target: Any) -> Iterator[None]:
 
 
 def _restore_driver(driver: Any, before: Any) -> None:
-    """Back to the driver that was active, or to none chosen yet: it is found, or missed with Triton's own message, when asked for."""
+    """Back to the driver that was active, or to none chosen yet: it is found, or missed with
+    Triton's own message, when asked for.
+    """
     if hasattr(driver, "_active"):
         driver._active = before
     else:  # Triton 3.4

@@ -1,5 +1,5 @@
-"""What one compilation is given: a kernel out of its decorators, a target, each parameter's type, the constexprs, and how sure it is
-that a caller produces them.
+"""What one compilation is given: a kernel out of its decorators, a target, each parameter's type,
+the constexprs, and how sure it is that a caller produces them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,22 @@ DEFAULT = "sm_90"
 SUPPORTED = ((3, 4), (3, 9))  # first and last minor version of Triton that was read and tried
 
 
-# NVIDIA's opt-in shared memory a block in KiB, by compute capability; AMD's local data share. Source: CUDA C++ programming guide, table of
-# compute capabilities; AMD CDNA3 ISA guide
-_SHARED_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+# NVIDIA's opt-in shared memory a block in KiB, by compute capability; AMD's local data share.
+# Source: CUDA C++ programming guide, table of compute capabilities; AMD CDNA3 ISA guide
+_SHARED_KIB = {
+    70: 96,
+    75: 64,
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    110: 227,
+    120: 99,
+    121: 99,
+}
 _LDS_KIB = {"gfx950": 160}
 
 
@@ -39,11 +52,15 @@ def parse_target(text: str | int) -> GPUTarget:
     if nvidia := re.fullmatch(r"(?:sm_?)?(\d{2,3})[af]?", word):
         arch = int(nvidia[1])
         if arch < 70 or arch > 129:
-            raise UsageError(f"architecture {text!r}: NVIDIA architectures from sm_70 to sm_129 are compiled for")
+            raise UsageError(
+                f"architecture {text!r}: NVIDIA architectures from sm_70 to sm_129 are compiled for"
+            )
         return GPUTarget("cuda", arch, 32)
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", word):
         return GPUTarget("hip", word, 64 if word.startswith("gfx9") else 32)
-    raise UsageError(f"architecture {text!r}: expected something like sm_80, sm_90, sm_100 or gfx942")
+    raise UsageError(
+        f"architecture {text!r}: expected something like sm_80, sm_90, sm_100 or gfx942"
+    )
 
 
 def target_name(target: GPUTarget) -> str:
@@ -52,7 +69,11 @@ def target_name(target: GPUTarget) -> str:
 
 def shared_bytes(target: GPUTarget) -> int:
     """Shared memory that one program (block) may use."""
-    return 1024 * (_SHARED_KIB.get(int(target.arch), 99) if target.backend == "cuda" else _LDS_KIB.get(str(target.arch), 64))
+    return 1024 * (
+        _SHARED_KIB.get(int(target.arch), 99)
+        if target.backend == "cuda"
+        else _LDS_KIB.get(str(target.arch), 64)
+    )
 
 
 def require_triton() -> str:
@@ -63,7 +84,10 @@ def require_triton() -> str:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        raise UsageError("Triton is not installed; install it with: pip install 'triton>=3.4,<3.10' (no GPU is needed)") from None
+        raise UsageError(
+            "Triton is not installed; install it with: pip install 'triton>=3.4,<3.10' (no GPU is"
+            " needed)"
+        ) from None
     numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
     first, last = SUPPORTED
     if not first <= numbers <= last:
@@ -91,14 +115,18 @@ class Unwrapped:
 
     def with_defaults(self, constexprs: Mapping[str, Any]) -> dict[str, Any]:
         """The given constexprs, and the defaults of `tl.constexpr` parameters that were left out."""
-        defaults = {p.name: p.default for p in self.function.params if p.is_constexpr and p.has_default}
+        defaults = {
+            p.name: p.default for p in self.function.params if p.is_constexpr and p.has_default
+        }
         values = {**defaults, **self.configs[0].constexprs, **constexprs}
         for name, decide in self.heuristics.items():
             if name not in constexprs:
                 try:
                     values[name] = decide(values)
                 except Exception:
-                    continue  # a heuristic that looks at tensors: without a launch there is nothing to look at
+                    # a heuristic that looks at tensors: without a launch there is nothing to look
+                    # at
+                    continue
         return values
 
 
@@ -128,7 +156,10 @@ def unwrap(kernel: Any) -> Unwrapped:
         heuristics |= getattr(one, "values", {})
         one = getattr(one, "fn", None)
     if type(one).__name__ == "InterpretedFunction":
-        raise UsageError(f"{getattr(one, '__name__', kernel)} runs in Triton's interpreter: unset TRITON_INTERPRET to compile it")
+        raise UsageError(
+            f"{getattr(one, '__name__', kernel)} runs in Triton's interpreter: unset"
+            " TRITON_INTERPRET to compile it"
+        )
     if not isinstance(one, JITFunction):
         raise UsageError(f"{getattr(kernel, '__name__', kernel)!r} is no @triton.jit kernel")
     return Unwrapped(one, configs or [Configuration()], heuristics)
@@ -180,16 +211,27 @@ class Combination:
     @property
     def key(self) -> str:
         """Equal for combinations that Triton would compile to the same program."""
-        return repr([sorted(map(repr, part.items())) for part in (self.types, self.constexprs, self.attributes, self.options)])
+        return repr(
+            [
+                sorted(map(repr, part.items()))
+                for part in (self.types, self.constexprs, self.attributes, self.options)
+            ]
+        )
 
     @property
     def written(self) -> str:
         """The types a reader needs: `logits_ptr *bf16, scale fp32`."""
-        return ", ".join(f"{name} {word}" for name, word in self.types.items() if word != "constexpr")
+        return ", ".join(
+            f"{name} {word}" for name, word in self.types.items() if word != "constexpr"
+        )
 
 
 def is_float_pointer(word: Any) -> bool:
-    return isinstance(word, str) and word.startswith("*") and word.removeprefix("*").removeprefix("k") in FLOATS
+    return (
+        isinstance(word, str)
+        and word.startswith("*")
+        and word.removeprefix("*").removeprefix("k") in FLOATS
+    )
 
 
 def distinct(combinations: Sequence[Combination]) -> list[Combination]:

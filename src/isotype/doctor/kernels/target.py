@@ -44,7 +44,8 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
 
 
 def load(place: str) -> list[ModuleType]:
-    """The module behind a path or a dotted name; a package also brings its submodules. What its own code launches is not run.
+    """The module behind a path or a dotted name; a package also brings its submodules. What its own
+    code launches is not run.
 
     Raises  UsageError in one line: no such file, a syntax error, an import that fails.
     """
@@ -54,7 +55,8 @@ def load(place: str) -> list[ModuleType]:
         except (IsotypeError, ModuleNotFoundError, SyntaxError):
             raise
         except Exception:
-            # code that selects a driver or a device when it is imported: once more, with a simulated GPU
+            # code that selects a driver or a device when it is imported: once more, with a
+            # simulated GPU
             with pretend_gpu(parse_target(DEFAULT)):
                 return _imported(place)
 
@@ -63,24 +65,38 @@ def _imported(place: str) -> list[ModuleType]:
     if not Path(place).is_dir():
         module = module_of(place, as_part=True)
         return [module, *_submodules(module)]
-    files = sorted(f for f in Path(place).rglob("*.py") if "triton" in f.read_text(encoding="utf-8", errors="replace"))
+    files = sorted(
+        f
+        for f in Path(place).rglob("*.py")
+        if "triton" in f.read_text(encoding="utf-8", errors="replace")
+    )
     if not files:
         raise UsageError(f"{place}: no Python file in it names triton")
     return [module_of(str(f), as_part=True) for f in files]
 
 
 def _submodules(module: ModuleType) -> Iterator[ModuleType]:
-    for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}.", onerror=lambda name: None):
+    for info in pkgutil.walk_packages(
+        getattr(module, "__path__", []), f"{module.__name__}.", onerror=lambda name: None
+    ):
         try:
             found = importlib.import_module(info.name)
         except Exception:
-            continue  # an optional part of a package that needs what is not installed; its other parts are checked
+            # an optional part of a package that needs what is not installed; its other parts are
+            # checked
+            continue
         yield found
 
 
 def kernels_in(module: ModuleType) -> dict[str, Any]:
-    """Name -> kernel, of those written in this module; functions that only kernels call are seen with them."""
-    found = {n: v for n, v in vars(module).items() if is_kernel(v) and unwrap(v).function.__module__ == module.__name__}
+    """Name -> kernel, of those written in this module; functions that only kernels call are seen
+    with them.
+    """
+    found = {
+        n: v
+        for n, v in vars(module).items()
+        if is_kernel(v) and unwrap(v).function.__module__ == module.__name__
+    }
     return {n: v for n, v in found.items() if not returns_a_value(unwrap(v).function)}
 
 
@@ -91,29 +107,52 @@ def _check_module(module: ModuleType, targets: Sequence[str], report: Report) ->
         except UsageError:
             raise
         except Exception as error:
-            report.remarks.append(f"{name}: not checked, {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            report.remarks.append(
+                f"{name}: not checked, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            )
 
 
-def _check_name(module: ModuleType, name: str, place: str, targets: Sequence[str], report: Report) -> None:
+def _check_name(
+    module: ModuleType, name: str, place: str, targets: Sequence[str], report: Report
+) -> None:
     value = member(module, name, place)
     if is_kernel(value):
         _check_one(module, value, None, targets, report)
     elif callable(value):
         _check_callable(module, name, value, targets, report)
     else:
-        raise UsageError(f"{name} is a {type(value).__name__}: expected a kernel, a function that launches kernels, or build()")
+        raise UsageError(
+            f"{name} is a {type(value).__name__}: expected a kernel, a function that launches"
+            " kernels, or build()"
+        )
 
 
-def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report) -> None:
+def _check_one(
+    module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report
+) -> None:
     """A kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
-    signatures = matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
-    fits = isinstance(signatures, Mapping) and all(set(s) <= set(unwrap(kernel).function.arg_names) for s in signatures.values())
-    report.add(check(kernel, signatures if fits else None, getattr(module, "CONSTEXPRS", None), targets))
+    signatures = (
+        matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
+    )
+    fits = isinstance(signatures, Mapping) and all(
+        set(s) <= set(unwrap(kernel).function.arg_names) for s in signatures.values()
+    )
+    report.add(
+        check(kernel, signatures if fits else None, getattr(module, "CONSTEXPRS", None), targets)
+    )
 
 
-def _check_callable(module: ModuleType, name: str, function: Callable[..., Any], targets: Sequence[str], report: Report) -> None:
+def _check_callable(
+    module: ModuleType,
+    name: str,
+    function: Callable[..., Any],
+    targets: Sequence[str],
+    report: Report,
+) -> None:
     if isinstance(function, type) or required(function):
-        raise UsageError(f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)")
+        raise UsageError(
+            f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)"
+        )
     calls, result = Calls(), None
     with calls.recorded(parse_target(targets[0]), "as called"):
         result = function()
@@ -125,11 +164,17 @@ def _check_callable(module: ModuleType, name: str, function: Callable[..., Any],
         for inputs in several(result[1]):
             report.add(check_wrapper(result[0], inputs, targets))
         if not report.kernels:
-            raise UsageError(f"{name}: calling what it returned launched no Triton kernel" + _first(report.remarks))
+            raise UsageError(
+                f"{name}: calling what it returned launched no Triton kernel"
+                + _first(report.remarks)
+            )
     elif calls.launches:
         report.add(calls.report(targets))
     else:
-        raise UsageError(f"{name}() launched no Triton kernel, and returned no kernel" + _first(list(calls.refused.values())))
+        raise UsageError(
+            f"{name}() launched no Triton kernel, and returned no kernel"
+            + _first(list(calls.refused.values()))
+        )
 
 
 def _first(remarks: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""`isotype doctor trace`: runs a program unchanged, gives each floating tensor a provenance, explains dtype errors, finds silent faults."""
+"""`isotype doctor trace`: runs a program unchanged, gives each floating tensor a provenance,
+explains dtype errors, finds silent faults.
+"""
 
 from .session import trace
 

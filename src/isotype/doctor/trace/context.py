@@ -1,4 +1,5 @@
-"""What the parts of a trace share: its state (`Context`), the names of modules and parameters, and the events that a watcher may want.
+"""What the parts of a trace share: its state (`Context`), the names of modules and parameters, and
+the events that a watcher may want.
 
 The tracer is the `Context`; no file that uses it imports the tracer.
 """
@@ -22,7 +23,22 @@ from ...observe.tape import Modules, Running
 from ...pages.sheets import texts
 from .origin import MARK, UNWATCHED, Origin
 
-_CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
+_CASTING = frozenset(
+    {
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "type",
+        "type_as",
+        "copy",
+        "tensor",
+        "as_tensor",
+        "cpu",
+        "cuda",
+    }
+)
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 say = texts(Path(__file__).with_name("findings.txt"))
@@ -42,11 +58,14 @@ class Names:
     """Module paths and the owner and name of every parameter and buffer of the modules seen."""
 
     def __init__(self) -> None:
-        self.modules: MutableMapping[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # its path, "" for a root
+        # its path, "" for a root
+        self.modules: MutableMapping[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
     def learn(self, root: torch.nn.Module) -> None:
-        """Names everything below a module that nothing named before; a larger tree replaces what its parts were called."""
+        """Names everything below a module that nothing named before; a larger tree replaces what
+        its parts were called.
+        """
         named = {module: clean(path) for path, module in root.named_modules()}
         self.modules.update(named)
         self._roots = [ref for ref in self._roots if ref() not in named]
@@ -61,12 +80,23 @@ class Names:
 
     def root_of(self, module: torch.nn.Module) -> torch.nn.Module:
         """The root that holds the module, or the module itself where none does."""
-        return next((root for root in self.roots() if any(inner is module for inner in root.modules())), module)
+        return next(
+            (root for root in self.roots() if any(inner is module for inner in root.modules())),
+            module,
+        )
 
     def find_live(self) -> None:
-        """Learns the models that exist but have not run yet (for an error while wrapping or preparing one)."""
-        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and thing not in self.modules]
-        children = {id(child) for module in found for child in module.modules() if child is not module}
+        """Learns the models that exist but have not run yet (for an error while wrapping or
+        preparing one).
+        """
+        found = [
+            thing
+            for thing in gc.get_objects()
+            if issubclass(type(thing), torch.nn.Module) and thing not in self.modules
+        ]
+        children = {
+            id(child) for module in found for child in module.modules() if child is not module
+        }
         for module in found:
             if id(module) not in children and next(module.parameters(), None) is not None:
                 self.learn(module)
@@ -93,12 +123,16 @@ class Names:
 
 
 def now_and_then(count: int, first: int) -> bool:
-    """Whether something that costs is looked at for the count-th time: the `first` times, then where the count is a power of two."""
+    """Whether something that costs is looked at for the count-th time: the `first` times, then
+    where the count is a power of two.
+    """
     return count <= first or not count & (count - 1)
 
 
 class Context:
-    """The state of a trace: what runs now, the names and origins of tensors, and the other parts of the trace, by their names."""
+    """The state of a trace: what runs now, the names and origins of tensors, and the other parts of
+    the trace, by their names.
+    """
 
     suspend: Any
     resume: Any
@@ -118,10 +152,13 @@ class Context:
         self.device = "cpu"
         self.calling: Any = None  # what the program called above the dispatcher
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
-        self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
+        # whether autocast was on where the program called; it reads as off below the dispatcher
+        self.autocast_around = False
         self.forwards = 0  # calls of root modules
-        self.forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}  # by number of an autograd node
-        self.last_root: weakref.ref[torch.nn.Module] | None = None  # with parameters, called last from outside any other
+        # by number of an autograd node
+        self.forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
+        # with parameters, called last from outside any other
+        self.last_root: weakref.ref[torch.nn.Module] | None = None
         self._census: Counter[torch.dtype] | None = None
 
     @property
@@ -129,7 +166,9 @@ class Context:
         return self.modules.stack
 
     def here(self) -> tuple[Site | None, str, str]:
-        """Line, module path and (in backward) autograd node of the running op; a backward op stands where its forward stood."""
+        """Line, module path and (in backward) autograd node of the running op; a backward op stands
+        where its forward stood.
+        """
         node = torch._C._current_autograd_node()
         site = here()
         if node is not None:
@@ -144,24 +183,38 @@ class Context:
         """Whether a factory call took the default dtype because it names none."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
-        if op.lift and (site is None or "dtype" in statement(site) or self.calling_name() not in ("tensor", "Tensor")):
+        if op.lift and (
+            site is None
+            or "dtype" in statement(site)
+            or self.calling_name() not in ("tensor", "Tensor")
+        ):
             return False
         self.defaults.decided(site)
         return True
 
     def cast_by_engine(self) -> bool:
-        """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
-        if not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+        """Whether autograd itself cast what a custom Function's backward returned: no Python frame
+        of that backward is left.
+        """
+        if not isinstance(
+            torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction
+        ):
             return False
-        above = next((f for f in running_frames(1) if not f.f_code.co_filename.startswith(OBSERVERS)), None)
+        above = next(
+            (f for f in running_frames(1) if not f.f_code.co_filename.startswith(OBSERVERS)), None
+        )
         return above is not None and above.f_code.co_name == "_engine_run_backward"
 
     def cast_by_autocast(self) -> bool:
-        """Whether autocast put the running cast in: it is on, and what the program called is no cast."""
+        """Whether autocast put the running cast in: it is on, and what the program called is no
+        cast.
+        """
         return self.autocast_around and self.calling_name() not in _CASTING
 
     def unrecorded(self, tensor: torch.Tensor) -> Origin:
-        """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet named, or something from outside."""
+        """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet
+        named, or something from outside.
+        """
         mark = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].kind in ("parameter", "buffer"):
             origin = Origin(tensor.dtype, mark[0].kind, mark[0].what)
@@ -169,8 +222,14 @@ class Context:
             return origin
         shape = f"shape {tuple(tensor.shape)}"
         if isinstance(tensor, torch.nn.Parameter):
-            return Origin(tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of {shape}, in no module seen so far")
-        return Origin(tensor.dtype, "input", f"{UNWATCHED}, {shape}" if self.pace.unwatched else shape)
+            return Origin(
+                tensor.dtype,
+                "parameter",
+                self.names.parameter_name(tensor) or f"of {shape}, in no module seen so far",
+            )
+        return Origin(
+            tensor.dtype, "input", f"{UNWATCHED}, {shape}" if self.pace.unwatched else shape
+        )
 
     def dtypes_changed(self) -> None:
         self._census = None
@@ -183,7 +242,9 @@ class Context:
         return self._census
 
     def census_of_failure(self) -> Counter[torch.dtype]:
-        """The same of the whole model that is running, or that ran last (in a loss, or between two forwards); of all before any has run."""
+        """The same of the whole model that is running, or that ran last (in a loss, or between two
+        forwards); of all before any has run.
+        """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
             running = self.last_root() if self.last_root is not None else None
@@ -219,10 +280,19 @@ class Watcher:
         """A module's forward has ended; `context.stack` holds the modules around it."""
 
     def ops(self) -> dict[str, tuple[Before, After | None]]:
-        """By name of an op: what is called with (op, args, kwargs) before it runs, and with what that returned (not None) after it."""
+        """By name of an op: what is called with (op, args, kwargs) before it runs, and with what
+        that returned (not None) after it.
+        """
         return {}
 
-    def promoted(self, op: Operator, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+    def promoted(
+        self,
+        op: Operator,
+        origin: Origin,
+        wide: torch.Tensor,
+        narrow: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         """An op widened one of its operands to the dtype of another."""
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
-"""A dtype error explained: from the operands that the op really got, or, for checks made in Python (GradScaler, FSDP, checkpoint, an
-attention backend), from the tensors in the failing frames. The exception stays what it is: the explanation is a note on it.
+"""A dtype error explained: from the operands that the op really got, or, for checks made in Python
+(GradScaler, FSDP, checkpoint, an attention backend), from the tensors in the failing frames. The
+exception stays what it is: the explanation is a note on it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from .context import Context, at, say
 from .origin import UNWATCHED, Origin
 
 MENTIONS_DTYPE = re.compile(
-    r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without "
+    r"dtype|scalar ?type|\bdata"
+    r" type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for"
+    r" '|without "
     "overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
@@ -32,7 +35,8 @@ _WRITES = {
     "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy", "index_add", "masked_scatter", "copy", "index_fill", "setitem",
 }  # fmt: skip
 _READERS = 8  # operands shown in full
-_MARK = "_isotype_finding"  # on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
+# on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
+_MARK = "_isotype_finding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,13 @@ class Operand:
 
     @classmethod
     def of(cls, context: Context, label: str, tensor: torch.Tensor) -> Operand:
-        return cls(label, tensor.dtype, tuple(tensor.shape), context.provenance.get(tensor), context.provenance.writer(tensor))
+        return cls(
+            label,
+            tensor.dtype,
+            tuple(tensor.shape),
+            context.provenance.get(tensor),
+            context.provenance.writer(tensor),
+        )
 
     @property
     def word(self) -> str:
@@ -56,7 +66,9 @@ class Operand:
     def chain(self) -> tuple[str, str]:
         """A finding's detail: dtype, shape, and how it came to them."""
         written = f"   last written by {self.writer}" if self.writer else ""
-        return self.label, "\n".join([f"{self.word}[{' '.join(map(str, self.shape))}]{written}", *self.origin.explain()])
+        return self.label, "\n".join(
+            [f"{self.word}[{' '.join(map(str, self.shape))}]{written}", *self.origin.explain()]
+        )
 
 
 def _writes(op: str) -> bool:
@@ -64,12 +76,16 @@ def _writes(op: str) -> bool:
 
 
 def odd_one(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) -> Operand:
-    """The operand whose dtype is not what the model is made of; for a write, the source; else the widest."""
+    """The operand whose dtype is not what the model is made of; for a write, the source; else the
+    widest.
+    """
     strays = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
     if strays and _writes(op):
         return strays[0]
     dtypes = {operand.dtype for operand in operands}
-    usual = next((dtype for dtype, _ in census.most_common() if dtype in dtypes), None) or min(dtypes, key=lambda d: d.itemsize)
+    usual = next((dtype for dtype, _ in census.most_common() if dtype in dtypes), None) or min(
+        dtypes, key=lambda d: d.itemsize
+    )
     strays = [operand for operand in operands if operand.dtype != usual] or list(operands)
     # something decided inside the program explains more than something that came in
     return min(strays, key=lambda operand: operand.origin.decider().kind == "input")
@@ -105,7 +121,10 @@ def cause_of(odd: Operand, op: str, census: Counter[torch.dtype], autocast: str)
             break
         if step.kind == "promotion":
             wrote = f"; the wider operand was last written by {step.writer}" if step.writer else ""
-            parts.append(f"{step.what} promoted the other operand to {dtype_name(step.dtype)} ({step.place()}{wrote})")
+            parts.append(
+                f"{step.what} promoted the other operand to {dtype_name(step.dtype)}"
+                f" ({step.place()}{wrote})"
+            )
         else:
             parts.append(f"{step.describe()} ({step.place()})")
     if odd.writer:
@@ -114,38 +133,69 @@ def cause_of(odd: Operand, op: str, census: Counter[torch.dtype], autocast: str)
     return ". ".join(part for part in ("; ".join(parts), share_of(census), autocast) if part)
 
 
-def fix_of(odd: Operand, operands: Sequence[Operand], op: str, *, device: str, around: str | None) -> str:
+def fix_of(
+    odd: Operand, operands: Sequence[Operand], op: str, *, device: str, around: str | None
+) -> str:
     """The ways out, the likeliest first.
 
-    around  the call that autocast was on around before, and is not now; empty where autocast is on, None where it never was
+    around  the call that autocast was on around before, and is not now; empty where autocast is on,
+            None where it never was
     """
     decider = odd.origin.decider()
     other = next((operand for operand in operands if operand.dtype != odd.dtype), odd)
     wanted, at_line = str(other.dtype), str(decider.site or "the place where it is made")
     # autocast to fp32 is switched off with a warning
-    half = next((one.dtype for one in (other, odd) if one.dtype in (torch.bfloat16, torch.float16)), None)
+    half = next(
+        (one.dtype for one in (other, odd) if one.dtype in (torch.bfloat16, torch.float16)), None
+    )
     under = f'under torch.autocast("{device}", dtype={half})'
     ways = [f"run {around} {under}, as training does"] if around and half is not None else []
     if _writes(op):
-        ways.append(f"cast the source to the destination's dtype where it is written: `.to(out.dtype)`, here {other.word}")
+        ways.append(
+            "cast the source to the destination's dtype where it is written: `.to(out.dtype)`,"
+            f" here {other.word}"
+        )
         ways.append(f"or allocate the destination (buffer, cache dtype) as {odd.word}")
     match decider.kind:
         case "created" if "without dtype=" in decider.what or "tensor" in decider.what:
-            single = " (a Python float, e.g. from math.sqrt, never promotes)" if "tensor" in decider.what else ""
-            ways.append(f"give it the dtype of what it meets, `dtype=x.dtype`, or cast it: `.to(x.dtype)`, here {wanted}{single}")
+            single = (
+                " (a Python float, e.g. from math.sqrt, never promotes)"
+                if "tensor" in decider.what
+                else ""
+            )
+            ways.append(
+                "give it the dtype of what it meets, `dtype=x.dtype`, or cast it: `.to(x.dtype)`,"
+                f" here {wanted}{single}"
+            )
         case "created":
             ways.append(f"cast it to the dtype of what it meets, `.to(q.dtype)`, here {wanted}")
         case "parameter" | "buffer":
             owner, _, leaf = decider.what.rpartition(".")
-            whole = f"`model.get_submodule({owner!r}).to({wanted})`" if owner else f"cast `{leaf}` with the rest of the model to {wanted}"
-            ways.append(f"if {decider.what} was not meant to be {dtype_name(decider.dtype)}: {whole}")
-            forced = next((step.site for step in odd.origin.chain() if step.kind == "promotion"), None)
-            ways.append("or keep it, and cast the results computed with it back: `.to(x.dtype)`" + (f" at {forced}" if forced else ""))
+            whole = (
+                f"`model.get_submodule({owner!r}).to({wanted})`"
+                if owner
+                else f"cast `{leaf}` with the rest of the model to {wanted}"
+            )
+            ways.append(
+                f"if {decider.what} was not meant to be {dtype_name(decider.dtype)}: {whole}"
+            )
+            forced = next(
+                (step.site for step in odd.origin.chain() if step.kind == "promotion"), None
+            )
+            ways.append(
+                "or keep it, and cast the results computed with it back: `.to(x.dtype)`"
+                + (f" at {forced}" if forced else "")
+            )
         case "cast":
             wide = dtype_name(decider.dtype)
-            ways.append(f"cast back after the part that needs {wide}: `.to(x.dtype)`, here {wanted}, or drop the cast at {at_line}")
+            ways.append(
+                f"cast back after the part that needs {wide}: `.to(x.dtype)`, here {wanted}, or"
+                f" drop the cast at {at_line}"
+            )
         case "input" if UNWATCHED in decider.what:
-            ways.append(f"cast the operands to one dtype where they meet: `.to(x.dtype)`, here {wanted}")
+            ways.append(
+                f"cast the operands to one dtype where they meet: `.to(x.dtype)`, here {wanted}"
+            )
         case "input":
             ways.append(f"cast the input to the model's dtype before the call: `x.to({wanted})`")
         case _:
@@ -164,11 +214,14 @@ def _mentions(error: BaseException) -> bool:
 
 
 class Failures:
-    """Explains each failing op once, where it fails first. An error that the program catches is its own business."""
+    """Explains each failing op once, where it fails first. An error that the program catches is its
+    own business.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.told: set[Any] = set()  # places and names in the chains that a failure shows: a silent finding need not repeat them
+        # places and names in the chains that a failure shows: a silent finding need not repeat them
+        self.told: set[Any] = set()
 
     def op_failed(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
         """Called below the dispatcher, with what the op itself got."""
@@ -180,7 +233,10 @@ class Failures:
         if name in ("backward", "grad"):
             return  # what failed is inside: an op has explained it, or the program's end will
         labels = _parameter_names(func)
-        named = [(labels[i] if i < len(labels) else f"argument {i}", value) for i, value in enumerate(args)]
+        named = [
+            (labels[i] if i < len(labels) else f"argument {i}", value)
+            for i, value in enumerate(args)
+        ]
         self._explain(error, name, list(floating(named + list(kwargs.items()))))
 
     def again(self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -199,7 +255,9 @@ class Failures:
             context.modules.stack = outer
 
     def escaped(self, error: BaseException) -> Finding | None:
-        """The explanation of an exception that ended the program, or of what led to it; made now if no op failed (a check in Python)."""
+        """The explanation of an exception that ended the program, or of what led to it; made now if
+        no op failed (a check in Python).
+        """
         chain: list[BaseException] = []
         link: BaseException | None = error
         while link is not None and link not in chain:
@@ -217,8 +275,14 @@ class Failures:
         error.add_note(finding.render())
         setattr(error, _MARK, finding)
 
-    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if not isinstance(error, (RuntimeError, ValueError, TypeError)) or hasattr(error, _MARK) or not tensors:
+    def _explain(
+        self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]
+    ) -> None:
+        if (
+            not isinstance(error, (RuntimeError, ValueError, TypeError))
+            or hasattr(error, _MARK)
+            or not tensors
+        ):
             return
         mixed = len({t.dtype for _, t in tensors}) > 1
         if not MENTIONS_DTYPE.search(str(error)) and not (mixed and "same" in str(error)):
@@ -230,7 +294,9 @@ class Failures:
                 self.told |= {origin.site, origin.what} - {None}
         self._attach(error, self._finding(error, name, operands, mixed))
 
-    def _finding(self, error: Exception, name: str, operands: Sequence[Operand], mixed: bool) -> Finding:
+    def _finding(
+        self, error: Exception, name: str, operands: Sequence[Operand], mixed: bool
+    ) -> Finding:
         context = self._context
         stack = callers(3)
         site, module, node = context.here()
@@ -238,26 +304,49 @@ class Failures:
         odd = odd_one(operands, census, name)
         state, before = context.autocast.state()
         on = torch.is_autocast_enabled(device)
-        generate = not on and any(s.function.rpartition(".")[2] in ("generate", "_sample") for s in stack)
+        generate = not on and any(
+            s.function.rpartition(".")[2] in ("generate", "_sample") for s in stack
+        )
         called = context.calling_name()
         title = f"{called} ({name})" if called and called != name.strip("_") else name
         if (leak := context.defaults.explain()) is not None:
             cause, fix = leak.cause, leak.fix
         elif re.match(r"value cannot be converted to type", str(error)):
             cause = (
-                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: "
-                f"`{statement(site) if site is not None else ''}`. "
-                "A limit such as torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for another dtype"
+                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the"
+                f" tensor that takes it: `{statement(site) if site is not None else ''}`. A limit"
+                " such as torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for"
+                " another dtype"
             )
             fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
         elif not mixed and "not implemented for" in str(error):
-            cause = f"{name} has no {odd.word} kernel on {device}. {cause_of(odd, name, census, '')}"
-            fix = f"run this part in fp32 or bf16 on {device}: `.to(torch.float32)`, or torch.autocast"
+            cause = (
+                f"{name} has no {odd.word} kernel on {device}. {cause_of(odd, name, census, '')}"
+            )
+            fix = (
+                f"run this part in fp32 or bf16 on {device}: `.to(torch.float32)`, or"
+                " torch.autocast"
+            )
         else:
-            outside = "Autocast was on when this module ran before and is off here" if before and not on else ""
+            outside = (
+                "Autocast was on when this module ran before and is off here"
+                if before and not on
+                else ""
+            )
             if outside and generate:
-                outside += ": generate() runs outside the autocast that the trainer puts around its own forward"
-            around = "generate() (or the evaluation)" if generate else "this call" if outside else "" if on else None
+                outside += (
+                    ": generate() runs outside the autocast that the trainer puts around its own"
+                    " forward"
+                )
+            around = (
+                "generate() (or the evaluation)"
+                if generate
+                else "this call"
+                if outside
+                else ""
+                if on
+                else None
+            )
             cause = cause_of(odd, name, census, outside)
             fix = fix_of(odd, operands, name, device=device, around=around)
             cause += self._casts_before(operands)
@@ -265,11 +354,22 @@ class Failures:
         details += (("phase", f"backward of {node}" if node else "forward"), ("autocast", state))
         details += tuple(operand.chain() for operand in operands[:_READERS])
         if rest := Counter(operand.word for operand in operands[_READERS:]):
-            details += (("further", f"{rest.total()} operands: {', '.join(f'{count} {word}' for word, count in rest.items())}"),)
+            details += (
+                (
+                    "further",
+                    (
+                        f"{rest.total()} operands:"
+                        f" {', '.join(f'{count} {word}' for word, count in rest.items())}"
+                    ),
+                ),
+            )
         return Finding(
             code="TR001",
             severity=Severity.ERROR,
-            message=f"{title} {'got' if mixed else 'refused'} {' and '.join(dict.fromkeys(operand.word for operand in operands))}",
+            message=(
+                f"{title} {'got' if mixed else 'refused'}"
+                f" {' and '.join(dict.fromkeys(operand.word for operand in operands))}"
+            ),
             place=place_of(site, module),
             cause=cause,
             fix=fix,
@@ -278,17 +378,33 @@ class Failures:
         )
 
     def _casts_before(self, operands: Sequence[Operand]) -> str:
-        """In words, where the model was cast after something (an optimizer state, a cache) was made from it."""
+        """In words, where the model was cast after something (an optimizer state, a cache) was made
+        from it.
+        """
         context = self._context
         now = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
-        steps = [step for operand in operands for step in operand.origin.chain() if step.kind in ("parameter", "buffer")]
+        steps = [
+            step
+            for operand in operands
+            for step in operand.origin.chain()
+            if step.kind in ("parameter", "buffer")
+        ]
         changed = context.parameters.of_names({step.what for step in steps})
-        stale = any(step.kind == "parameter" and step.dtype != now.get(step.what, step.dtype) for step in steps)
-        return f". {changed}; what was made from it before kept the old dtype" if changed and stale else ""
+        stale = any(
+            step.kind == "parameter" and step.dtype != now.get(step.what, step.dtype)
+            for step in steps
+        )
+        return (
+            f". {changed}; what was made from it before kept the old dtype"
+            if changed and stale
+            else ""
+        )
 
 
 def _parameter_names(func: Any) -> list[str]:
-    """Names of a torch function's positional arguments: from its signature, or for a builtin from the first line of its documentation."""
+    """Names of a torch function's positional arguments: from its signature, or for a builtin from
+    the first line of its documentation.
+    """
     try:
         return list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
@@ -330,7 +446,9 @@ def gather(context: Context, error: BaseException) -> Evidence:
     """The tensors that the failing frames held, innermost first, until a frame has some."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     evidence = Evidence([Site(frame.f_code, line) for frame, line in frames])
-    named = {id(tensor): name for kind, name, tensor in context.names.tensors() if kind == "parameter"}
+    named = {
+        id(tensor): name for kind, name, tensor in context.names.tensors() if kind == "parameter"
+    }
     for frame, _ in frames:
         for label, value in frame.f_locals.items():
             for spot, tensor in _tensors_in(value, label):
@@ -338,7 +456,11 @@ def gather(context: Context, error: BaseException) -> Evidence:
                     name = named.get(id(tensor)) or f"{spot} (shape {tuple(tensor.shape)})"
                     if name not in (known := evidence.parameters[tensor.dtype]):
                         known.append(name)
-                    if tensor.requires_grad and tensor.dtype == torch.float16 and name not in evidence.trainable:
+                    if (
+                        tensor.requires_grad
+                        and tensor.dtype == torch.float16
+                        and name not in evidence.trainable
+                    ):
                         evidence.trainable.append(name)
                 else:
                     evidence.tensors.append((spot, tensor))
@@ -353,33 +475,64 @@ def explain_refusal(context: Context, error: BaseException) -> Finding | None:
     evidence = gather(context, error)
     own = evidence.stack and not in_library(evidence.stack[0].file)
     if own and isinstance(error, AssertionError) and "dtype" not in statement(evidence.stack[0]):
-        return None  # the program's own complaint, about something else than the dtype of a tensor at hand
+        # the program's own complaint, about something else than the dtype of a tensor at hand
+        return None
     for pattern, explain in _KNOWN:
-        if re.search(pattern, f"{type(error).__name__}: {error}") and (finding := explain(context, error, evidence)) is not None:
+        if (
+            re.search(pattern, f"{type(error).__name__}: {error}")
+            and (finding := explain(context, error, evidence)) is not None
+        ):
             return finding
     return _from_tensors(context, error, evidence)
 
 
 def _finding(
-    context: Context, error: BaseException, evidence: Evidence, *, symbol: str = "", code: str = "TR002", more: Chains = (), **words: Any
+    context: Context,
+    error: BaseException,
+    evidence: Evidence,
+    *,
+    symbol: str = "",
+    code: str = "TR002",
+    more: Chains = (),
+    **words: Any,
 ) -> Finding:
     raised = evidence.stack[0] if evidence.stack else None
     own = users_line(evidence.stack)
-    details = [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")] if raised is not None and raised != own else []
+    details = (
+        [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")]
+        if raised is not None and raised != own
+        else []
+    )
     details += at("called at", own)
     details += [("autocast", context.autocast.state()[0])]
     details += [(dtype_name(dtype), listed(names)) for dtype, names in evidence.parameters.items()]
-    return replace(say(code, place_of(own or raised, symbol), (*details, *more), **words), observed=_first_line(error))
+    return replace(
+        say(code, place_of(own or raised, symbol), (*details, *more), **words),
+        observed=_first_line(error),
+    )
 
 
 def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """GradScaler.unscale_: the gradients, hence the trainable parameters, are fp16."""
-    trainable = [(n, p) for kind, n, p in context.names.tensors() if kind == "parameter" and p.requires_grad and p.dtype == torch.float16]
+    trainable = [
+        (n, p)
+        for kind, n, p in context.names.tensors()
+        if kind == "parameter" and p.requires_grad and p.dtype == torch.float16
+    ]
     low = [n for n, _ in trainable] or evidence.trainable
     if not low:
         return None
     changed = next((line for _, p in trainable if (line := context.parameters.of(p))), "")
-    return _finding(context, error, evidence, symbol=low[0], kind="unscale", count=len(low), shown=listed(low), change=changed)
+    return _finding(
+        context,
+        error,
+        evidence,
+        symbol=low[0],
+        kind="unscale",
+        count=len(low),
+        shown=listed(low),
+        change=changed,
+    )
 
 
 def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
@@ -393,7 +546,9 @@ def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Find
     if len(groups) < 2:
         return None
     sizes = {name: tensor.numel() for _, name, tensor in context.names.tensors()}
-    odd, *_, usual = sorted(groups, key=lambda dtype: sum(sizes.get(name, 1) for name in groups[dtype]))
+    odd, *_, usual = sorted(
+        groups, key=lambda dtype: sum(sizes.get(name, 1) for name in groups[dtype])
+    )
     adapters = any("lora" in name.lower() or "adapter" in name.lower() for name in groups[odd])
     return _finding(
         context,
@@ -410,7 +565,10 @@ def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Find
     )
 
 
-_SAVED = re.compile(r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed metadata: \{.*?'dtype': torch\.(\w+)", re.DOTALL)
+_SAVED = re.compile(
+    r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed metadata: \{.*?'dtype': torch\.(\w+)",
+    re.DOTALL,
+)
 
 
 def _checkpoint(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
@@ -421,7 +579,14 @@ def _checkpoint(context: Context, error: BaseException, evidence: Evidence) -> F
     differing = next((pair for pair in _SAVED.findall(str(error)) if pair[0] != pair[1]), None)
     if differing is None:
         return None
-    return _finding(context, error, evidence, code="TR003", saved=dtype_name(differing[0]), recomputed=dtype_name(differing[1]))
+    return _finding(
+        context,
+        error,
+        evidence,
+        code="TR003",
+        saved=dtype_name(differing[0]),
+        recomputed=dtype_name(differing[1]),
+    )
 
 
 _KNOWN: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding | None]], ...] = (
@@ -438,10 +603,33 @@ def _from_tensors(context: Context, error: BaseException, evidence: Evidence) ->
         return None
     census = context.census_of_failure()
     usual = census.most_common(1)[0][0] if census else None
-    only_low = re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE) is not None
-    odd = next((o for o in operands if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)), operands[0])
+    only_low = (
+        re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE)
+        is not None
+    )
+    odd = next(
+        (
+            o
+            for o in operands
+            if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)
+        ),
+        operands[0],
+    )
     name = evidence.stack[0].function
     around = "" if context.autocast.state()[0].startswith("on") else None
-    cause, fix = cause_of(odd, name, census, ""), fix_of(odd, operands, name, device=context.device, around=around)
+    cause, fix = (
+        cause_of(odd, name, census, ""),
+        fix_of(odd, operands, name, device=context.device, around=around),
+    )
     chains = tuple(o.chain() for o in sorted(operands, key=lambda o: o is not odd)[:4])
-    return _finding(context, error, evidence, more=chains, name=name, word=odd.word, label=odd.label, cause=cause, fix=fix)
+    return _finding(
+        context,
+        error,
+        evidence,
+        more=chains,
+        name=name,
+        word=odd.word,
+        label=odd.label,
+        cause=cause,
+        fix=fix,
+    )

@@ -1,7 +1,9 @@
-"""Origin: what made a tensor its dtype. Ops that keep a dtype pass the origin on, so that a chain of origins leads back to the decision.
+"""Origin: what made a tensor its dtype. Ops that keep a dtype pass the origin on, so that a chain
+of origins leads back to the decision.
 
-An origin is kept on its tensor and, for the copies that autograd unpacks, on its storage. torch.save and pickle write none of it; without
-that they would write everything that a tensor refers to.
+An origin is kept on its tensor and, for the copies that autograd unpacks, on its storage.
+torch.save and pickle write none of it; without that they would write everything that a tensor
+refers to.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from ...observe.operators import Operator
 from ...observe.origin import Site
 
 _FOLLOWS = re.compile(r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\(")
-LONGEST_CHAIN = 8  # a state that is cast back and forth every step would otherwise grow its chain for ever
+# a state that is cast back and forth every step would otherwise grow its chain for ever
+LONGEST_CHAIN = 8
 
 UNWATCHED = "or made by a step like those before it, which was not watched"
-# kind -> in words: named in a module, from outside, a factory call, an explicit cast, a cast that autocast put in, mixed operands of which
-# the wider one won, an op whose rule gives another dtype, a gradient that autograd cast
+# kind -> in words: named in a module, from outside, a factory call, an explicit cast, a cast that
+# autocast put in, mixed operands of which the wider one won, an op whose rule gives another dtype,
+# a gradient that autograd cast
 _KINDS = {
     "parameter": "parameter {what}",
     "buffer": "buffer {what}",
@@ -80,14 +84,19 @@ class Origin:
             origin = origin.via
 
     def decider(self) -> Origin:
-        """The origin that decided: upstream of promotions, of ops that only followed, and of casts that autocast put in.
+        """The origin that decided: upstream of promotions, of ops that only followed, and of casts
+        that autocast put in.
 
-        A cast to the dtype of another tensor only brings a value back to what something upstream had departed to: then the first
-        departure of that round trip decided.
+        A cast to the dtype of another tensor only brings a value back to what something upstream
+        had departed to: then the first departure of that round trip decided.
         """
         found = self._nearest_decision()
         while found.kind == "cast" and found.follows and found.via is not None:
-            departures = [origin for origin in found.via.chain() if origin.dtype == found.dtype and origin.kind != "input"]
+            departures = [
+                origin
+                for origin in found.via.chain()
+                if origin.dtype == found.dtype and origin.kind != "input"
+            ]
             if not departures:
                 break
             found = departures[-1]._nearest_decision()
@@ -110,7 +119,11 @@ class Origin:
 
     def place(self) -> str:
         """Module path, file and line, as far as known."""
-        parts = [self.module and f"in {self.module}", str(self.site) if self.site else "", self.backward and f"backward of {self.backward}"]
+        parts = [
+            self.module and f"in {self.module}",
+            str(self.site) if self.site else "",
+            self.backward and f"backward of {self.backward}",
+        ]
         return ", ".join(part for part in parts if part)
 
     def explain(self) -> list[str]:
@@ -118,7 +131,9 @@ class Origin:
         lines = []
         for number, origin in enumerate(islice(self.chain(), 5)):
             place = origin.place()
-            lines.append(("<- " if number else "") + origin.describe() + (f"   {place}" if place else ""))
+            lines.append(
+                ("<- " if number else "") + origin.describe() + (f"   {place}" if place else "")
+            )
             if origin.site is not None and origin.site.text:
                 lines.append(f"     {origin.site.text}")
         return lines
@@ -128,7 +143,9 @@ MARK = "_isotype_origin"
 
 
 class Provenance:
-    """Looks origins up and passes them on. Each is stored on its tensor and freed with it, so that memory does not grow."""
+    """Looks origins up and passes them on. Each is stored on its tensor and freed with it, so that
+    memory does not grow.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -152,10 +169,13 @@ class Provenance:
             if issubclass(type(thing), torch.Tensor):
                 thing.__dict__.pop(MARK, None)
 
-    def set(self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, str] | None = None) -> None:
+    def set(
+        self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, str] | None = None
+    ) -> None:
         """writer: the op and the path of the module that wrote the values last."""
         tensor.__dict__[MARK] = (origin, writer)
-        with suppress(RuntimeError, NotImplementedError):  # no memory of its own (fake, sparse, functional)
+        # no memory of its own (fake, sparse, functional)
+        with suppress(RuntimeError, NotImplementedError):
             tensor.untyped_storage().__dict__[MARK] = origin
 
     def get(self, tensor: torch.Tensor) -> Origin:
@@ -185,14 +205,23 @@ class Provenance:
         return f"{op} in {module}" if module else op
 
     def record(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Gives an op's floating result its origin: handed on when the dtype is kept, new when it changed."""
+        """Gives an op's floating result its origin: handed on when the dtype is kept, new when it
+        changed.
+        """
         context = self._context
         if op.view and inputs:
             mark = inputs[0].__dict__.get(MARK)
             if mark is not None and mark[0].dtype == out.dtype:
                 out.__dict__[MARK] = mark
             else:
-                out.__dict__[MARK] = (self.get(inputs[0]) if inputs[0].dtype == out.dtype else self._made(op, inputs, out), None)
+                out.__dict__[MARK] = (
+                    (
+                        self.get(inputs[0])
+                        if inputs[0].dtype == out.dtype
+                        else self._made(op, inputs, out)
+                    ),
+                    None,
+                )
             return
         module = context.names.of(context.stack[-1].module) if context.stack else ""
         dtype = out.dtype
@@ -226,19 +255,32 @@ class Provenance:
             if op.cast or not op.factory:
                 what = f"{f'.{called}()' if called else op.name} of whole numbers"
             elif context.default_dtype_decides(site, out.dtype, op):
-                what += f" without dtype= (the default dtype is {dtype_name(torch.get_default_dtype())})"
+                what += (
+                    " without dtype= (the default dtype is"
+                    f" {dtype_name(torch.get_default_dtype())})"
+                )
             return Origin(out.dtype, "created", what, **made)
         source = wide if wide is not None and len(inputs) > 1 else inputs[0]
         made["via"], made["writer"], what = self.get(source), self.writer(source), called or op.name
         if source is wide and len(inputs) > 1:
             origin = Origin(out.dtype, "promotion", what, **made)
-            context.promoted(op, origin, source, next(t for t in inputs if t.dtype != out.dtype), out)
+            context.promoted(
+                op, origin, source, next(t for t in inputs if t.dtype != out.dtype), out
+            )
             return origin
         if not op.cast:
             return Origin(out.dtype, "op", what, **made)
-        kind = "engine" if context.cast_by_engine() else "autocast" if context.cast_by_autocast() else "cast"
+        kind = (
+            "engine"
+            if context.cast_by_engine()
+            else "autocast"
+            if context.cast_by_autocast()
+            else "cast"
+        )
         if kind == "engine":
-            what = f"{node} returned {dtype_name(source.dtype)} for a {dtype_name(out.dtype)} tensor"
+            what = (
+                f"{node} returned {dtype_name(source.dtype)} for a {dtype_name(out.dtype)} tensor"
+            )
         elif kind == "cast" and called:
             what = f".{called}()"
         origin = Origin(out.dtype, kind, what, **made)

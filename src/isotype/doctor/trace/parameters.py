@@ -1,6 +1,8 @@
-"""Parameters and buffers that change dtype while the program runs: a cast down and back has rounded the values for good.
+"""Parameters and buffers that change dtype while the program runs: a cast down and back has rounded
+the values for good.
 
-Beside them frozen layers of quantised checkpoints: those that pass no gradient on, and those that are packed no longer.
+Beside them frozen layers of quantised checkpoints: those that pass no gradient on, and those that
+are packed no longer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from ...wording import counted
 from .context import Context, Watcher, at, say
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
-_EVALUATING = frozenset({"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"})
+_EVALUATING = frozenset(
+    {"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"}
+)
 _NEAR = 6  # callers of a cast in which an evaluation is looked for
 
 
@@ -54,12 +58,24 @@ class Change:
     def evaluation(self) -> Site | None:
         """The line of a function named for evaluation that made the cast."""
         near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
-        return next((site for site in near if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))), None)
+        return next(
+            (
+                site
+                for site in near
+                if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))
+            ),
+            None,
+        )
 
     def __str__(self) -> str:
-        outer = [s for s in self.stack[self.stack.index(self.site) + 1 :] if not in_library(s.file)][:2]
+        outer = [
+            s for s in self.stack[self.stack.index(self.site) + 1 :] if not in_library(s.file)
+        ][:2]
         called = "".join(f", called from {s}" for s in outer)
-        return f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at {self.site}{called}"
+        return (
+            f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at"
+            f" {self.site}{called}"
+        )
 
 
 @dataclass(slots=True)
@@ -80,11 +96,13 @@ class Parameters(Watcher):
         self._history: dict[tuple[int, str], list[Change]] = {}
         self._calls: Counter[int] = Counter()  # id of a module -> its forward calls
         self._evaluated: Counter[int] = Counter()  # the same, of its last call without gradients
-        self._steps: Counter[int] = Counter()  # id of a parameter -> optimizer steps that updated it
+        # id of a parameter -> optimizer steps that updated it
+        self._steps: Counter[int] = Counter()
         self._casting = False
         self._dirty = True
         self._faults: dict[tuple[str, str], Fault] = {}
-        self._returned: list[tuple[int, int, int, Change, Change]] = []  # module, its calls, parameter: cast down, used, and cast back
+        # module, its calls, parameter: cast down, used, and cast back
+        self._returned: list[tuple[int, int, int, Change, Change]] = []
 
     def running(self) -> AbstractContextManager[Any]:
         inner: Callable[..., Any] = torch.nn.Module._apply
@@ -113,18 +131,33 @@ class Parameters(Watcher):
             self._evaluated[id(module)] = self._calls[id(module)]
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by an evaluation trains rounded."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by
+        an evaluation trains rounded.
+        """
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
             return
         self._steps.update(map(id, parameters))
         owners = {id(p): key for key, p in self._tensors_of_roots()}
         for parameter in parameters:
             key = owners.get(id(parameter), (0, ""))
-            change = next((c for c in reversed(self._history.get(key, [])) if c.rounds and c.after == parameter.dtype), None)
+            change = next(
+                (
+                    c
+                    for c in reversed(self._history.get(key, []))
+                    if c.rounds and c.after == parameter.dtype
+                ),
+                None,
+            )
             if change is not None and change.stepped:
                 self._fault("between steps", change, None)
-            elif change is not None and change.evaluation is not None and self._evaluated[key[0]] > change.calls:
+            elif (
+                change is not None
+                and change.evaluation is not None
+                and self._evaluated[key[0]] > change.calls
+            ):
                 self._fault("before training", change, None)
         self._dirty = False
 
@@ -137,28 +170,53 @@ class Parameters(Watcher):
 
     def of_names(self, names: set[str]) -> str:
         """The last change of the first of these parameters that changed, in words."""
-        changes = (history[-1] for history in self._history.values() if history and history[-1].name in names)
+        changes = (
+            history[-1]
+            for history in self._history.values()
+            if history and history[-1].name in names
+        )
         return next((str(change) for change in changes), "")
 
     def _tensors_of_roots(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for root in self._context.names.roots():
             yield from _tensors_of(root)
 
-    def _compare(self, module: torch.nn.Module, before: dict[tuple[int, str], tuple[torch.dtype, torch.Tensor]]) -> None:
-        paths = {id(owner): self._context.names.modules.get(owner) or path for path, owner in module.named_modules()}
+    def _compare(
+        self,
+        module: torch.nn.Module,
+        before: dict[tuple[int, str], tuple[torch.dtype, torch.Tensor]],
+    ) -> None:
+        paths = {
+            id(owner): self._context.names.modules.get(owner) or path
+            for path, owner in module.named_modules()
+        }
         for key, tensor in _tensors_of(module):
             dtype, values = before.get(key, (tensor.dtype, tensor))
             if dtype != tensor.dtype:
                 self._record(key, f"{paths[key[0]]}.{key[1]}".strip("."), dtype, values, tensor)
 
-    def _record(self, key: tuple[int, str], name: str, before: torch.dtype, old: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _record(
+        self,
+        key: tuple[int, str],
+        name: str,
+        before: torch.dtype,
+        old: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> None:
         self._dirty, after = True, tensor.dtype
         self._context.dtypes_changed()
         rounded = float((old.to(after).to(before) != old).float().mean()) if old.numel() else 0.0
-        change = Change(name, before, after, callers(3), rounded, self._calls[key[0]], self._steps[id(tensor)])
+        change = Change(
+            name, before, after, callers(3), rounded, self._calls[key[0]], self._steps[id(tensor)]
+        )
         history = self._history.setdefault(key, [])
         down = history[-1] if history else None
-        if down is not None and down.rounds and down.before == after and (change.calls > down.calls or down.stepped):
+        if (
+            down is not None
+            and down.rounds
+            and down.before == after
+            and (change.calls > down.calls or down.stepped)
+        ):
             self._returned.append((key[0], change.calls, id(tensor), down, change))
         history.append(change)
         del history[:-4]
@@ -169,13 +227,22 @@ class Parameters(Watcher):
             fault.names.append(down.name)
 
     def _copied(self, module: int) -> bool:
-        """Whether a module seems to belong to a copy of another model. Rounding a copy that is not trained later is no fault."""
+        """Whether a module seems to belong to a copy of another model. Rounding a copy that is not
+        trained later is no fault.
+        """
         roots = self._context.names.roots()
-        own = next((root for root in roots if any(id(inner) == module for inner in root.modules())), None)
+        own = next(
+            (root for root in roots if any(id(inner) == module for inner in root.modules())), None
+        )
         if own is None:
             return True
         names = [name for name, _ in own.named_parameters()]
-        return any(root is not own and type(root) is type(own) and [n for n, _ in root.named_parameters()] == names for root in roots)
+        return any(
+            root is not own
+            and type(root) is type(own)
+            and [n for n, _ in root.named_parameters()] == names
+            for root in roots
+        )
 
     def findings(self) -> list[Finding]:
         for module, calls, parameter, down, up in self._returned:
@@ -195,7 +262,9 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torc
 
 def _finding(fault: Fault) -> Finding:
     down = fault.down
-    caller = down.evaluation or next((site for site in down.stack if not site.file.startswith(TORCH)), down.site)
+    caller = down.evaluation or next(
+        (site for site in down.stack if not site.file.startswith(TORCH)), down.site
+    )
     details = at("called at", down.site) + (at("cast by", caller) if caller != down.site else ())
     return say(
         "TR011",
@@ -213,14 +282,17 @@ def _finding(fault: Fault) -> Finding:
     )
 
 
-_ZERO = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")  # nodes whose derivative is zero
+# nodes whose derivative is zero
+_ZERO = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
 _WHOLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Cuts(Watcher):
-    """Looks at the graph of each frozen linear layer as it leaves: whether a gradient of its output reaches its input.
+    """Looks at the graph of each frozen linear layer as it leaves: whether a gradient of its output
+    reaches its input.
 
-    transformers' W8A8 models of compressed-tensors round activations under no_grad, torchao's by `round`: LoRA gradients are 97% off.
+    transformers' W8A8 models of compressed-tensors round activations under no_grad, torchao's by
+    `round`: LoRA gradients are 97% off.
     """
 
     def __init__(self, context: Context) -> None:
@@ -228,14 +300,27 @@ class Cuts(Watcher):
         self._cut: dict[str, tuple[Site | None, str]] = {}  # layer -> where it was called, why
 
     def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        if not torch.is_grad_enabled() or not _is_frozen_linear(module) or not args or type(output) is not torch.Tensor:
+        if (
+            not torch.is_grad_enabled()
+            or not _is_frozen_linear(module)
+            or not args
+            or type(output) is not torch.Tensor
+        ):
             return
         given = args[0]
-        if not isinstance(given, torch.Tensor) or not given.requires_grad or not given.is_floating_point():
+        if (
+            not isinstance(given, torch.Tensor)
+            or not given.requires_grad
+            or not given.is_floating_point()
+        ):
             return
         if not _reaches(output, given):
             rounds = output.requires_grad or not output.is_floating_point()
-            why = "by an operator whose derivative is zero" if rounds else "where none is recorded (no_grad, detach or whole numbers)"
+            why = (
+                "by an operator whose derivative is zero"
+                if rounds
+                else "where none is recorded (no_grad, detach or whole numbers)"
+            )
             self._cut.setdefault(self._context.names.of(module), (here(), why))
 
     def findings(self) -> list[Finding]:
@@ -243,11 +328,22 @@ class Cuts(Watcher):
             return []
         name, (site, why) = next(iter(self._cut.items()))
         layers = counted(len(self._cut), "frozen layer")
-        return [say("TR025", place_of(site, name), at("at", site), layers=layers, shown=listed(list(self._cut)), why=why)]
+        return [
+            say(
+                "TR025",
+                place_of(site, name),
+                at("at", site),
+                layers=layers,
+                shown=listed(list(self._cut)),
+                why=why,
+            )
+        ]
 
 
 class Widened(Watcher):
-    """Looks at the layers of a model whose configuration says that it is quantised, after a forward that trains."""
+    """Looks at the layers of a model whose configuration says that it is quantised, after a forward
+    that trains.
+    """
 
     def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         given = getattr(getattr(module, "config", None), "quantization_config", None)
@@ -259,9 +355,16 @@ class Widened(Watcher):
         # subclasses of Tensor (torchao) say bf16 and hold other bytes
         if weights and all(type(w.data) is torch.Tensor and w.dtype in _WHOLE for w in weights):
             settings = given if isinstance(given, dict) else given.to_dict()
-            library = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+            library = str(
+                getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
+            )
             site, model = here(), self._context.names.of(module)
-            words = {"model": model, "library": library, "word": dtype_name(weights[0].dtype), "count": len(weights)}
+            words = {
+                "model": model,
+                "library": library,
+                "word": dtype_name(weights[0].dtype),
+                "count": len(weights),
+            }
             self.found[model] = say("TR026", place_of(site, model), at("at", site), **words)
 
 
@@ -275,13 +378,21 @@ def _reaches(output: torch.Tensor, given: torch.Tensor) -> bool:
     if output.grad_fn is None:
         return output is given
     goal = torch.autograd.graph.get_gradient_edge(given).node
-    oldest, waiting, seen = goal._sequence_nr() if given.grad_fn is not None else -1, [output.grad_fn], set[Any]()
+    oldest, waiting, seen = (
+        goal._sequence_nr() if given.grad_fn is not None else -1,
+        [output.grad_fn],
+        set[Any](),
+    )
     while waiting:
         node = waiting.pop()
         if node is goal:
             return True
         # a node that was made before `given` does not lead to it
-        if node in seen or node.name().startswith(_ZERO) or (oldest >= 0 and node._sequence_nr() < oldest):
+        if (
+            node in seen
+            or node.name().startswith(_ZERO)
+            or (oldest >= 0 and node._sequence_nr() < oldest)
+        ):
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions if following is not None]

@@ -1,7 +1,9 @@
 """What a program sets for the whole process: autocast, the default dtype, and torch.compile.
 
-How each module ran under autocast, recomputations that ran otherwise, and stale copies of weights; who set the default dtype, and whether a
-function left it changed. Compiled regions are run eagerly so that they can be seen."""
+How each module ran under autocast, recomputations that ran otherwise, and stale copies of weights;
+who set the default dtype, and whether a function left it changed. Compiled regions are run eagerly
+so that they can be seen.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from ...observe.operators import LOW
-from ...observe.origin import Site, callers, here, in_library, place_of, running_frames, short, users_line
+from ...observe.origin import (
+    Site,
+    callers,
+    here,
+    in_library,
+    place_of,
+    running_frames,
+    short,
+    users_line,
+)
 from .context import Context, Watcher, at, say
 from .origin import Origin
 
@@ -42,7 +53,9 @@ class Change:
 
 
 class DefaultDtype(Watcher):
-    """Follows `torch.set_default_dtype`; a function that means to put the old dtype back and has ended without doing so has leaked it."""
+    """Follows `torch.set_default_dtype`; a function that means to put the old dtype back and has
+    ended without doing so has leaked it.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -68,13 +81,17 @@ class DefaultDtype(Watcher):
         if after == self._initial:
             self._never.clear()  # somebody put it back after all
         stack = [site for site in callers(2) if not site.file.startswith("<")]
-        self._last = None if after == self._initial else Change(before, after, users_line(stack) or stack[0])
+        self._last = (
+            None if after == self._initial else Change(before, after, users_line(stack) or stack[0])
+        )
 
     def forward_begins(self) -> None:
         self.look()
 
     def look(self) -> Change | None:
-        """The change that is in force although the function that made it, meaning to undo it, is gone."""
+        """The change that is in force although the function that made it, meaning to undo it, is
+        gone.
+        """
         change = self._last
         if change is None or torch.get_default_dtype() != change.after:
             return None
@@ -102,7 +119,11 @@ class DefaultDtype(Watcher):
         return _finding(change, leaked=True) if change is not None else None
 
     def findings(self) -> list[Finding]:
-        never = [_finding(change, leaked=False) for code, change in self._never.items() if code not in self._leaks]
+        never = [
+            _finding(change, leaked=False)
+            for code, change in self._never.items()
+            if code not in self._leaks
+        ]
         return never + [_finding(change, leaked=True) for change in self._leaks.values()]
 
 
@@ -111,7 +132,11 @@ def _finding(change: Change, *, leaked: bool) -> Finding:
     return say(
         "TR017",
         place_of(setter),
-        tuple(("created at", f"{site}: {site.text}") for site in change.outside) if not leaked else (),
+        (
+            tuple(("created at", f"{site}: {site.text}") for site in change.outside)
+            if not leaked
+            else ()
+        ),
         leaked=leaked,
         library=in_library(setter.file),
         setter=setter.function,
@@ -128,7 +153,9 @@ def _runs(code: CodeType) -> bool:
 
 
 def _restores(code: CodeType) -> bool:
-    """Whether a function means to put the default dtype back: it reads the old one, or sets it more than once."""
+    """Whether a function means to put the default dtype back: it reads the old one, or sets it more
+    than once.
+    """
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1
 
@@ -161,13 +188,17 @@ class Autocast(Watcher):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._last: dict[int, torch.dtype | None] = {}  # id of a module -> autocast dtype in its last forward, None when off
+        # id of a module -> autocast dtype in its last forward, None when off
+        self._last: dict[int, torch.dtype | None] = {}
         self._ever_on: set[int] = set()
-        self._recomputed: dict[str, tuple[Site | None, str, str]] = {}  # module -> where, and the two states
+        # module -> where, and the two states
+        self._recomputed: dict[str, tuple[Site | None, str, str]] = {}
         # by storage of a weight's low-precision copy
         self._copies: dict[int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]] = {}
-        self.stale: dict[int, tuple[StorageWeakRef, Origin, Site | None]] = {}  # copies whose weight was updated since
-        self._used: dict[str, tuple[Site | None, Site | None]] = {}  # weight -> where it was updated, and its copy used again
+        # copies whose weight was updated since
+        self.stale: dict[int, tuple[StorageWeakRef, Origin, Site | None]] = {}
+        # weight -> where it was updated, and its copy used again
+        self._used: dict[str, tuple[Site | None, Site | None]] = {}
 
     def entered(self, module: torch.nn.Module, args: tuple) -> None:
         """Also called when a checkpoint runs the module again in backward."""
@@ -190,7 +221,9 @@ class Autocast(Watcher):
             self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(source), origin)
 
     def updated(self, parameter: torch.Tensor) -> None:
-        """A tensor was updated in place while autocast is on: autocast's cached copy of it is stale from now on."""
+        """A tensor was updated in place while autocast is on: autocast's cached copy of it is stale
+        from now on.
+        """
         if not torch.is_autocast_cache_enabled():
             return
         for key, (storage, owner, origin) in self._copies.items():
@@ -220,13 +253,24 @@ class Autocast(Watcher):
         return "off here" + (", on when this module ran before" if before else ""), before
 
     def recomputation(self, error: str = "") -> Finding | None:
-        """Autocast differed between a module's forward and its recomputation, which ended in this error, if in one."""
+        """Autocast differed between a module's forward and its recomputation, which ended in this
+        error, if in one.
+        """
         if not self._recomputed:
             return None
         module, (site, before, after) = next(iter(self._recomputed.items()))
         where = f"{site.function}, {short(site.file)}:{site.line}" if site is not None else module
         place = place_of(site, f"{site.function} ({module})" if site else module)
-        return say("TR003", place, at("called at", site), error=error, module=module, before=before, after=after, where=where)
+        return say(
+            "TR003",
+            place,
+            at("called at", site),
+            error=error,
+            module=module,
+            before=before,
+            after=after,
+            where=where,
+        )
 
     def findings(self) -> list[Finding]:
         found = [recomputed] if (recomputed := self.recomputation()) is not None else []
@@ -234,8 +278,15 @@ class Autocast(Watcher):
             names = list(self._used)
             updated, used = self._used[names[0]]
             update = f" at {updated}" if updated is not None else ""
-            words = {"count": len(names), "shown": ", ".join(names[:4]), "update": update, "used": used}
-            found.append(say("TR014", place_of(updated, names[0]), at("updated at", updated), **words))
+            words = {
+                "count": len(names),
+                "shown": ", ".join(names[:4]),
+                "update": update,
+                "used": used,
+            }
+            found.append(
+                say("TR014", place_of(updated, names[0]), at("updated at", updated), **words)
+            )
         return found
 
 

@@ -1,4 +1,6 @@
-"""Promotions that spread (a wide tensor widens the activations and what follows from them), and gradients that autograd casts."""
+"""Promotions that spread (a wide tensor widens the activations and what follows from them), and
+gradients that autograd casts.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +33,45 @@ class Promotion:
     count: int = 0
     extra_bytes: int = 0
     vector: bool = False
-    alike: bool = False  # the wide operand is as large as the result: an activation, not a scale, mask or table
+    # the wide operand is as large as the result: an activation, not a scale, mask or table
+    alike: bool = False
     spread: dict[str, None] = field(default_factory=dict)
 
 
 class Promotions(Watcher):
-    """Counts promotions in forward, and keeps those whose result spreads: into another module, a product, or the model's output."""
+    """Counts promotions in forward, and keeps those whose result spreads: into another module, a
+    product, or the model's output.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._seen: dict[tuple[str, str, Any], Promotion] = {}
 
-    def promoted(self, op: Operator, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+    def promoted(
+        self,
+        op: Operator,
+        origin: Origin,
+        wide: torch.Tensor,
+        narrow: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         context = self._context
         if origin.backward or not context.stack or out.ndim == 0 or narrow.numel() < out.numel():
             return
         census = context.census()
         usual = census.most_common(1)[0][0] if census else None
-        if usual is None or (not (narrow.dtype in LOW and usual in LOW) and not (out.dtype == torch.float64 and usual != torch.float64)):
+        if usual is None or (
+            not (narrow.dtype in LOW and usual in LOW)
+            and not (out.dtype == torch.float64 and usual != torch.float64)
+        ):
             return
         key = (origin.module, op.name, origin.site)
         promotion = self._seen.get(key)
         if promotion is None:
             owner, alike = type(context.stack[-1].module).__name__, wide.numel() == out.numel()
-            promotion = self._seen[key] = Promotion(origin, narrow.dtype, owner, census, vector=wide.ndim <= 1, alike=alike)
+            promotion = self._seen[key] = Promotion(
+                origin, narrow.dtype, owner, census, vector=wide.ndim <= 1, alike=alike
+            )
         promotion.count += 1
         promotion.extra_bytes += out.numel() * (out.element_size() - narrow.element_size())
         origin.event = promotion
@@ -76,21 +93,35 @@ class Promotions(Watcher):
     def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         if self._context.stack or output is None:
             return
-        for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
+        for item in (
+            output
+            if isinstance(output, (tuple, list))
+            else output.values()
+            if isinstance(output, dict)
+            else (output,)
+        ):
             self.reached(item, f"the output of {type(module).__name__}")
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         if origin.kind == "autocast" and not isinstance(source, torch.nn.Parameter):
-            self.reached(source, f"autocast, which casts it down for {origin.what} in {origin.module}")
+            self.reached(
+                source, f"autocast, which casts it down for {origin.what} in {origin.module}"
+            )
 
     def findings(self) -> list[Finding]:
-        """One finding for each decision that spread, but for the places that the explanation of an error shows already."""
+        """One finding for each decision that spread, but for the places that the explanation of an
+        error shows already.
+        """
         explained = self._context.failures.told
         deciders: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
         for promotion in self._seen.values():
             decider = promotion.origin.decider()
             if promotion.spread and (decider.site or decider.what) not in explained:
-                group = decider.what.rpartition(".")[2] if decider.kind in ("parameter", "buffer") else decider.what
+                group = (
+                    decider.what.rpartition(".")[2]
+                    if decider.kind in ("parameter", "buffer")
+                    else decider.what
+                )
                 deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)
         return [_finding(group) for group in deciders.values()]
 
@@ -100,7 +131,8 @@ def _finding(group: list[Promotion]) -> Finding:
     origin, decider = first.origin, first.origin.decider()
     wide, narrow = dtype_name(origin.dtype), dtype_name(first.narrow)
     norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
-    # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a router and forgot to cast back
+    # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a
+    # router and forgot to cast back
     residual = decider.kind == "cast" and first.alike and origin.writer.startswith("_to_copy")
     spread = list(dict.fromkeys(where for p in group for where in p.spread))
     place = decider.place()

@@ -1,7 +1,8 @@
-"""Values that a low-precision dtype does not hold: positions, timesteps and rotary angles, log-probabilities, and what overflows in fp16.
+"""Values that a low-precision dtype does not hold: positions, timesteps and rotary angles,
+log-probabilities, and what overflows in fp16.
 
-Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise. A log-probability of -8 in bf16 has steps of
-0.03 to 0.06; a sum of 128 of them was off by 1.7 nats.
+Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise. A
+log-probability of -8 in bf16 has steps of 0.03 to 0.06; a sum of 128 of them was off by 1.7 nats.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ...observe.origin import here, place_of
 from .context import After, Before, Context, Watcher, at, now_and_then, say
 from .origin import Origin
 
-_EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
+# whole numbers up to here are exact
+_EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}
 _ANGLE = 0.2  # radians: an error from which on a rotation is wrong rather than rough
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
 
@@ -46,7 +48,8 @@ class Positions(Watcher):
         super().__init__(context)
         self._rounded: dict[Any, Rounded] = {}
         self._looked: Counter[Any] = Counter()
-        self._cast: dict[Any, tuple[torch.dtype, float]] = {}  # where whole numbers beyond the exact ones were cast: to what, the largest
+        # where whole numbers beyond the exact ones were cast: to what, the largest
+        self._cast: dict[Any, tuple[torch.dtype, float]] = {}
 
     def ops(self) -> dict[str, tuple[Before, After | None]]:
         return dict.fromkeys(("cos", "sin", "arange", "_to_copy"), (self.before, None))
@@ -57,12 +60,20 @@ class Positions(Watcher):
         if op.name == "_to_copy":
             source = args[0]
             whole = not source.is_floating_point() and source.dtype != torch.bool
-            maybe = source.ndim <= 2 and source.dtype in (torch.float32, torch.float64) and not source.requires_grad
+            maybe = (
+                source.ndim <= 2
+                and source.dtype in (torch.float32, torch.float64)
+                and not source.requires_grad
+            )
             if dtype in _EXACT and source.numel() > 1 and (whole or maybe):
                 self._whole_numbers(source, dtype)
         elif op.name == "arange":
-            dtype = dtype or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)
-            last = max((abs(float(a)) for a in args if isinstance(a, (int, float))), default=0.0) - 1
+            dtype = dtype or (
+                torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None
+            )
+            last = (
+                max((abs(float(a)) for a in args if isinstance(a, (int, float))), default=0.0) - 1
+            )
             if dtype in _EXACT and last > _EXACT[dtype]:
                 self._note("arange", dtype, last, None)
         elif isinstance(args[0], torch.Tensor):
@@ -79,13 +90,17 @@ class Positions(Watcher):
         with torch.no_grad():
             values = source.detach()
             largest = max(abs(float(value)) for value in torch.aminmax(values))
-            if not _EXACT[dtype] < largest < float("inf") or (fractional and not bool((values == values.round()).all())):
+            if not _EXACT[dtype] < largest < float("inf") or (
+                fractional and not bool((values == values.round()).all())
+            ):
                 return
             if bool((values.to(dtype).to(values.dtype) == values).all()):
                 return
             self._cast[key] = (dtype, largest)
             steps = values.diff(dim=-1) if fractional else None
-            if steps is not None and not bool((steps.abs() <= 1).all() if source.ndim == 1 else (steps == 1).all()):
+            if steps is not None and not bool(
+                (steps.abs() <= 1).all() if source.ndim == 1 else (steps == 1).all()
+            ):
                 return  # whole numbers, but no positions: a float tensor needs to look like a range
         self._note("whole numbers", dtype, largest, source)
 
@@ -102,22 +117,51 @@ class Positions(Watcher):
             return
         largest = float(angle.detach().abs().max())
         if largest * eps(dtype_name(low)) / 2 > _ANGLE and largest < float("inf"):
-            self._note("angles of cos and sin" if angle.dtype in _EXACT else "frequencies of cos and sin", low, largest, angle)
+            self._note(
+                "angles of cos and sin" if angle.dtype in _EXACT else "frequencies of cos and sin",
+                low,
+                largest,
+                angle,
+            )
 
     def _rounded_before(self, angle: torch.Tensor) -> None:
-        """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's dtype)."""
-        origin = next((o for o in self._context.provenance.get(angle).chain() if o.site in self._cast and o.dtype in _EXACT), None)
+        """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's
+        dtype).
+        """
+        origin = next(
+            (
+                o
+                for o in self._context.provenance.get(angle).chain()
+                if o.site in self._cast and o.dtype in _EXACT
+            ),
+            None,
+        )
         if origin is not None and here() not in self._rounded:
-            self._note("timesteps or positions behind cos and sin", *self._cast[origin.site], angle, origin)
+            self._note(
+                "timesteps or positions behind cos and sin", *self._cast[origin.site], angle, origin
+            )
 
     def _low_table(self, angle: torch.Tensor) -> torch.dtype | None:
-        """The low dtype of a float buffer of the running module (inv_freq), when the angles are multiples of it."""
+        """The low dtype of a float buffer of the running module (inv_freq), when the angles are
+        multiples of it.
+        """
         if not self._context.stack or angle.ndim == 0:
             return None
-        buffers = [b for b in self._context.stack[-1].module._buffers.values() if b is not None and b.dtype in _EXACT]
+        buffers = [
+            b
+            for b in self._context.stack[-1].module._buffers.values()
+            if b is not None and b.dtype in _EXACT
+        ]
         return next((b.dtype for b in buffers if b.ndim == 1 and _are_multiples(angle, b)), None)
 
-    def _note(self, what: str, dtype: torch.dtype, largest: float, tensor: torch.Tensor | None, by: Origin | None = None) -> None:
+    def _note(
+        self,
+        what: str,
+        dtype: torch.dtype,
+        largest: float,
+        tensor: torch.Tensor | None,
+        by: Origin | None = None,
+    ) -> None:
         context = self._context
         site, module, node = context.here()
         if node:
@@ -132,13 +176,18 @@ class Positions(Watcher):
         places: dict[Any, Rounded] = {}
         angles = [rounded for rounded in self._rounded.values() if rounded.angle]
         told = {origin.site for rounded in angles for origin in rounded.origin.chain()}
-        for rounded in [*angles, *(rounded for rounded in self._rounded.values() if rounded.site not in told)]:
+        for rounded in [
+            *angles,
+            *(rounded for rounded in self._rounded.values() if rounded.site not in told),
+        ]:
             places.setdefault(rounded.site, rounded)
         return [_finding(rounded) for rounded in places.values()]
 
 
 def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether each of the last rows of angles is one position times the table, the table perhaps twice, side by side or interleaved."""
+    """Whether each of the last rows of angles is one position times the table, the table perhaps
+    twice, side by side or interleaved.
+    """
     count, width = table.numel(), angle.shape[-1]
     if count < 2 or width not in (count, 2 * count):
         return False
@@ -148,7 +197,9 @@ def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
         kept = frequencies != 0
         for part in (rows[:, :count], rows[:, ::2]) if width > count else (rows,):
             positions = part[:, kept] / frequencies[kept]
-            if positions.numel() and bool((positions - positions[:, :1]).abs().le(0.02 * positions[:, :1].abs() + 1e-6).all()):
+            if positions.numel() and bool(
+                (positions - positions[:, :1]).abs().le(0.02 * positions[:, :1].abs() + 1e-6).all()
+            ):
                 return True
     return False
 
@@ -183,14 +234,23 @@ class Overflows(Watcher):
         if self.found or not self._context.pace.looking:
             return
         out = output[0] if isinstance(output, (tuple, list)) and output else output
-        if type(out) is not torch.Tensor or out.dtype != torch.float16 or not out.numel() or bool(torch.isfinite(out).all()):
+        if (
+            type(out) is not torch.Tensor
+            or out.dtype != torch.float16
+            or not out.numel()
+            or bool(torch.isfinite(out).all())
+        ):
             return
         inputs = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
         inside = all(bool(torch.isfinite(t).all()) for t in inputs)
-        largest = max((float(t.detach().abs().max()) for t in inputs if inside and t.numel()), default=0.0)
+        largest = max(
+            (float(t.detach().abs().max()) for t in inputs if inside and t.numel()), default=0.0
+        )
         word = "NaN" if bool(torch.isnan(out).any()) else "inf"
         name = self._context.names.of(module)
-        self.found[name] = say("TR023", place_of(here(), name), module=name, inside=inside, largest=largest, word=word)
+        self.found[name] = say(
+            "TR023", place_of(here(), name), module=name, inside=inside, largest=largest, word=word
+        )
 
 
 _NATS = 0.1  # of a sequence: a difference that losses of preferences and ratios of policies feel
@@ -199,7 +259,8 @@ _NATS = 0.1  # of a sequence: a difference that losses of preferences and ratios
 class LogProbs(Watcher):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._logits: torch.Tensor | None = None  # of the last log_softmax in low precision, until they are gathered
+        # of the last log_softmax in low precision, until they are gathered
+        self._logits: torch.Tensor | None = None
         self._looked: Counter[Any] = Counter()
         self._worst: dict[Any, float] = {}  # nats
 
@@ -208,14 +269,24 @@ class LogProbs(Watcher):
 
     def normalised(self, op: Operator, args: tuple, kwargs: dict) -> None:
         logits, dim, widened = args[:3]
-        plain = logits.dtype in LOW and not widened and dim in (-1, logits.ndim - 1) and not torch._C._current_autograd_node()
+        plain = (
+            logits.dtype in LOW
+            and not widened
+            and dim in (-1, logits.ndim - 1)
+            and not torch._C._current_autograd_node()
+        )
         self._logits = logits.detach() if plain else None
 
     def gathered(self, op: Operator, args: tuple, kwargs: dict) -> None:
         """Compares what is gathered with the same of the logits in fp32."""
         log_probs, dim, index = args[:3]
         logits, key = self._logits, here()
-        if logits is None or log_probs.shape != logits.shape or log_probs.dtype != logits.dtype or dim not in (-1, logits.ndim - 1):
+        if (
+            logits is None
+            or log_probs.shape != logits.shape
+            or log_probs.dtype != logits.dtype
+            or dim not in (-1, logits.ndim - 1)
+        ):
             return
         self._logits = None
         self._looked[key] += 1
@@ -231,5 +302,9 @@ class LogProbs(Watcher):
         if worst > max(_NATS, self._worst.get(key, 0.0)):
             self._worst[key] = worst
             site, module, _ = self._context.here()
-            words = {"word": dtype_name(logits.dtype), "off": worst, "tokens": exact.shape[-1] if exact.ndim else 1}
+            words = {
+                "word": dtype_name(logits.dtype),
+                "off": worst,
+                "tokens": exact.shape[-1] if exact.ndim else 1,
+            }
             self.found[key] = say("TR027", place_of(site, module), at("at", site), **words)

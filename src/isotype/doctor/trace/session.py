@@ -1,4 +1,6 @@
-"""`with isotype.trace(model):`, and a program run under it: `SCRIPT.py [args]` or `FILE.py:FUNCTION`, as it would run by itself."""
+"""`with isotype.trace(model):`, and a program run under it: `SCRIPT.py [args]` or
+`FILE.py:FUNCTION`, as it would run by itself.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,21 @@ from ..loading import member, module_of
 from .context import say
 from .tracer import Tracer
 
-_OURS = (*OBSERVERS, "<frozen runpy>")  # files of frames between a program and the command that runs it
+# files of frames between a program and the command that runs it
+_OURS = (*OBSERVERS, "<frozen runpy>")
 
 
 class trace:
-    """Follows every floating tensor's dtype while the block runs; `findings` afterwards says what went wrong, also in silence.
+    """Follows every floating tensor's dtype while the block runs; `findings` afterwards says what
+    went wrong, also in silence.
 
         with isotype.trace(model) as seen:
             train(model)
         for finding in seen.findings:
             print(finding.render())
 
-    model  names parameters and modules from the start; without it they are named when they run for the first time
+    model  names parameters and modules from the start; without it they are named when they run for
+           the first time
     A dtype error inside keeps its type and message and carries the explanation as a note.
     """
 
@@ -45,9 +50,16 @@ class trace:
         self._tracer.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._tracer.__exit__(kind, error, traceback)
-        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
+        if error is not None and not isinstance(
+            error, (SystemExit, KeyboardInterrupt, GeneratorExit)
+        ):
             self._failure = self._tracer.failures.escaped(error)
         self._others = self._tracer.findings()
         self._tracer.provenance.forget()
@@ -62,7 +74,9 @@ class trace:
         """Worst first. A fault that the explanation of the failure contains is not repeated."""
         found = list(self._others)
         if self._failure is not None:
-            found = [f for f in found if f.code != self._failure.code and f.cause != self._failure.cause]
+            found = [
+                f for f in found if f.code != self._failure.code and f.cause != self._failure.cause
+            ]
             found.insert(0, self._failure)
         return worst_first(found)
 
@@ -85,7 +99,13 @@ class Target:
             head, _, function = text.rpartition(":")
             path = Path(head)
         if not path.is_file():
-            raise UsageError(f"{path}: no such file", fix="isotype doctor trace SCRIPT.py [args], or isotype doctor trace FILE.py:FUNCTION")
+            raise UsageError(
+                f"{path}: no such file",
+                fix=(
+                    "isotype doctor trace SCRIPT.py [args], or isotype doctor trace"
+                    " FILE.py:FUNCTION"
+                ),
+            )
         if path.suffix not in (".py", ""):
             raise UsageError(f"{path}: not a Python file")
         if function is not None and not function.isidentifier():
@@ -103,11 +123,23 @@ class Outcome:
     @property
     def findings(self) -> list[Finding]:
         found = list(self.seen.findings)
-        if self.error is not None and self.seen.failure is None and not isinstance(self.error, SystemExit):
+        if (
+            self.error is not None
+            and self.seen.failure is None
+            and not isinstance(self.error, SystemExit)
+        ):
             frames = reversed(traceback.extract_tb(self.error.__traceback__))
             spot = next((f for f in frames if not f.filename.startswith((*_OURS, TORCH))), None)
             place = Place(file=spot.filename, line=spot.lineno) if spot else Place()
-            found.append(say("TR000", place, error=f"{type(self.error).__name__}: {''.join(str(self.error).splitlines()[:1])}"))
+            found.append(
+                say(
+                    "TR000",
+                    place,
+                    error=(
+                        f"{type(self.error).__name__}: {''.join(str(self.error).splitlines()[:1])}"
+                    ),
+                )
+            )
         return found
 
     @property
@@ -139,11 +171,15 @@ def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
 
 
 def plain_traceback(error: BaseException) -> str:
-    """The traceback as it would be without the trace: without Isotype's frames, and without a note, as the finding replaces it."""
+    """The traceback as it would be without the trace: without Isotype's frames, and without a note,
+    as the finding replaces it.
+    """
     shown = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = shown
     while link is not None:
-        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if not frame.filename.startswith(_OURS)])
+        link.stack = traceback.StackSummary.from_list(
+            [frame for frame in link.stack if not frame.filename.startswith(_OURS)]
+        )
         link.__notes__ = None
         link = link.__cause__ or link.__context__
     return "".join(shown.format()).rstrip()
@@ -163,7 +199,9 @@ def _as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """What the program prints goes to stderr, at the level of file descriptors too, so that stdout holds our answer only."""
+    """What the program prints goes to stderr, at the level of file descriptors too, so that stdout
+    holds our answer only.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

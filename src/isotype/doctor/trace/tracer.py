@@ -1,7 +1,9 @@
-"""The tracer: a reader of the tape (what every op really got), of the calls above it, and of module hooks (where it was).
+"""The tracer: a reader of the tape (what every op really got), of the calls above it, and of module
+hooks (where it was).
 
-The modes only observe: each op runs once, unchanged, and its result is returned unchanged. While the program repeats itself they are
-switched off (`Pace`). The tracer calls the watchers, which share its state as their `Context`.
+The modes only observe: each op runs once, unchanged, and its result is returned unchanged. While
+the program repeats itself they are switched off (`Pace`). The tracer calls the watchers, which
+share its state as their `Context`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -47,31 +52,39 @@ _WATCHERS: tuple[type[Watcher], ...] = (
     Compiled,
 )
 
-_KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
+# autograd nodes whose forward place is remembered; a step makes a few thousand
+_KEPT_SITES = 20_000
 
-FIRST = 8  # forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a power of two,
+# forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a
+# power of two,
+FIRST = 8
 EVERY = 64  # and every so-manieth, for what comes up late
 _NEW_SIZES = 2  # forwards that are watched when only the sizes of the inputs are new
-_NESTED, _LONG = 3, 16  # of containers among the inputs: how deep, and how many items are told apart
+# of containers among the inputs: how deep, and how many items are told apart
+_NESTED, _LONG = 3, 16
 
 
 class Pace:
     """Counts forwards and steps by kind, and switches the tracer off for those that repeat.
 
-    PyTorch's modes cost a Python call for every op, which is most of what a trace costs. A forward like eight before it has nothing
-    new to tell: its ops run without the modes and hooks, and so do its backward and the optimizer's step. What the program does
-    elsewhere (losses, metrics, averages, assignments, casts) is always watched, and so is a forward while something it sums in low
-    precision grows. A dtype error in an unwatched forward is explained by running that forward again, watched.
+    PyTorch's modes cost a Python call for every op, which is most of what a trace costs. A forward
+    like eight before it has nothing new to tell: its ops run without the modes and hooks, and so do
+    its backward and the optimizer's step. What the program does elsewhere (losses, metrics,
+    averages, assignments, casts) is always watched, and so is a forward while something it sums in
+    low precision grows. A dtype error in an unwatched forward is explained by running that forward
+    again, watched.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._count: Counter[Any] = Counter()
         self._number = 0  # of the running forward among those of its kind
-        self._unwatched_since_backward = False  # whether a forward since the last backward was not watched
+        # whether a forward since the last backward was not watched
+        self._unwatched_since_backward = False
         self.unwatched = False  # whether the last forward was not watched
         self._end: Any = None  # the hook at the end of an unwatched forward
-        self._over: list[Any] = []  # such hooks of forwards that ended in an error, which torch was walking through then
+        # such hooks of forwards that ended in an error, which torch was walking through then
+        self._over: list[Any] = []
 
     @property
     def sampled(self) -> bool:
@@ -89,19 +102,31 @@ class Pace:
 
     # ---- forwards
     def begins(self, module: torch.nn.Module, args: tuple) -> bool:
-        """Called at the start of a root module's forward. Returns whether this forward is not watched."""
+        """Called at the start of a root module's forward. Returns whether this forward is not
+        watched.
+        """
         while self._over:
             self._over.pop().remove()
-        kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # of Module.__call__; a global hook before forward is not given them
+        # of Module.__call__; a global hook before forward is not given them
+        kwargs = sys._getframe(2).f_locals.get("kwargs", {})
         kind, sizes = self._kind(module, args, kwargs)
         self._count[kind] += 1
         self._count[kind, sizes] += 1
         self._number = self._count[kind]
         self.unwatched = False
-        if self._number <= FIRST or _sampled(self._number) or self._count[kind, sizes] <= _NEW_SIZES or self._context.sums.grows():
+        if (
+            self._number <= FIRST
+            or _sampled(self._number)
+            or self._count[kind, sizes] <= _NEW_SIZES
+            or self._context.sums.grows()
+        ):
             return False
         recomputes = torch._C._current_autograd_node() is not None
-        if recomputes or isinstance(module, torch.jit.ScriptModule) or not self._context.suspend(hooks=True):
+        if (
+            recomputes
+            or isinstance(module, torch.jit.ScriptModule)
+            or not self._context.suspend(hooks=True)
+        ):
             return False
         self._unwatched_since_backward = self.unwatched = True
         self._end = module.register_forward_hook(self._ends, with_kwargs=True, always_call=True)
@@ -137,25 +162,38 @@ class Pace:
                 sizes.append(tuple((length - 1).bit_length() for length in value.shape))
                 return value.dtype, value.requires_grad
             if isinstance(value, dict) and nested < _NESTED:
-                return tuple((key, of(item, nested + 1)) for key, item in list(value.items())[:_LONG])
+                return tuple(
+                    (key, of(item, nested + 1)) for key, item in list(value.items())[:_LONG]
+                )
             if isinstance(value, (tuple, list)) and nested < _NESTED:
                 return tuple(of(item, nested + 1) for item in value[:_LONG])
             return value if value is None or isinstance(value, (bool, str)) else type(value)
 
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        state = (id(module), module.training, torch.is_grad_enabled(), autocast, torch.get_default_dtype())
+        state = (
+            id(module),
+            module.training,
+            torch.is_grad_enabled(),
+            autocast,
+            torch.get_default_dtype(),
+        )
         return (state, of(args), of(kwargs)), tuple(sizes)
 
     # ---- backwards, and steps of an optimizer
     def backward_unwatched(self) -> bool:
-        """Called as a backward begins. Returns whether it is not watched: tensors of an unwatched forward have no origins."""
+        """Called as a backward begins. Returns whether it is not watched: tensors of an unwatched
+        forward have no origins.
+        """
         unwatched, self._unwatched_since_backward = self._unwatched_since_backward, False
         return unwatched
 
     def step_unwatched(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
         """Called as a step begins. One with a closure runs forwards."""
         held = (p for group in optimizer.param_groups for p in group["params"])
-        kind = (id(optimizer), frozenset((p.dtype, p.grad.dtype) for p in held if p.grad is not None))
+        kind = (
+            id(optimizer),
+            frozenset((p.dtype, p.grad.dtype) for p in held if p.grad is not None),
+        )
         self._count[kind] += 1
         watched = self._count[kind] <= FIRST or _sampled(self._count[kind])
         return not watched and not any(callable(given) for given in (*args[1:], *kwargs.values()))
@@ -166,30 +204,45 @@ def _sampled(number: int) -> bool:
 
 
 class Tracer(Context):
-    """Gives every floating tensor an origin while it is entered, and tells the watchers what happened."""
+    """Gives every floating tensor an origin while it is entered, and tells the watchers what
+    happened.
+    """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
         self.provenance, self.failures, self.pace = Provenance(self), Failures(self), Pace(self)
         self._watchers = {kind: kind(self) for kind in _WATCHERS}
-        self.autocast, self.defaults, self.parameters = (self._watchers[kind] for kind in (Autocast, DefaultDtype, Parameters))
+        self.autocast, self.defaults, self.parameters = (
+            self._watchers[kind] for kind in (Autocast, DefaultDtype, Parameters)
+        )
         self.sums, self.promotions = self._watchers[Sums], self._watchers[Promotions]
         # for each event, the methods of the watchers that declare it
-        self._events = {event: [getattr(w, event) for w in self._watchers.values() if event in vars(type(w))] for event in EVENTS}
-        self._of_ops = {name: given for watcher in self._watchers.values() for name, given in watcher.ops().items()}
+        self._events = {
+            event: [getattr(w, event) for w in self._watchers.values() if event in vars(type(w))]
+            for event in EVENTS
+        }
+        self._of_ops = {
+            name: given
+            for watcher in self._watchers.values()
+            for name, given in watcher.ops().items()
+        }
         self.ops = 0  # watched
         self._hooks: list[Any] = []
         self._running = ExitStack()
         self._module_hooks: list[Any] = []
         self._tape, self._calls = Tape(self._ran, learned=self._learned), Calls(self._called)
-        self._suspended: tuple[bool, bool] | None = None  # whether the function mode and the hooks are off too, while the dispatch mode is
+        # whether the function mode and the hooks are off too, while the dispatch mode is
+        self._suspended: tuple[bool, bool] | None = None
         if model is not None:
             self.learn(model)
 
     # ---- lifetime
     def __enter__(self) -> Tracer:
         self._hook_modules()
-        self._hooks = [register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped)]
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._stepping),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
         for part in (self.provenance, *self._watchers.values()):
             self._running.enter_context(part.running())
         self._calls.__enter__()
@@ -213,7 +266,9 @@ class Tracer(Context):
         ]
 
     def suspend(self, *, hooks: bool) -> bool:
-        """Takes the modes off until `resume`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
+        """Takes the modes off until `resume`, and the hooks of modules with them; not when the
+        program put a mode of its own above ours.
+        """
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
         self._tape.__exit__(None, None, None)
@@ -285,11 +340,17 @@ class Tracer(Context):
 
     # ---- the modes
     def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What the program called, above the dispatcher: names casts and factories, and sees the checks that are made there."""
+        """What the program called, above the dispatcher: names casts and factories, and sees the
+        checks that are made there.
+        """
         name = func.__name__
         outer, self.calling = self.calling, func
         self.autocast_around = torch.is_autocast_enabled(self.device)
-        suspended = name in ("backward", "grad") and self.pace.backward_unwatched() and self.suspend(hooks=True)
+        suspended = (
+            name in ("backward", "grad")
+            and self.pace.backward_unwatched()
+            and self.suspend(hooks=True)
+        )
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -336,13 +397,22 @@ class Tracer(Context):
         return out
 
     def _feeds(self, op: Operator, args: tuple) -> None:
-        """What goes into a product matters to promotions; while copies are stale, what goes into anything matters."""
+        """What goes into a product matters to promotions; while copies are stale, what goes into
+        anything matters.
+        """
         if torch._C._current_autograd_node() is not None:
             return
         inputs = floating_operands(args)
         if op.product:
             for tensor in inputs:
-                self.promotions.reached(tensor, f"{op.name} in {self.names.of(self.stack[-1].module)}" if self.stack else op.name)
+                self.promotions.reached(
+                    tensor,
+                    (
+                        f"{op.name} in {self.names.of(self.stack[-1].module)}"
+                        if self.stack
+                        else op.name
+                    ),
+                )
         if self.autocast.stale and not op.view:
             self.autocast.consumed(inputs)
 
@@ -355,7 +425,14 @@ class Tracer(Context):
         for told in self._events[event]:
             told(*what)
 
-    def promoted(self, op: Operator, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+    def promoted(
+        self,
+        op: Operator,
+        origin: Origin,
+        wide: torch.Tensor,
+        narrow: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         self._tell("promoted", op, origin, wide, narrow, out)
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:

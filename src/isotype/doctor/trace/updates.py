@@ -1,9 +1,12 @@
-"""Updates that round away: an in-place op on a low-precision tensor is repeated in fp32 on a sample, and the two movements are compared.
-And sums in low precision that grow over many steps, against the same sums in fp32: there each addition loses little and the sum much.
+"""Updates that round away: an in-place op on a low-precision tensor is repeated in fp32 on a
+sample, and the two movements are compared. And sums in low precision that grow over many steps,
+against the same sums in fp32: there each addition loses little and the sum much.
 
-One mechanism for optimizers (single, foreach and fused), optimizer states, weight decay, averaged weights and accumulators: whatever is
-updated in place. Stochastic rounding writes values that are exact in the low precision, so its movement agrees with the fp32 one. A sum is
-whatever `add_` or `sub_` writes again and again with nothing else in between: `.grad` over micro-batches, buffers, totals of a metric.
+One mechanism for optimizers (single, foreach and fused), optimizer states, weight decay, averaged
+weights and accumulators: whatever is updated in place. Stochastic rounding writes values that are
+exact in the low precision, so its movement agrees with the fp32 one. A sum is whatever `add_` or
+`sub_` writes again and again with nothing else in between: `.grad` over micro-batches, buffers,
+totals of a metric.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from .context import After, Before, Context, Watcher, at, now_and_then, say
 SAMPLE = 16_384  # elements of a tensor that are compared
 LOST = 0.5  # below this share of the fp32 movement the update counts as rounded away
 _ARITHMETIC = ("add_", "sub_", "mul_", "div_", "lerp_", "addcdiv_", "addcmul_")
-UPDATES = frozenset({*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _ARITHMETIC), "_foreach_copy_"}) | frozenset(
-    f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")
-)
+UPDATES = frozenset(
+    {*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _ARITHMETIC), "_foreach_copy_"}
+) | frozenset(f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
 _MOST_REMAINDERS = 64  # additions of a step whose rounding errors are looked for
 _STORED = 0.9  # share of the elements whose rounding error an operand must hold
 _PAIR = 2  # tensors of a list that are compared
@@ -36,7 +39,9 @@ _PAIR = 2  # tensors of a list that are compared
 
 @dataclass(slots=True)
 class Watched:
-    """One updated tensor under one op: the sums of <real, meant> and <meant, meant> over the sampled updates."""
+    """One updated tensor under one op: the sums of <real, meant> and <meant, meant> over the
+    sampled updates.
+    """
 
     storage: StorageWeakRef
     name: str
@@ -51,7 +56,9 @@ class Watched:
     still: float = 0.0
     source: StorageWeakRef | None = None
     from_master: bool = False
-    kept: int = 0  # samples whose rounding error was found in the operand afterwards: compensated (Kahan) summation
+    # samples whose rounding error was found in the operand afterwards: compensated (Kahan)
+    # summation
+    kept: int = 0
 
     @property
     def moved(self) -> float:
@@ -95,10 +102,17 @@ class Updates(Watcher):
         if self._context.autocast_around:
             for tensor in targets:
                 self._context.autocast.updated(tensor)
-        if not several and targets[0].dtype in LOW and op.name in ("add_", "sub_") and self._optimizer is None:
+        if (
+            not several
+            and targets[0].dtype in LOW
+            and op.name in ("add_", "sub_")
+            and self._optimizer is None
+        ):
             self._context.sums.added(op, args, kwargs)
         samples = []
-        for index in [i for i, t in enumerate(targets) if t.dtype in LOW and (t.numel() > 1 or not several)][:_PAIR]:
+        for index in [
+            i for i, t in enumerate(targets) if t.dtype in LOW and (t.numel() > 1 or not several)
+        ][:_PAIR]:
             given = tuple(_item(a, index) for a in args) if several else args
             due = self._due(op, targets[index], given)
             if due is not None:
@@ -122,17 +136,32 @@ class Updates(Watcher):
                 self._remainders.append((watched, sample.tensor, sample.operand, meant - real))
 
     def _look_for_remainders(self) -> None:
-        """Whether what the additions of a step lost is in their operands now: the next step adds it again."""
+        """Whether what the additions of a step lost is in their operands now: the next step adds it
+        again.
+        """
         for watched, tensor, operand, remainder in self._remainders:
             now = _part(operand, tensor).float()
-            if float(torch.isclose(now, remainder, rtol=2 * eps(dtype_name(watched.dtype)), atol=1e-30).float().mean()) > _STORED:
+            if (
+                float(
+                    torch.isclose(
+                        now, remainder, rtol=2 * eps(dtype_name(watched.dtype)), atol=1e-30
+                    )
+                    .float()
+                    .mean()
+                )
+                > _STORED
+            ):
                 watched.kept += 1
                 self._context.sums.compensates(operand)
         self._remainders.clear()
 
     def _due(self, op: Operator, target: torch.Tensor, args: tuple) -> Watched | None:
         copies, source = op.name.endswith("copy_"), args[1]
-        if copies and not (isinstance(source, torch.Tensor) and source.dtype == torch.float32 and source.numel() == target.numel()):
+        if copies and not (
+            isinstance(source, torch.Tensor)
+            and source.dtype == torch.float32
+            and source.numel() == target.numel()
+        ):
             return None
         storage = target.untyped_storage()
         key = (storage._cdata, op.name)
@@ -142,8 +171,11 @@ class Updates(Watcher):
             watched = self._watched[key] = self._begin(op, target, storage)
         watched.calls += 1
         if copies:
-            # a copy from a tensor that lives on is a copy from master weights: rounding there loses nothing
-            watched.from_master = watched.from_master or (watched.source is not None and not watched.source.expired())
+            # a copy from a tensor that lives on is a copy from master weights: rounding there loses
+            # nothing
+            watched.from_master = watched.from_master or (
+                watched.source is not None and not watched.source.expired()
+            )
             watched.source = StorageWeakRef(source.untyped_storage())
         if watched.role == "tensor" and watched.calls == 1:
             return None  # not known yet to live longer than one step
@@ -155,19 +187,34 @@ class Updates(Watcher):
         origin = context.provenance.get(target)
         role, name = "tensor", f"of shape {tuple(target.shape)}"
         if isinstance(target, torch.nn.Parameter) and target.requires_grad:
-            average = self._optimizer is None and target.grad is None and ("lerp_" in op.name or "mul_" in op.name)
-            if not average and self._optimizer is None and target.grad is None:  # decayed by mul_ before this add_: an average too
+            average = (
+                self._optimizer is None
+                and target.grad is None
+                and ("lerp_" in op.name or "mul_" in op.name)
+            )
+            # decayed by mul_ before this add_: an average too
+            if not average and self._optimizer is None and target.grad is None:
                 decay = self._watched.get((storage._cdata, op.name.replace("add_", "mul_")))
                 average = decay is not None and decay.role == "tensor"
             role = "tensor" if average else "parameter"
-            name = origin.what if origin.kind == "parameter" else context.names.parameter_name(target) or name
-        elif origin.kind in ("parameter", "buffer") and self._optimizer is None and torch._C._current_autograd_node() is None:
+            name = (
+                origin.what
+                if origin.kind == "parameter"
+                else context.names.parameter_name(target) or name
+            )
+        elif (
+            origin.kind in ("parameter", "buffer")
+            and self._optimizer is None
+            and torch._C._current_autograd_node() is None
+        ):
             role, name = "tensor", origin.what
         elif self._optimizer is not None:
             role, name = "state", f"of shape {tuple(target.shape)}"
         return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, here())
 
-    def _repeat(self, op: Operator, watched: Watched, args: tuple, kwargs: dict, index: int | None) -> _Sample:
+    def _repeat(
+        self, op: Operator, watched: Watched, args: tuple, kwargs: dict, index: int | None
+    ) -> _Sample:
         target = _item(args[0], index)
 
         def widen(value: Any) -> Any:
@@ -183,7 +230,12 @@ class Updates(Watcher):
         with torch.no_grad():
             op.func(*wide, **{key: widen(value) for key, value in kwargs.items()})
         other = _item(args[1], index) if len(args) > 1 else None
-        adds = op.name.endswith("add_") and isinstance(other, torch.Tensor) and other.dtype == target.dtype and other.shape == target.shape
+        adds = (
+            op.name.endswith("add_")
+            and isinstance(other, torch.Tensor)
+            and other.dtype == target.dtype
+            and other.shape == target.shape
+        )
         return _Sample(watched, target, before, meant, other if adds else None)
 
     def _keep(self, key: tuple[int, str]) -> None:
@@ -213,39 +265,88 @@ class Updates(Watcher):
         groups: dict[str, list[Watched]] = defaultdict(list)
         for (role, _, _), kept in self._lost.items():
             groups[role] += kept
-        found = [_of_parameters(groups["parameter"], groups["state"])] if groups["parameter"] else []
+        found = (
+            [_of_parameters(groups["parameter"], groups["state"])] if groups["parameter"] else []
+        )
         if lost := groups["tensor"]:
             first = lost[0]
-            words = {"ops": ", ".join(dict.fromkeys(w.op for w in lost)), "shown": ", ".join(list(dict.fromkeys(w.name for w in lost))[:4])}
-            found.append(say("TR018", place_of(first.site), at("updated at", first.site), **words, **_shares(lost)))
+            words = {
+                "ops": ", ".join(dict.fromkeys(w.op for w in lost)),
+                "shown": ", ".join(list(dict.fromkeys(w.name for w in lost))[:4]),
+            }
+            found.append(
+                say(
+                    "TR018",
+                    place_of(first.site),
+                    at("updated at", first.site),
+                    **words,
+                    **_shares(lost),
+                )
+            )
         return found
 
 
 def _of_parameters(lost: list[Watched], states: list[Watched]) -> Finding:
     decay = [w for w in lost if "mul_" in w.op and "addcmul" not in w.op]
     moves = [w for w in lost if w not in decay] or decay
-    first, word, names = moves[0], dtype_name(moves[0].dtype), list(dict.fromkeys(w.name for w in moves))
+    first, word, names = (
+        moves[0],
+        dtype_name(moves[0].dtype),
+        list(dict.fromkeys(w.name for w in moves)),
+    )
     details = at("updated at", first.site)
     if decay and moves is not decay:
-        rounds = f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters seen"
+        rounds = (
+            f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters"
+            " seen"
+        )
         details += (("weight decay", rounds),)
     if states:
         ops = ", ".join(dict.fromkeys(w.op for w in states))
-        details += (("states", f"{len(states)} optimizer states in {word} lose their decay as well ({ops})"),)
-    words = {"only_decay": moves is decay, "shown": listed(names, 4), "bits": significant_bits(word)}
-    return say("TR012", place_of(first.site, names[0]), details, **words, samples=sum(w.samples for w in moves), **_shares(moves))
+        details += (
+            (
+                "states",
+                f"{len(states)} optimizer states in {word} lose their decay as well ({ops})",
+            ),
+        )
+    words = {
+        "only_decay": moves is decay,
+        "shown": listed(names, 4),
+        "bits": significant_bits(word),
+    }
+    return say(
+        "TR012",
+        place_of(first.site, names[0]),
+        details,
+        **words,
+        samples=sum(w.samples for w in moves),
+        **_shares(moves),
+    )
 
 
 def _shares(lost: list[Watched]) -> dict[str, Any]:
-    """dtype, its rounding, the share of the fp32 movement, and the share of elements that did not change, both in percent."""
+    """dtype, its rounding, the share of the fp32 movement, and the share of elements that did not
+    change, both in percent.
+    """
     word = dtype_name(lost[0].dtype)
     share = 100 * sum(w.agreement for w in lost) / sum(w.meant for w in lost)
-    return {"word": word, "unit": eps(word) / 2, "share": share, "still": 100 * sum(w.still for w in lost) / sum(w.samples for w in lost)}
+    return {
+        "word": word,
+        "unit": eps(word) / 2,
+        "share": share,
+        "still": 100 * sum(w.still for w in lost) / sum(w.samples for w in lost),
+    }
 
 
 def _item(value: Any, index: int | None) -> Any:
-    """What belongs to one of the tensors of a foreach op; the value itself, where it belongs to all."""
-    return value[index] if index is not None and isinstance(value, (list, tuple)) and len(value) > index else value
+    """What belongs to one of the tensors of a foreach op; the value itself, where it belongs to
+    all.
+    """
+    return (
+        value[index]
+        if index is not None and isinstance(value, (list, tuple)) and len(value) > index
+        else value
+    )
 
 
 def _part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -256,7 +357,8 @@ def _part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 FOLLOWED = 4_096  # elements of a sum that are followed in fp32
-_ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
+# forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
+_ENOUGH = 8
 _OFF = 5e-3  # relative error of a sum above which it is reported; one rounding to bf16 is 2e-3
 
 
@@ -285,13 +387,24 @@ class Sums(Watcher):
         self._told: dict[tuple[bool, Any], list[_Sum]] = {}
 
     def added(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Before an in-place addition to a low-precision tensor that is no parameter, outside an optimizer's step."""
+        """Before an in-place addition to a low-precision tensor that is no parameter, outside an
+        optimizer's step.
+        """
         target, other = args[0], args[1]
-        if not isinstance(other, torch.Tensor) or isinstance(target, torch.nn.Parameter) or not target.numel():
+        if (
+            not isinstance(other, torch.Tensor)
+            or isinstance(target, torch.nn.Parameter)
+            or not target.numel()
+        ):
             return
         key = _place(target)
         known = self._sums.get(key)
-        if known is None or known.storage.expired() or known.version != target._version or known.dtype != target.dtype:
+        if (
+            known is None
+            or known.storage.expired()
+            or known.version != target._version
+            or known.dtype != target.dtype
+        ):
             if known is not None:
                 self._keep(known)
             known = self._sums[key] = self._begin(target)
@@ -305,40 +418,64 @@ class Sums(Watcher):
         known.forwards.add(known.last)
 
     def compensates(self, tensor: torch.Tensor) -> None:
-        """Marks a tensor that stores the rounding errors of additions to a weight: its own rounding is harmless."""
+        """Marks a tensor that stores the rounding errors of additions to a weight: its own rounding
+        is harmless.
+        """
         if (known := self._sums.get(_place(tensor))) is not None:
             known.remainders = True
 
     def grows(self) -> bool:
         """Whether the last forward or its backward added to a sum that earlier ones began."""
         before = self._context.forwards - 1
-        return any(known.inside and known.last == before and len(known.forwards) > 1 for known in self._sums.values())
+        return any(
+            known.inside and known.last == before and len(known.forwards) > 1
+            for known in self._sums.values()
+        )
 
     def _begin(self, target: torch.Tensor) -> _Sum:
         node = torch._C._current_autograd_node()
         variable = getattr(node, "variable", None) if node is not None else None
         name = self._context.names.parameter_name(variable) if variable is not None else None
-        name, inside = name or f"of shape {tuple(target.shape)}", bool(self._context.stack) or node is not None
+        name, inside = (
+            name or f"of shape {tuple(target.shape)}",
+            bool(self._context.stack) or node is not None,
+        )
         storage, fp32 = StorageWeakRef(target.untyped_storage()), _sample(target).float()
-        return _Sum(storage, target.dtype, name, here(), variable is not None, fp32, target._version, inside)
+        return _Sum(
+            storage, target.dtype, name, here(), variable is not None, fp32, target._version, inside
+        )
 
     @staticmethod
     def _measure(known: _Sum, target: torch.Tensor) -> None:
         size = float(known.fp32.norm())
         if size > 0 and torch.isfinite(known.fp32).all():
-            known.off, known.after = float((_sample(target).float() - known.fp32).norm()) / size, known.additions
+            known.off, known.after = (
+                float((_sample(target).float() - known.fp32).norm()) / size,
+                known.additions,
+            )
 
     def settled(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step: the gradients as they are used."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.dtype in LOW]
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and p.grad.dtype in LOW
+        ]
         for gradient in gradients:
             known = self._sums.get(_place(gradient))
-            if known is not None and known.version == gradient._version and known.additions >= _ENOUGH - 1:
+            if (
+                known is not None
+                and known.version == gradient._version
+                and known.additions >= _ENOUGH - 1
+            ):
                 self._measure(known, gradient)
 
     def _keep(self, known: _Sum) -> None:
         if known.off >= _OFF and not known.remainders and len(known.forwards) >= _ENOUGH - 1:
-            kept = self._told.setdefault((known.gradient, None if known.gradient else known.site), [])
+            kept = self._told.setdefault(
+                (known.gradient, None if known.gradient else known.site), []
+            )
             if len(kept) < 64:
                 kept.append(known)
 

@@ -45,20 +45,25 @@ _64_BITS = (1 << 64) - 1
 def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, seed: int, first: int = 0) -> None:
     """Writes fp32 into bf16, up or down with probability by distance, so that the mean is kept.
 
-    The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay; infinities stay.
+    The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay;
+    infinities stay.
 
     seed, first  of the noise, as in `noise`
     """
-    bits = value_fp32.view(torch.int32) + noise(seed, first, value_fp32.numel(), value_fp32.device).view(value_fp32.shape)
+    bits = value_fp32.view(torch.int32) + noise(
+        seed, first, value_fp32.numel(), value_fp32.device
+    ).view(value_fp32.shape)
     bits &= -65536
     rounded = bits.view(torch.float32)
     target_bf16.copy_(torch.where(value_fp32.isfinite(), rounded, value_fp32))
 
 
 def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
-    """16 random bits for each of `count` elements from `first` on: int32[count], a function of seed and element alone.
+    """16 random bits for each of `count` elements from `first` on: int32[count], a function of seed
+    and element alone.
 
-    So the processes that share a tensor draw what one process draws. Every BLOCK elements have a generator of their own.
+    So the processes that share a tensor draw what one process draws. Every BLOCK elements have a
+    generator of their own.
     """
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
@@ -67,13 +72,21 @@ def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         begin, end = max(first, block * BLOCK), min(first + count, (block + 1) * BLOCK)
         generator.manual_seed(_mixed(seed, block))
-        bits = torch.randint(0, 1 << 16, (end - block * BLOCK,), dtype=torch.int32, device=device, generator=generator)
+        bits = torch.randint(
+            0,
+            1 << 16,
+            (end - block * BLOCK,),
+            dtype=torch.int32,
+            device=device,
+            generator=generator,
+        )
         drawn.append(bits[begin - block * BLOCK :])
     return torch.cat(drawn) if drawn else torch.empty(0, dtype=torch.int32, device=device)
 
 
 def _mixed(seed: int, block: int) -> int:
-    """A number whose lower 32 bits, all that torch's generator on a CPU reads, depend on every bit of both.
+    """A number whose lower 32 bits, all that torch's generator on a CPU reads, depend on every bit
+    of both.
 
     Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """
@@ -84,7 +97,13 @@ def _mixed(seed: int, block: int) -> int:
 
 
 def adamw_reference_(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, seed: int | None, first: int = 0
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    numbers: AdamwNumbers,
+    seed: int | None,
+    first: int = 0,
 ) -> None:
     """Updates weight, mean and square in place.
 
@@ -98,7 +117,8 @@ def adamw_reference_(
     mean.copy_(mean_fp32)
     square.copy_(square_fp32)
     denominator = (square_fp32 / (1 - n.beta2**n.step)).sqrt_().add_(n.eps)
-    # .float() of an fp32 weight is the weight itself: the update is then in place and there is nothing to store
+    # .float() of an fp32 weight is the weight itself: the update is then in place and there is
+    # nothing to store
     weight_fp32 = weight.float()
     weight_fp32.mul_(1 - n.lr * n.weight_decay)
     weight_fp32.addcdiv_(mean_fp32, denominator, value=-n.lr / (1 - n.beta1**n.step))
@@ -111,11 +131,19 @@ def adamw_reference_(
 
 
 @library_op(
-    "adamw_(Tensor(a!) weight, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, float[] numbers, int step, int? seed, int first) -> ()",
+    "adamw_(Tensor(a!) weight, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, float[]"
+    " numbers, int step, int? seed, int first) -> ()",
     fake=lambda *_: None,
 )
 def _update(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: Sequence[float], step: int, seed: int | None, first: int
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    numbers: Sequence[float],
+    step: int,
+    seed: int | None,
+    first: int,
 ) -> None:
     from . import triton
 
@@ -123,15 +151,24 @@ def _update(
 
 
 def adamw_(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, *, seed: int | None, first: int = 0
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    numbers: AdamwNumbers,
+    *,
+    seed: int | None,
+    first: int = 0,
 ) -> None:
     """One AdamW update in place, in fp32 whatever the tensors' dtypes.
 
     weight        any float [*n]
     gradient      any float [*n]
     mean, square  any float [*n]   the moments
-    seed          of the noise that rounds a bf16 weight stochastically; None for rounding to nearest
-    first         index of the tensors' first element in the whole ones, where they are one process's parts of them
+    seed          of the noise that rounds a bf16 weight stochastically; None for rounding to
+                  nearest
+    first         index of the tensors' first element in the whole ones, where they are one
+                  process's parts of them
 
     The kernel and plain PyTorch draw different noise of the same distribution.
     """

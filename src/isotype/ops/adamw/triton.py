@@ -1,7 +1,9 @@
-"""AdamW as one kernel: every tensor is read once and written once, with stochastic rounding into a bf16 weight.
+"""AdamW as one kernel: every tensor is read once and written once, with stochastic rounding into a
+bf16 weight.
 
-In plain PyTorch the same update is 16 launches and holds up to four fp32 copies of the tensor: 8.4 GB for a bf16 embedding of
-128,256 x 4,096. The noise is Philox of (seed, index of the element) and depends on nothing else.
+In plain PyTorch the same update is 16 launches and holds up to four fp32 copies of the tensor: 8.4
+GB for a bf16 embedding of 128,256 x 4,096. The noise is Philox of (seed, index of the element) and
+depends on nothing else.
 """
 
 from __future__ import annotations
@@ -19,12 +21,26 @@ from ..launch import on_its_device
 BLOCK = 1024
 
 
-# a seed is another number at every step, and an element count's class does not change what is computed
+# a seed is another number at every step, and an element count's class does not change what is
+# computed
 @triton.jit(do_not_specialize=["seed", "before"])
 def adamw_kernel(
-    weight, gradient, mean, square, n, seed, before, decay, size, correction, beta1, beta2, eps, STOCHASTIC: tl.constexpr,
+    weight,
+    gradient,
+    mean,
+    square,
+    n,
+    seed,
+    before,
+    decay,
+    size,
+    correction,
+    beta1,
+    beta2,
+    eps,
+    STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(n - first, BLOCK).to(tl.int32)
@@ -39,7 +55,8 @@ def adamw_kernel(
     denominator_fp32 = tl.sqrt(v_fp32 * correction.to(tl.float32)) + eps.to(tl.float32)
     w_fp32 = w_fp32 * decay.to(tl.float32) - size.to(tl.float32) * m_fp32 / denominator_fp32
     if STOCHASTIC:
-        # one Philox call gives four neighbouring elements 32 random bits each; 16 of them are added to the bits that bf16 drops
+        # one Philox call gives four neighbouring elements 32 random bits each; 16 of them are added
+        # to the bits that bf16 drops
         quarter = before + first // 4 + tl.arange(0, BLOCK // 4)
         a, b, c, d = tl.randint4x(seed, quarter.to(tl.uint32))
         noise = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,)) & 0xFFFF
@@ -51,12 +68,36 @@ def adamw_kernel(
 
 
 @on_its_device
-def adamw_(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: Any, seed: int | None, first: int = 0) -> None:
-    """As `adamw_reference_`, with its AdamwNumbers; all four tensors are contiguous, and `first` is a multiple of 4."""
+def adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    numbers: Any,
+    seed: int | None,
+    first: int = 0,
+) -> None:
+    """As `adamw_reference_`, with its AdamwNumbers; all four tensors are contiguous, and `first` is
+    a multiple of 4.
+    """
     if not weight.numel():
         return
     n = numbers
     adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-        weight, gradient, mean, square, weight.numel(), seed or 0, first // 4, n.decay, n.size, n.correction, n.beta1, n.beta2, n.eps,
-        STOCHASTIC=seed is not None and weight.dtype == torch.bfloat16, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        weight,
+        gradient,
+        mean,
+        square,
+        weight.numel(),
+        seed or 0,
+        first // 4,
+        n.decay,
+        n.size,
+        n.correction,
+        n.beta1,
+        n.beta2,
+        n.eps,
+        STOCHASTIC=seed is not None and weight.dtype == torch.bfloat16,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )

@@ -1,14 +1,18 @@
-"""Chooses the back end of an attention from the device, dtypes, sizes and options, without reading a value.
+"""Chooses the back end of an attention from the device, dtypes, sizes and options, without reading
+a value.
 
 `cpp`    the C++ kernels of this op: bf16 on a CPU
-`cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for each new length (about 170 ms)
+`cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for
+         each new length (about 170 ms)
 `flash`  PyTorch's FlashAttention: also packed documents and sliding windows, heads up to 256
 `flex`   PyTorch's flex_attention, compiled: softcaps on a GPU
-`sdpa`   PyTorch's scaled_dot_product_attention, which chooses among its own: other dtypes, masks, older GPUs, a CPU without kernels
+`sdpa`   PyTorch's scaled_dot_product_attention, which chooses among its own: other dtypes, masks,
+         older GPUs, a CPU without kernels
 `plain`  the reference, with all scores at once: softcaps where flex_attention is not compiled
 
-cuDNN and FlashAttention are called as operators, past the function in which PyTorch asks whether they may be: its conditions are here.
-Source: `can_use_cudnn_attention`, `can_use_flash_attention` and `check_prefer_cudnn_attention` in PyTorch 2.13's
+cuDNN and FlashAttention are called as operators, past the function in which PyTorch asks whether
+they may be: its conditions are here. Source: `can_use_cudnn_attention`, `can_use_flash_attention`
+and `check_prefer_cudnn_attention` in PyTorch 2.13's
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 """
 
@@ -43,14 +47,19 @@ class Documents(NamedTuple):
     @classmethod
     def rows(cls, batch: int, positions: int, device: torch.device) -> Documents:
         """Every row is a separate document."""
-        bounds = torch.arange(0, (batch + 1) * positions, max(positions, 1), dtype=torch.int32, device=device)
+        bounds = torch.arange(
+            0, (batch + 1) * positions, max(positions, 1), dtype=torch.int32, device=device
+        )
         return cls(bounds, positions, True)
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> Documents:
         """From the documents' lengths in order; empty ones are left out. On the CPU."""
         lengths = [n for n in lengths if n]
-        return cls(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), max(lengths, default=0))
+        return cls(
+            torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            max(lengths, default=0),
+        )
 
     def to(self, device: torch.device) -> Documents:
         return self._replace(bounds=self.bounds.to(device, non_blocking=True))
@@ -58,10 +67,14 @@ class Documents(NamedTuple):
     def numbers(self, batch: int, positions: int) -> Tensor:
         """int64[B S]: which document each token belongs to."""
         ends = self.bounds[1:].to(torch.int64)
-        return torch.bucketize(torch.arange(batch * positions, device=ends.device), ends, right=True).view(batch, positions)
+        return torch.bucketize(
+            torch.arange(batch * positions, device=ends.device), ends, right=True
+        ).view(batch, positions)
 
     def mask(self, batch: int, positions: int) -> Tensor:
-        """bool[B 1 S S], true where query and key are of one document: for back ends that take a mask."""
+        """bool[B 1 S S], true where query and key are of one document: for back ends that take a
+        mask.
+        """
         numbers_BS = self.numbers(batch, positions)
         return numbers_BS[:, None, :, None] == numbers_BS[:, None, None, :]
 
@@ -75,7 +88,8 @@ _HALF = (torch.bfloat16, torch.float16)
 PLANNED = (9, 0)
 # FlashAttention's oldest and newest
 FIRST, LAST = (8, 0), (12, 1)
-# PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch issue 169849)
+# PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch
+# issue 169849)
 CUDNN_AFTER = 91500
 
 
@@ -87,7 +101,9 @@ def _capability(index: int | None) -> tuple[int, int]:
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability; None off CUDA, and for AMD's GPUs, whose numbers mean something else."""
     if is_planned(device) and stands_for(device) == "cuda":
-        return PLANNED if not torch.cuda.is_available() else _capability(torch.cuda.current_device())
+        return (
+            PLANNED if not torch.cuda.is_available() else _capability(torch.cuda.current_device())
+        )
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return _capability(device.index)
@@ -95,7 +111,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 @cache
 def cudnn_version() -> int:
-    """91501 is 9.15.1. A plan without a GPU assumes one that serves; 0 where PyTorch was built without."""
+    """91501 is 9.15.1. A plan without a GPU assumes one that serves; 0 where PyTorch was built
+    without.
+    """
     if not torch.cuda.is_available():
         return CUDNN_AFTER + 1
     return torch.backends.cudnn.version() or 0
@@ -109,9 +127,15 @@ def has_flash() -> bool:
 
 @contextmanager
 def no_cudnn_for(mask: Tensor | None) -> Iterator[None]:
-    """Around a call of PyTorch's attention outside compiled graphs: cuDNN gets no mask tensor. Its backward gives NaN for some lengths (64
-    past a multiple of 128, pytorch issue 196678), and it takes an fp32 mask beside bf16 queries for bf16 (pytorch pull request 191612)."""
-    if mask is None or stands_for(mask.device) != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+    """Around a call of PyTorch's attention outside compiled graphs: cuDNN gets no mask tensor. Its
+    backward gives NaN for some lengths (64 past a multiple of 128, pytorch issue 196678), and it
+    takes an fp32 mask beside bf16 queries for bf16 (pytorch pull request 191612).
+    """
+    if (
+        mask is None
+        or stands_for(mask.device) != "cuda"
+        or not torch.backends.cuda.cudnn_sdp_enabled()
+    ):
         yield
         return
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -122,18 +146,35 @@ def no_cudnn_for(mask: Tensor | None) -> Iterator[None]:
 
 
 def _cudnn_serves(found: tuple[int, int], depth: int) -> bool:
-    if found[0] not in (9, 10) or found[1] not in (0, 3) or depth > 128 or cudnn_version() <= CUDNN_AFTER:
+    if (
+        found[0] not in (9, 10)
+        or found[1] not in (0, 3)
+        or depth > 128
+        or cudnn_version() <= CUDNN_AFTER
+    ):
         return False
-    if not torch.backends.cuda.cudnn_sdp_enabled() or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+    if (
+        not torch.backends.cuda.cudnn_sdp_enabled()
+        or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    ):
         return False
     # its backward sums in another order each time; FlashAttention's has a deterministic form
-    return not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        not torch.are_deterministic_algorithms_enabled()
+        or torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def _flash_serves(found: tuple[int, int], depth: int) -> bool:
-    if not FIRST <= found <= LAST or depth > 256 or not has_flash() or not torch.backends.cuda.flash_sdp_enabled():
+    if (
+        not FIRST <= found <= LAST
+        or depth > 256
+        or not has_flash()
+        or not torch.backends.cuda.flash_sdp_enabled()
+    ):
         return False
-    # heads of 200 to 224 have no backward where a multiprocessor has less shared memory than an A100's
+    # heads of 200 to 224 have no backward where a multiprocessor has less shared memory than an
+    # A100's
     return not (192 < depth <= 224 and ((8, 6) <= found <= (8, 9) or found >= (12, 0)))
 
 
@@ -149,13 +190,18 @@ def on_a_gpu(
     packed: bool,
     device: torch.device | None = None,
 ) -> Backend:
-    """The back end for tensors of these shapes on a GPU, their own or `device`: what no fast kernel computes goes to `sdpa`, softcaps to
-    `flex`."""
+    """The back end for tensors of these shapes on a GPU, their own or `device`: what no fast kernel
+    computes goes to `sdpa`, softcaps to `flex`.
+    """
     device = device or query.device
     found = capability(device)
     if softcap is not None:
         # flex_attention is a Triton kernel
-        compiles = found is not None and found >= FIRST and (is_planned(device) or not why_no_kernels(device))
+        compiles = (
+            found is not None
+            and found >= FIRST
+            and (is_planned(device) or not why_no_kernels(device))
+        )
         return "flex" if compiles else "plain"
     depth, square = query.shape[3], query.shape[2] == key.shape[2]
     if found is None or dtype not in _HALF or depth % 8 or not square or masked:
@@ -165,8 +211,9 @@ def on_a_gpu(
     return "flash" if _flash_serves(found, depth) else "sdpa"
 
 
-# --- the kernels that PyTorch brings for CUDA, called as operators, so that the output and its logsumexp are the op's to keep.
-# B batch, N query heads, M key heads, S queries and keys, D head size, T tokens of all rows
+# --- the kernels that PyTorch brings for CUDA, called as operators, so that the output and its
+# logsumexp are the op's to keep. B batch, N query heads, M key heads, S queries and keys, D head
+# size, T tokens of all rows
 
 aten = torch.ops.aten
 
@@ -193,11 +240,21 @@ def _options(window: int | None, causal: bool, scale: float) -> dict[str, Any]:
     if window is None:
         return {"scale": scale}
     # how many keys before and after a query; -1: all
-    return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0 if causal else -1}
+    return {
+        "scale": scale,
+        "window_size_left": window - 1,
+        "window_size_right": 0 if causal else -1,
+    }
 
 
 def flash_forward(
-    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, documents: Documents | None, window: int | None, causal: bool, scale: float
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    v_BMSD: Tensor,
+    documents: Documents | None,
+    window: int | None,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """(out, logsumexp, random state and its unused half): what `flash_backward` needs."""
     inputs = (_rows(x, documents) for x in (q_BNSD, k_BMSD, v_BMSD))
@@ -208,39 +265,81 @@ def flash_forward(
 
 
 def flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], documents: Documents | None, window: int | None,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    saved: tuple[Tensor, ...],
+    documents: Documents | None,
+    window: int | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     lse, *state = saved
     inputs = (_rows(x, documents) for x in (q, k, v, out))
     grads = aten._flash_attention_backward(
-        _rows(dy, documents).contiguous(), *inputs, lse, *_bounds(q, documents), 0.0, causal, *state, **_options(window, causal, scale)
+        _rows(dy, documents).contiguous(),
+        *inputs,
+        lse,
+        *_bounds(q, documents),
+        0.0,
+        causal,
+        *state,
+        **_options(window, causal, scale),
     )
     dq, dk, dv = (_heads(g, x) for g, x in zip(grads, (q, k, v)))
     return dq, dk, dv
 
 
-def cudnn_forward(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def cudnn_forward(
+    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
     """(out, logsumexp, seed, offset)."""
-    made = aten._scaled_dot_product_cudnn_attention(q_BNSD, k_BMSD, v_BMSD, None, True, 0.0, causal, False, scale=scale)
+    made = aten._scaled_dot_product_cudnn_attention(
+        q_BNSD, k_BMSD, v_BMSD, None, True, 0.0, causal, False, scale=scale
+    )
     return made[0], made[1], made[6], made[7]
 
 
 def cudnn_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    saved: tuple[Tensor, ...],
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, seed, offset = saved
     # neither a bias nor bounds: PyTorch's own backward passes tensors that are not defined
     gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        dy, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        dy,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        seed,
+        offset,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
     )
     return gradients
 
 
 # --- softcaps: PyTorch's flex_attention, compiled once for each kind of call, whatever the lengths
 
-# Kinds of calls: windows, packed or not, with gradients or without, dtypes, devices, each for one length and for any length. Dynamo's own
-# limit of 8 is fewer; past it flex_attention runs uncompiled, with every score in memory.
+# Kinds of calls: windows, packed or not, with gradients or without, dtypes, devices, each for one
+# length and for any length. Dynamo's own limit of 8 is fewer; past it flex_attention runs
+# uncompiled, with every score in memory.
 KINDS = 64
 # block masks that are kept: every layer of a batch, and its recompute, asks for the same one or two
 KEPT = 8
@@ -248,7 +347,9 @@ _kept: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict(
 
 
 def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
-    """`function`, compiled for the first length and, with the second, for any length: lengths of one compile each would pass the limit."""
+    """`function`, compiled for the first length and, with the second, for any length: lengths of
+    one compile each would pass the limit.
+    """
     own = torch.compile(function, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +361,9 @@ def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
 
 @cache
 def _functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(flex_attention, create_block_mask), compiled on a GPU. Uncompiled, the second makes a mask of positions x positions on its way."""
+    """(flex_attention, create_block_mask), compiled on a GPU. Uncompiled, the second makes a mask
+    of positions x positions on its way.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attend: Callable[..., Any] = flex_attention
@@ -279,25 +382,51 @@ def flex_attention_softcapped(
     softcap: float,
     documents: Documents | None,
 ) -> Tensor:
-    """As `attention`; blocks of keys that no query of a block attends to are skipped. mask bool[B or 1, 1 or N, S, T]."""
+    """As `attention`; blocks of keys that no query of a block attends to are skipped. mask bool[B
+    or 1, 1 or N, S, T].
+    """
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     make = partial(_blocks, query, key.shape[2], mask, causal, window, documents)
-    blocks = make() if mask is not None else _once(make, query, key.shape[2], causal, window, documents)
+    blocks = (
+        make() if mask is not None else _once(make, query, key.shape[2], causal, window, documents)
+    )
     out: Tensor = _functions(query.is_cuda)[0](
-        query, key, value, score_mod=capped, block_mask=blocks, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        score_mod=capped,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return out
 
 
-def _once(make: Callable[[], Any], query: Tensor, keys: int, causal: bool, window: int | None, documents: Documents | None) -> Any:
+def _once(
+    make: Callable[[], Any],
+    query: Tensor,
+    keys: int,
+    causal: bool,
+    window: int | None,
+    documents: Documents | None,
+) -> Any:
     """`make()`, or what it gave for another layer of this batch."""
     bounds = None if documents is None else documents.bounds
     rows = None if documents is None else query.shape[0]
     # a mask made in inference mode cannot be saved for backward
-    of = (query.device, query.shape[2], keys, causal, window, rows, id(bounds), torch.is_inference_mode_enabled())
+    of = (
+        query.device,
+        query.shape[2],
+        keys,
+        causal,
+        window,
+        rows,
+        id(bounds),
+        torch.is_inference_mode_enabled(),
+    )
     if of not in _kept:
         # the bounds are held, so that no other tensor gets their id
         _kept[of] = make(), bounds
@@ -306,7 +435,14 @@ def _once(make: Callable[[], Any], query: Tensor, keys: int, causal: bool, windo
     return _kept[of][0]
 
 
-def _blocks(query: Tensor, keys: int, mask: Tensor | None, causal: bool, window: int | None, documents: Documents | None) -> Any:
+def _blocks(
+    query: Tensor,
+    keys: int,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    documents: Documents | None,
+) -> Any:
     numbers_BS = None if documents is None else documents.numbers(query.shape[0], query.shape[2])
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -319,6 +455,12 @@ def _blocks(query: Tensor, keys: int, mask: Tensor | None, causal: bool, window:
             keep = keep & (numbers_BS[b, q] == numbers_BS[b, k])
         return keep
 
-    batch = query.shape[0] if numbers_BS is not None or (mask is not None and mask.shape[0] > 1) else None
+    batch = (
+        query.shape[0]
+        if numbers_BS is not None or (mask is not None and mask.shape[0] > 1)
+        else None
+    )
     heads = query.shape[1] if mask is not None and mask.shape[1] > 1 else None
-    return _functions(query.is_cuda)[1](allowed, batch, heads, query.shape[2], keys, device=query.device)
+    return _functions(query.is_cuda)[1](
+        allowed, batch, heads, query.shape[2], keys, device=query.device
+    )

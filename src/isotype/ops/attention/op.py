@@ -1,4 +1,6 @@
-"""`attention`: the public op and its autograd function. B batch, N query heads, M key heads, S queries, T keys, D head size."""
+"""`attention`: the public op and its autograd function. B batch, N query heads, M key heads, S
+queries, T keys, D head size.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from torch import Tensor
 from ...dtypes import name
 from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
-from ..backend import Path, applied, autocast_dtype, autocast_off, cpp_runs, path_for, refuse_second_derivative, wide
+from ..backend import (
+    Path,
+    applied,
+    autocast_dtype,
+    autocast_off,
+    cpp_runs,
+    path_for,
+    refuse_second_derivative,
+    wide,
+)
 from ..contract import OpContract
 from ..cpp import CppKernels
 from ..library import library_op
@@ -31,7 +42,9 @@ ATTENTION = OpContract(
 
 
 def in_window(allowed_ST: Tensor, window: int) -> Tensor:
-    """`allowed` without the keys that lie `window` or more before their query; those after it stay as they are."""
+    """`allowed` without the keys that lie `window` or more before their query; those after it stay
+    as they are.
+    """
     return allowed_ST.triu(1 - window)
 
 
@@ -49,8 +62,14 @@ def attention_reference(
     with autocast_off(query_BNSD):
         dtype = wide(query_BNSD.dtype)
         shared = query_BNSD.shape[1] // key_BMTD.shape[1]
-        key_BNTD, value_BNTD = (t.to(dtype).repeat_interleave(shared, 1) for t in (key_BMTD, value_BMTD))
-        score_BNST = query_BNSD.to(dtype) @ key_BNTD.transpose(-1, -2) * (query_BNSD.shape[-1] ** -0.5 if scale is None else scale)
+        key_BNTD, value_BNTD = (
+            t.to(dtype).repeat_interleave(shared, 1) for t in (key_BMTD, value_BMTD)
+        )
+        score_BNST = (
+            query_BNSD.to(dtype)
+            @ key_BNTD.transpose(-1, -2)
+            * (query_BNSD.shape[-1] ** -0.5 if scale is None else scale)
+        )
         if softcap is not None:
             score_BNST = softcap * torch.tanh(score_BNST / softcap)
         allowed = torch.ones(score_BNST.shape[-2:], dtype=torch.bool, device=query_BNSD.device)
@@ -68,8 +87,8 @@ def attention_reference(
 KERNELS = CppKernels(__file__, in_graphs=True, forward="apppppppf", backward="appppppppppif")
 # queries and keys of a block in cpu.cpp
 BLOCK = 64
-# Work is shared among threads by key heads where there are as many as this, else by query heads. A constant, and not the number of threads,
-# so that a sum's order never depends on the machine.
+# Work is shared among threads by key heads where there are as many as this, else by query heads. A
+# constant, and not the number of threads, so that a sum's order never depends on the machine.
 _KEY_HEADS = 16
 
 
@@ -86,24 +105,42 @@ def _allowed(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     return F.pad(turned, (0, -queries % BLOCK)).contiguous()
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, allowed: Tensor | None, causal: bool) -> Any:
+def _shape(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, allowed: Tensor | None, causal: bool
+) -> Any:
     """struct Shape of cpu.cpp."""
     batch, heads, queries, depth = q.shape
-    masks = (0, 0) if allowed is None else (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(1))
+    masks = (
+        (0, 0)
+        if allowed is None
+        else (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(1))
+    )
     numbers = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *masks)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dy.stride()[:3])
+    strides = (
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        *dy.stride()[:3],
+    )
     return (ctypes.c_int64 * (len(numbers) + len(strides)))(*numbers, *strides)
 
 
-def _fake_forward(q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _fake_forward(
+    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     batch, heads, queries, depth = q_BNSD.shape
     # positions before heads, as the output projection wants them
     out_BSND = torch.empty((batch, queries, heads, depth), dtype=q_BNSD.dtype, device=q_BNSD.device)
-    return out_BSND.transpose(1, 2), torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BNSD.device)
+    return out_BSND.transpose(1, 2), torch.empty(
+        (batch, heads, queries), dtype=torch.float32, device=q_BNSD.device
+    )
 
 
 @library_op(
-    "attention_forward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)", fake=_fake_forward
+    "attention_forward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) ->"
+    " (Tensor, Tensor)",
+    fake=_fake_forward,
 )
 def attention_forward(
     q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -114,12 +151,31 @@ def attention_forward(
     batch, key_heads, keys, depth = k.shape
     allowed = None if mask is None else _allowed(mask, batch, q.shape[2], keys)
     turned = torch.empty((batch, key_heads, depth, keys + -keys % BLOCK), dtype=v.dtype)
-    KERNELS("forward", _shape(q, k, v, out_BNSD, out_BNSD, allowed, causal), q, k, v, allowed, out_BNSD, lse_BNS, turned, scale)
+    KERNELS(
+        "forward",
+        _shape(q, k, v, out_BNSD, out_BNSD, allowed, causal),
+        q,
+        k,
+        v,
+        allowed,
+        out_BNSD,
+        lse_BNS,
+        turned,
+        scale,
+    )
     return out_BNSD, lse_BNS
 
 
 def _fake_backward(
-    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, dy: Tensor, causal: bool, scale: float
+    q_BNSD: Tensor,
+    k_BMTD: Tensor,
+    v_BMTD: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dy: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     made: list[Tensor] = []
     for t in (q_BNSD, k_BMTD, v_BMTD):
@@ -128,21 +184,48 @@ def _fake_backward(
 
 
 @library_op(
-    "attention_backward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor dy, bool causal, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
+    "attention_backward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse,"
+    " Tensor dy, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def attention_backward(
-    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, dy: Tensor, causal: bool, scale: float
+    q_BNSD: Tensor,
+    k_BMTD: Tensor,
+    v_BMTD: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dy: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, dy = _adjacent(q_BNSD, k_BMTD, v_BMTD, dy)
     dq, dk, dv = _fake_backward(q, k, v, mask, out, lse, dy, causal, scale)
     batch, heads, queries, _ = q.shape
     allowed = None if mask is None else _allowed(mask, batch, queries, k.shape[2])
     parts = heads // k.shape[1] if batch * k.shape[1] < _KEY_HEADS else 1
-    # of the query heads that read a key head, each has its own share of the gradients: summed here, in fp32, and narrowed once
-    shares = torch.empty((2, *k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32).unbind() if parts > 1 else (dk, dv)
-    KERNELS("backward", _shape(q, k, v, out, dy, allowed, causal), q, k, v, allowed, out, lse, dy, dq, *shares, parts, scale)
+    # of the query heads that read a key head, each has its own share of the gradients: summed here,
+    # in fp32, and narrowed once
+    shares = (
+        torch.empty((2, *k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32).unbind()
+        if parts > 1
+        else (dk, dv)
+    )
+    KERNELS(
+        "backward",
+        _shape(q, k, v, out, dy, allowed, causal),
+        q,
+        k,
+        v,
+        allowed,
+        out,
+        lse,
+        dy,
+        dq,
+        *shares,
+        parts,
+        scale,
+    )
     if parts > 1:
         dk, dv = shares[0].sum(2).to(k.dtype), shares[1].sum(2).to(k.dtype)
     return dq, dk, dv
@@ -152,8 +235,9 @@ def attention_backward(
 
 
 class Attention(torch.autograd.Function):
-    """Saves query, key, value (or what they are made from: `ops.remade`), the output, and one fp32 logsumexp a query: never a
-    [queries x keys] matrix."""
+    """Saves query, key, value (or what they are made from: `ops.remade`), the output, and one fp32
+    logsumexp a query: never a [queries x keys] matrix.
+    """
 
     @staticmethod
     def forward(
@@ -179,7 +263,14 @@ class Attention(torch.autograd.Function):
         out_BNSD, *made = run() if path == "graph" or not layers_running else attention_results(run)
         makes, kept = kept_for_each(q_BNSD, k_BMTD, v_BMTD)
         ctx.save_for_backward(mask, out_BNSD, *kept, *made)
-        ctx.makes, ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = makes, causal, scale, backend, documents, window
+        ctx.makes, ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = (
+            makes,
+            causal,
+            scale,
+            backend,
+            documents,
+            window,
+        )
         return out_BNSD
 
     @staticmethod
@@ -194,10 +285,15 @@ class Attention(torch.autograd.Function):
         rest = (None,) * 7
         given = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
         if ctx.backend == "flash":
-            return *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
+            return (
+                *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale),
+                *rest,
+            )
         if ctx.backend == "cudnn":
             return *gpu.cudnn_backward(*given, ctx.causal, ctx.scale), *rest
-        grads = attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale)
+        grads = attention_backward(
+            q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale
+        )
         return *grads, *rest
 
 
@@ -217,25 +313,50 @@ def backend_of(
     if key.shape != value.shape:
         return "sdpa" if softcap is None else "plain"
     if stands_for(query.device) == "cuda" and not torch.compiler.is_compiling():
-        return on_a_gpu(dtype, query, key, causal=causal, masked=mask is not None, window=window, softcap=softcap, packed=packed)
+        return on_a_gpu(
+            dtype,
+            query,
+            key,
+            causal=causal,
+            masked=mask is not None,
+            window=window,
+            softcap=softcap,
+            packed=packed,
+        )
     if softcap is not None:
         return "plain"
-    return "cpp" if not packed and window is None and kernels_take(dtype, query, key, value, mask) else "sdpa"
+    return (
+        "cpp"
+        if not packed and window is None and kernels_take(dtype, query, key, value, mask)
+        else "sdpa"
+    )
 
 
-def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the C++ kernels run on these in `dtype`: bf16 on a CPU, heads of a multiple of 16, one mask of bools for all heads."""
+def kernels_take(
+    dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> bool:
+    """Whether the C++ kernels run on these in `dtype`: bf16 on a CPU, heads of a multiple of 16,
+    one mask of bools for all heads.
+    """
     return _fits(dtype, query, key, value, mask) and cpp_runs(KERNELS, query, key, value)
 
 
-def _fits(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _fits(
+    dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> bool:
     (batch, _, queries, depth), keys = query.shape, key.shape[2]
     return (
         dtype == torch.bfloat16
         and key.shape == value.shape
         and depth % 16 == 0
         and min(batch, queries, keys, depth) > 0
-        and (mask is None or (mask.dtype == torch.bool and mask.shape in ((batch, 1, queries, keys), (1, 1, queries, keys))))
+        and (
+            mask is None
+            or (
+                mask.dtype == torch.bool
+                and mask.shape in ((batch, 1, queries, keys), (1, 1, queries, keys))
+            )
+        )
     )
 
 
@@ -251,22 +372,27 @@ def attention(
     softcap: float | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention, without a [queries x keys] matrix in memory where a kernel exists for what is asked (`backend_of`).
+    """Scaled dot-product attention, without a [queries x keys] matrix in memory where a kernel
+    exists for what is asked (`backend_of`).
 
     query       F[B N S D]   autocast's dtype where that is on
     key, value  F[B M T D]   N a multiple of M: query heads share key heads in order
     mask        bool[B or 1, 1 or N, S, T], true where a query attends to a key
     causal      query i attends to keys 0 to i only
     scale       of the products; 1 / sqrt(D) by default
-    window      a query attends to itself and the window - 1 keys before it; those after it are left to `causal`
+    window      a query attends to itself and the window - 1 keys before it; those after it are left
+                to `causal`
     softcap     scores become softcap * tanh(score / softcap)
     documents   rows are packed: a query attends to keys of its own document; S = T
     ->          F[B N S D]; zeros for a query that attends to no key
-    inside      scores, their softmax and all sums fp32; probabilities narrowed to F before their product with value
+    inside      scores, their softmax and all sums fp32; probabilities narrowed to F before their
+                product with value
     grads       query: F   key: F   value: F   (those of shared heads are summed in fp32)
-    In bf16 on a CPU this runs C++ kernels (FlashAttention-2's recurrences, Dao 2023, with queries as vector lanes); on a GPU cuDNN's or
-    FlashAttention's; elsewhere, and in other dtypes, PyTorch's scaled_dot_product_attention.
-    Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError for a window or softcap below its range
+    In bf16 on a CPU this runs C++ kernels (FlashAttention-2's recurrences, Dao 2023, with queries
+    as vector lanes); on a GPU cuDNN's or FlashAttention's; elsewhere, and in other dtypes,
+    PyTorch's scaled_dot_product_attention.
+    Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
+            for a window or softcap below its range
     """
     _check(query, key, value)
     if window is not None and window < 1:
@@ -278,28 +404,54 @@ def attention(
         query, key, value = query.to(cast), key.to(cast), value.to(cast)
     if not query.dtype == key.dtype == value.dtype:
         raise DtypeError(
-            f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and {name(value.dtype)}: expected one", code="DT001"
+            f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and"
+            f" {name(value.dtype)}: expected one",
+            code="DT001",
         )
     given, scale = scale, query.shape[-1] ** -0.5 if scale is None else scale
     path = path_for(KERNELS, query, key, value)
     packed = documents is not None
     backend: Backend
-    if path == "cpp" and query.is_cpu and not packed and window is None and softcap is None and _fits(query.dtype, query, key, value, mask):
+    if (
+        path == "cpp"
+        and query.is_cpu
+        and not packed
+        and window is None
+        and softcap is None
+        and _fits(query.dtype, query, key, value, mask)
+    ):
         backend = "cpp"
     else:
-        backend = backend_of(query.dtype, query, key, value, mask, causal=causal, window=window, softcap=softcap, packed=packed)
+        backend = backend_of(
+            query.dtype,
+            query,
+            key,
+            value,
+            mask,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            packed=packed,
+        )
     if backend == "flex" and is_planned(query.device):
-        # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's kernel
+        # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's
+        # kernel
         backend = "flash"
     if backend in ("cpp", "flash", "cudnn"):
-        out: Tensor = applied(Attention, query, key, value, mask, causal, scale, backend, documents, window, path)
+        out: Tensor = applied(
+            Attention, query, key, value, mask, causal, scale, backend, documents, window, path
+        )
         return out
     if backend == "flex":
         assert softcap is not None
-        return gpu.flex_attention_softcapped(query, key, value, mask, causal, scale, window, softcap, documents)
+        return gpu.flex_attention_softcapped(
+            query, key, value, mask, causal, scale, window, softcap, documents
+        )
     mask = _with_documents(mask, documents, query)
     if backend == "plain":
-        return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+        return attention_reference(
+            query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap
+        )
     if (mask is not None and causal) or window is not None:
         allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         allowed = allowed.tril() if causal else allowed
@@ -308,12 +460,24 @@ def attention(
     compiling = torch.compiler.is_compiling()
     with nullcontext() if compiling else no_cudnn_for(mask):
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=given, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=given,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
 
 
 def attention_by_kernels(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
 ) -> Tensor | None:
     """`attention` where a kernel computes it; None where PyTorch's own would."""
     cast = autocast_dtype(query)
@@ -331,11 +495,15 @@ def attention_by_kernels(
             return None
     _check(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = applied(Attention, query, key, value, mask, causal, scale, backend, None, None, path)
+    out: Tensor = applied(
+        Attention, query, key, value, mask, causal, scale, backend, None, None, path
+    )
     return out
 
 
-def _with_documents(mask: Tensor | None, documents: Documents | None, query: Tensor) -> Tensor | None:
+def _with_documents(
+    mask: Tensor | None, documents: Documents | None, query: Tensor
+) -> Tensor | None:
     if documents is None:
         return mask
     apart = documents.mask(query.shape[0], query.shape[2])
@@ -351,4 +519,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     elif key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         fault = f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly"
     if fault:
-        raise ShapeError(f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: {fault}", code="SH001")
+        raise ShapeError(
+            f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: {fault}",
+            code="SH001",
+        )

@@ -53,9 +53,17 @@ def cross_entropy_reference(
     num_items: int | float | Tensor | None = None,
 ) -> Tensor:
     """What `cross_entropy` computes, differentiated by PyTorch."""
-    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.of(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        z_loss=z_loss,
+    )
     with autocast_off(logits):
-        return reduce(row_losses(logits, targets, rule), targets, reduction, num_items, ignore_index)
+        return reduce(
+            row_losses(logits, targets, rule), targets, reduction, num_items, ignore_index
+        )
 
 
 def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -63,10 +71,17 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return loss_T, torch.empty_like(loss_T)
 
 
-@library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
-def _forward(logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+@library_op(
+    f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)",
+    fake=_fake_forward,
+)
+def _forward(
+    logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     compute = row_paths(logits_TV)
-    made: tuple[Tensor, Tensor] = compute.cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+    made: tuple[Tensor, Tensor] = compute.cross_entropy_forward(
+        logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors)
+    )
     return made
 
 
@@ -74,7 +89,11 @@ def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
     return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
 
 
-@library_op(f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, {RULE}) -> Tensor", fake=_fake_backward)
+@library_op(
+    f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, {RULE}) ->"
+    " Tensor",
+    fake=_fake_backward,
+)
 def _backward(
     logits_TV: Tensor,
     targets_T: Tensor,
@@ -85,15 +104,18 @@ def _backward(
 ) -> Tensor:
     rule = LossRule.from_arguments(ignore_index, factors)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
-    row_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+    row_paths(logits_TV).cross_entropy_backward(
+        logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1]
+    )
     return out_TV
 
 
 class CrossEntropy(torch.autograd.Function):
     """Row losses; saves the logits it was given and one fp32 a row, and never writes to either.
 
-    The gradient is a new tensor: whether anything else will read the logits (a second consumer, `retain_graph`, the caller) cannot be known
-    here. `linear_cross_entropy` owns its logits, and writes in place.
+    The gradient is a new tensor: whether anything else will read the logits (a second consumer,
+    `retain_graph`, the caller) cannot be known here. `linear_cross_entropy` owns its logits, and
+    writes in place.
     """
 
     @staticmethod
@@ -113,8 +135,16 @@ class CrossEntropy(torch.autograd.Function):
 # --- the op
 
 
-def reduce(loss_T: Tensor, targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int) -> Tensor:
-    """fp32[T] row losses (0 where ignored) to what the caller asked for; plain differentiable PyTorch."""
+def reduce(
+    loss_T: Tensor,
+    targets_T: Tensor,
+    reduction: str,
+    num_items: int | float | Tensor | None,
+    ignore_index: int,
+) -> Tensor:
+    """fp32[T] row losses (0 where ignored) to what the caller asked for; plain differentiable
+    PyTorch.
+    """
     if reduction == "none":
         return loss_T
     total = loss_T.sum()
@@ -123,7 +153,8 @@ def reduce(loss_T: Tensor, targets_T: Tensor, reduction: str, num_items: int | f
     count = (targets_T != ignore_index).sum() if num_items is None else num_items
     count = count.to(total.device) if isinstance(count, Tensor) else total.new_full((), count)
     empty = count == 0
-    # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0 would be nan and spoil the weights
+    # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0
+    # would be nan and spoil the weights
     return torch.where(empty, torch.nan, total / count.masked_fill(empty, 1).to(total))
 
 
@@ -144,16 +175,27 @@ def cross_entropy(
     logits   F[*n V]   any float dtype; never written to
     targets  int[*n]   classes 0..V-1, or ignore_index
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; the same under autocast
-    inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss * logsumexp^2
+    inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss *
+             logsumexp^2
     grads    logits: F
-    mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
-    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    mean divides by the rows that are not ignored, or by num_items where given (a
+    gradient-accumulation window's count).
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
+             UsageError
     """
     check_reduction(reduction, num_items)
-    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.of(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        z_loss=z_loss,
+    )
     check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
-        loss_T = applied(CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
+        loss_T = applied(
+            CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments
+        )
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
     return loss.reshape(targets.shape) if reduction == "none" else loss

@@ -1,4 +1,6 @@
-"""What computes on rows of logits: Triton on a GPU, C++ on a CPU, blocks of plain PyTorch elsewhere. T tokens, V vocabulary."""
+"""What computes on rows of logits: Triton on a GPU, C++ on a CPU, blocks of plain PyTorch
+elsewhere. T tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,19 @@ class Again(NamedTuple):
     @classmethod
     def room(cls, rows: int, device: torch.device) -> Again:
         shape = rows, MADE_AGAIN
-        return cls(torch.full(shape, -1, device=device), torch.empty(shape, dtype=torch.float32, device=device))
+        return cls(
+            torch.full(shape, -1, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+        )
 
 
 class Source:
-    """What bf16 logits of a CPU product were made of: the C++ kernels make the target's and the largest ones again in fp32.
+    """What bf16 logits of a CPU product were made of: the C++ kernels make the target's and the
+    largest ones again in fp32.
 
-    A bf16 product rounds its fp32 sums: a logit of 20 by up to 0.06. Of peaked rows (mean log-probability -1.2, V 32,000) that is a root
-    mean square of 4.5e-2 a token, and of 6.2e-4 with these.
+    A bf16 product rounds its fp32 sums: a logit of 20 by up to 0.06. Of peaked rows (mean
+    log-probability -1.2, V 32,000) that is a root mean square of 4.5e-2 a token, and of 6.2e-4 with
+    these.
 
     again  which logits `row_values` has made again
     """
@@ -56,85 +63,168 @@ class Source:
         self.again: Again | None = None
 
     @classmethod
-    def of(cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Source | None:
+    def of(
+        cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None
+    ) -> Source | None:
         """None where the product keeps its fp32 sums."""
-        narrow = logits_NV.is_cpu and logits_NV.dtype == x_NH.dtype == weight_VH.dtype == torch.bfloat16 and weight_VH.stride(-1) == 1
+        narrow = (
+            logits_NV.is_cpu
+            and logits_NV.dtype == x_NH.dtype == weight_VH.dtype == torch.bfloat16
+            and weight_VH.stride(-1) == 1
+        )
         return cls(x_NH, weight_VH, bias_V) if narrow else None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self.x_NH, self.x_NH.stride(0), self.weight_VH, self.weight_VH.stride(0), self.x_NH.shape[1], self.bias_V
+        return (
+            self.x_NH,
+            self.x_NH.stride(0),
+            self.weight_VH,
+            self.weight_VH.stride(0),
+            self.x_NH.shape[1],
+            self.bias_V,
+        )
 
 
 NO_SOURCE = (None, 0, None, 0, 0, None)
 
 
 class Cpp:
-    """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride. As the functions of `rule`."""
+    """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride. As the functions of
+    `rule`.
+    """
 
     @staticmethod
     def cross_entropy_forward(
-        logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor | None = None,
+        dloss: Tensor | None = None,
         source: Source | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        assert out_TV is None or out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
+    ) -> tuple[Tensor, Tensor]:
+        assert out_TV is None or out_TV.dtype == logits_TV.dtype, (
+            "a CPU product's result has its operands' dtype"
+        )
         logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
         tokens, classes = logits_TV.shape
         loss_T = torch.empty(tokens, dtype=torch.float32)
         lse_T = torch.empty_like(loss_T)
         stride = 0 if out_TV is None else out_TV.stride(0)
         KERNELS(
-            "losses_and_gradients", logits_TV.dtype, logits_TV, tokens, classes, logits_TV.stride(0), targets_T, loss_T, lse_T,
-            *rule.values, *(source.arguments if source else NO_SOURCE), out_TV, stride, 0.0 if dloss is None else float(dloss),
-        )  # fmt: skip
+            "losses_and_gradients",
+            logits_TV.dtype,
+            logits_TV,
+            tokens,
+            classes,
+            logits_TV.stride(0),
+            targets_T,
+            loss_T,
+            lse_T,
+            *rule.values,
+            *(source.arguments if source else NO_SOURCE),
+            out_TV,
+            stride,
+            0.0 if dloss is None else float(dloss),
+        )
         return loss_T, lse_T
 
     @staticmethod
     def cross_entropy_backward(
-        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        lse_T: Tensor,
+        dloss_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor,
+        classes: int,
+        first: int = 0,
     ) -> Tensor:
         assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
         logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
         dloss_T = dloss_T.to(torch.float32).contiguous()
         tokens, columns = logits_TV.shape
         KERNELS(
-            "gradients_from_lse", logits_TV.dtype, logits_TV, tokens, columns, logits_TV.stride(0), targets_T, lse_T.contiguous(), dloss_T,
-            *rule.values, out_TV, out_TV.stride(0), classes, first,
-        )  # fmt: skip
+            "gradients_from_lse",
+            logits_TV.dtype,
+            logits_TV,
+            tokens,
+            columns,
+            logits_TV.stride(0),
+            targets_T,
+            lse_T.contiguous(),
+            dloss_T,
+            *rule.values,
+            out_TV,
+            out_TV.stride(0),
+            classes,
+            first,
+        )
         return out_TV
 
     @staticmethod
-    def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted, source: Source | None = None) -> RowValues:
+    def row_values(
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        rule: LossRule,
+        wanted: Wanted,
+        source: Source | None = None,
+    ) -> RowValues:
         if source:
             source.again = Again.room(logits_NV.shape[0], logits_NV.device)
         logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
         values = room(logits_NV.shape[0], torch.float32, logits_NV.device, wanted)
         KERNELS(
-            "row_values", logits_NV.dtype, logits_NV, *logits_NV.shape, logits_NV.stride(0), targets_N, rule.logit_scale, rule.softcap,
+            "row_values",
+            logits_NV.dtype,
+            logits_NV,
+            *logits_NV.shape,
+            logits_NV.stride(0),
+            targets_N,
+            rule.logit_scale,
+            rule.softcap,
             *(t if t.numel() else None for t in (*values[:5], values.top1)),
             *((*source.arguments, *(source.again or ())) if source else (*NO_SOURCE, None, None)),
-        )  # fmt: skip
+        )
         return values
 
     @staticmethod
     def row_value_gradients(
-        logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        lse_N: Tensor,
+        upstream: Upstream,
+        rule: LossRule,
+        out_NV: Tensor,
+        first: int = 0,
         again: Again | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert out_NV.dtype == logits_NV.dtype, "a CPU product's result has its operands' dtype"
         logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
         held = [None if t is None else t.to(torch.float32).contiguous() for t in upstream]
         KERNELS(
-            "row_value_gradients", logits_NV.dtype, logits_NV, *logits_NV.shape, logits_NV.stride(0), targets_N, lse_N.contiguous(), *held,
+            "row_value_gradients",
+            logits_NV.dtype,
+            logits_NV,
+            *logits_NV.shape,
+            logits_NV.stride(0),
+            targets_N,
+            lse_N.contiguous(),
+            *held,
             *(again or (None, None)),
-            rule.logit_scale, rule.softcap, out_NV, out_NV.stride(0), first,
-        )  # fmt: skip
+            rule.logit_scale,
+            rule.softcap,
+            out_NV,
+            out_NV.stride(0),
+            first,
+        )
         return out_NV
 
 
 def row_paths(x: Tensor) -> Any:
-    """What computes on rows of logits, with the functions of `Cpp`: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch
-    elsewhere."""
+    """What computes on rows of logits, with the functions of `Cpp`: Triton kernels on a GPU, C++
+    ones on a CPU, blocks of plain PyTorch elsewhere.
+    """
     if triton_runs(x):
         from . import triton
 

@@ -1,5 +1,5 @@
-"""The rule of a row's loss, and what is computed by it on rows of logits, in blocks of plain PyTorch on any device: no wide copy of the
-logits. T tokens, V vocabulary.
+"""The rule of a row's loss, and what is computed by it on rows of logits, in blocks of plain
+PyTorch on any device: no wide copy of the logits. T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class LossRule:
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise UsageError(f"label_smoothing is {self.label_smoothing}: expected 0 to 1")
         if self.softcap < 0.0:
-            raise UsageError(f"softcap is {self.softcap}: expected a positive number, or None for none")
+            raise UsageError(
+                f"softcap is {self.softcap}: expected a positive number, or None for none"
+            )
 
     @classmethod
     def of(
@@ -63,12 +65,23 @@ class LossRule:
     def from_arguments(cls, ignore_index: int, factors: Sequence[float]) -> LossRule:
         """The inverse of `arguments`."""
         label_smoothing, logit_scale, softcap, z_loss = factors
-        return cls(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+        return cls(
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            z_loss=z_loss,
+        )
 
     @property
     def arguments(self) -> RuleArguments:
         """The rule as arguments of a library op, which takes only numbers and lists of numbers."""
-        return self.ignore_index, (self.label_smoothing, self.logit_scale, self.softcap, self.z_loss)
+        return self.ignore_index, (
+            self.label_smoothing,
+            self.logit_scale,
+            self.softcap,
+            self.z_loss,
+        )
 
     @property
     def values(self) -> tuple[int, float, float, float, float]:
@@ -86,9 +99,16 @@ def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: Lo
     Raises  DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
     """
     if targets.dtype not in (torch.int64, torch.int32):
-        raise DtypeError(f"targets are {targets.dtype}, declared int64 or int32", code="DT001", fix="targets.long()")
+        raise DtypeError(
+            f"targets are {targets.dtype}, declared int64 or int32",
+            code="DT001",
+            fix="targets.long()",
+        )
     if tuple(targets.shape) != rows:
-        raise ShapeError(f"targets are {list(targets.shape)} where logits {[*rows, classes]} need {list(rows)}", code="SH001")
+        raise ShapeError(
+            f"targets are {list(targets.shape)} where logits {[*rows, classes]} need {list(rows)}",
+            code="SH001",
+        )
     # a fake tensor has no values
     if not isinstance(targets, FakeTensor):
         _check_range(targets, classes, rule.ignore_index)
@@ -99,39 +119,55 @@ def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> N
     if reduction not in get_args(Reduction):
         raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
     if num_items is not None and reduction != "mean":
-        raise UsageError(f"num_items={num_items} has no effect with reduction={reduction!r}", fix='use reduction="mean"')
+        raise UsageError(
+            f"num_items={num_items} has no effect with reduction={reduction!r}",
+            fix='use reduction="mean"',
+        )
 
 
 def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side assert keeps the check without a sync."""
+    """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side
+    assert keeps the check without a sync.
+    """
     good = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
     if targets.is_meta:
         return
     if torch.compiler.is_compiling() or targets.device.type != "cpu":
-        torch._assert_async(good.all(), f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}")
+        torch._assert_async(
+            good.all(),
+            f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}",
+        )
     elif not bool(good.all()):
         bad = targets[~good].flatten()
         raise IsotypeError(
             f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: "
             f"expected 0..{classes - 1} or ignore_index ({ignore_index})",
             code="SH002",
-            fix="compare the tokenizer's length with the head's rows, and the label mask with ignore_index",
+            fix=(
+                "compare the tokenizer's length with the head's rows, and the label mask with"
+                " ignore_index"
+            ),
         )
 
 
 # --- cross-entropy
 
-# fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in flight
+# fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in
+# flight
 _BLOCK = {"cpu": 2**18}
 _BLOCK_ELSEWHERE = 2**26
 
 
 def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their wide logits after scale and softcap), in one buffer that every block uses again: fresh pages would cost more than the
-    arithmetic (`benchmarks/ops.py`). Blocks depend on shapes alone, so that a run repeats."""
+    """(rows, their wide logits after scale and softcap), in one buffer that every block uses again:
+    fresh pages would cost more than the arithmetic (`benchmarks/ops.py`). Blocks depend on shapes
+    alone, so that a run repeats.
+    """
     tokens, columns = logits_TV.shape
     size = max(1, _BLOCK.get(logits_TV.device.type, _BLOCK_ELSEWHERE) // max(1, columns))
-    work = torch.empty(min(size, tokens), columns, dtype=wide(logits_TV.dtype), device=logits_TV.device)
+    work = torch.empty(
+        min(size, tokens), columns, dtype=wide(logits_TV.dtype), device=logits_TV.device
+    )
     for start in range(0, tokens, size):
         rows = slice(start, min(start + size, tokens))
         z = work[: rows.stop - start].copy_(logits_TV[rows])
@@ -143,7 +179,9 @@ def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tens
 
 
 def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
-    """`z` becomes exp(z - max); gives the row losses, logsumexp, and the rows' sums. One exp serves loss and gradient."""
+    """`z` becomes exp(z - max); gives the row losses, logsumexp, and the rows' sums. One exp serves
+    loss and gradient.
+    """
     ignored = targets == rule.ignore_index
     picked = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
     mean = z.mean(-1) if rule.label_smoothing else None
@@ -159,12 +197,21 @@ def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tenso
 
 
 def gradient_rows_(
-    p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, rule: LossRule, classes: int, first: int = 0,
+    p: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    rule: LossRule,
+    classes: int,
+    first: int = 0,
     total: Tensor | None = None,
-) -> None:  # fmt: skip
-    """`p`, the softmax of the rows times `total` a row where given, becomes the gradient of the logits.
+) -> None:
+    """`p`, the softmax of the rows times `total` a row where given, becomes the gradient of the
+    logits.
 
-    classes   the whole vocabulary's size; `first` is the class of column 0 when these columns are a block of it
+    classes   the whole vocabulary's size; `first` is the class of column 0 when these columns are a
+              block of it
     """
     factor = dloss * (1 + 2 * rule.z_loss * lse)
     p.mul_((factor if total is None else factor / total).unsqueeze(-1))
@@ -177,13 +224,18 @@ def gradient_rows_(
 def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
     """Adds a value a row at its column, where that is one of these."""
     elsewhere = (column < 0) | (column >= g.shape[-1])
-    g.scatter_add_(-1, column.masked_fill(elsewhere, 0).long().unsqueeze(-1), values.masked_fill(elsewhere, 0.0).unsqueeze(-1))
+    g.scatter_add_(
+        -1,
+        column.masked_fill(elsewhere, 0).long().unsqueeze(-1),
+        values.masked_fill(elsewhere, 0.0).unsqueeze(-1),
+    )
 
 
 def _back_through_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
     """The gradient of what scale and softcap make of the logits becomes that of the logits."""
     if rule.softcap:
-        # d tanh(u) = 1 - tanh(u)^2, from the logits again: softcapping is rare, and a second buffer would halve the block
+        # d tanh(u) = 1 - tanh(u)^2, from the logits again: softcapping is rare, and a second buffer
+        # would halve the block
         slope = torch.tanh(logits.to(g.dtype) * (rule.logit_scale / rule.softcap))
         g.mul_(1 - slope * slope)
     if rule.logit_scale != 1.0:
@@ -191,21 +243,38 @@ def _back_through_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
 
 
 def cross_entropy_forward(
-    logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    rule: LossRule,
+    out_TV: Tensor | None = None,
+    dloss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, logsumexp), each fp32[T]; 0 for an ignored row.
 
-    out_TV   gets the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both. It may be `logits_TV` itself when
-             the caller owns it; its dtype may be narrower
+    out_TV   gets the logits' gradient for an upstream gradient of `dloss` in every row: one exp for
+             both. It may be `logits_TV` itself when the caller owns it; its dtype may be narrower
     """
     loss_T = torch.empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype), device=logits_TV.device)
     lse_T = torch.empty_like(loss_T)
     if dloss is not None:
-        dloss_T = dloss.to(loss_T.dtype).expand_as(loss_T).masked_fill(targets_T == rule.ignore_index, 0.0)
+        dloss_T = (
+            dloss.to(loss_T.dtype)
+            .expand_as(loss_T)
+            .masked_fill(targets_T == rule.ignore_index, 0.0)
+        )
     for rows, p in wide_blocks(logits_TV, rule):
         loss_T[rows], lse_T[rows], total = exp_rows_(p, targets_T[rows], rule)
         if out_TV is not None:
-            gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, logits_TV.shape[1], total=total)
+            gradient_rows_(
+                p,
+                logits_TV[rows],
+                targets_T[rows],
+                lse_T[rows],
+                dloss_T[rows],
+                rule,
+                logits_TV.shape[1],
+                total=total,
+            )
             out_TV[rows] = p
     if out_TV is not None:
         zero_ignored_(out_TV, targets_T, rule)
@@ -213,13 +282,24 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    rule: LossRule,
+    out_TV: Tensor,
+    classes: int,
+    first: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
+    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the
+    caller owns it.
+    """
     dloss_T = dloss_T.to(wide(logits_TV.dtype)).masked_fill(targets_T == rule.ignore_index, 0.0)
     for rows, p in wide_blocks(logits_TV, rule):
         p.sub_(lse_T[rows].unsqueeze(-1)).exp_()
-        gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, classes, first)
+        gradient_rows_(
+            p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, classes, first
+        )
         out_TV[rows] = p
     return zero_ignored_(out_TV, targets_T, rule)
 
@@ -235,7 +315,8 @@ def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Ten
 
 
 # --- per-token values. With z the logits after scale and softcap, p = softmax(z) and H the entropy:
-#     d log p_target / dz_v = [v = target] - p_v        d H / dz_v = -p_v (log p_v + H)        d logsumexp / dz_v = p_v
+#     d log p_target / dz_v = [v = target] - p_v        d H / dz_v = -p_v (log p_v + H)        d
+#     logsumexp / dz_v = p_v
 # N rows
 
 
@@ -260,7 +341,9 @@ class RowValues(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients a row, fp32[N]; None where one is zero. `entropy` is the entropy itself, needed beside dentropy."""
+    """Upstream gradients a row, fp32[N]; None where one is zero. `entropy` is the entropy itself,
+    needed beside dentropy.
+    """
 
     dlog_probs: Tensor | None
     dlogsumexp: Tensor | None
@@ -275,7 +358,14 @@ def room(rows: int, dtype: torch.dtype, device: torch.device, wanted: Wanted) ->
         return torch.zeros(rows if asked else 0, dtype=dtype, device=device)
 
     top1 = torch.full((rows if wanted.top1 else 0,), -1, dtype=torch.int64, device=device)
-    return RowValues(zeros(True), zeros(True), zeros(wanted.entropy), zeros(wanted.log_sum_sq_probs), zeros(wanted.mean_logits), top1)
+    return RowValues(
+        zeros(True),
+        zeros(True),
+        zeros(wanted.entropy),
+        zeros(wanted.log_sum_sq_probs),
+        zeros(wanted.mean_logits),
+        top1,
+    )
 
 
 def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
@@ -303,11 +393,19 @@ def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wan
 
 
 def row_value_gradients(
-    logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    lse_N: Tensor,
+    upstream: Upstream,
+    rule: LossRule,
+    out_NV: Tensor,
+    first: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`.
+    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is
+    the class `first`.
 
-    A row whose logsumexp is inf is an ignored one: its gradient is 0, also where its logits are not finite.
+    A row whose logsumexp is inf is an ignored one: its gradient is 0, also where its logits are not
+    finite.
     """
     for rows, z in wide_blocks(logits_NV, rule):
         log_p = z.sub_(lse_N[rows].unsqueeze(-1))

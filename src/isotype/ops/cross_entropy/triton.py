@@ -1,10 +1,11 @@
-"""Kernels of the cross-entropy and of per-token values: one program a row, two passes over the vocabulary in blocks.
+"""Kernels of the cross-entropy and of per-token values: one program a row, two passes over the
+vocabulary in blocks.
 
 V vocabulary, offsets in int64.
 
-Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored: no value changes dtype inside a branch or a
-loop; that fault broke large-vocabulary kernels in other libraries. Scalars are pinned to fp32: a compiler may hand a Python float over as
-fp64.
+Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored: no
+value changes dtype inside a branch or a loop; that fault broke large-vocabulary kernels in other
+libraries. Scalars are pinned to fp32: a compiler may hand a Python float over as fp64.
 Flags are constexpr, so that an absent feature costs nothing.
 """
 
@@ -28,15 +29,17 @@ def capped(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexp
         x_fp32 = x_fp32 * scale.to(tl.float32)
     if HAS_CAP:
         cap_fp32 = softcap.to(tl.float32)
-        # tanh(u) = 2 sigmoid(2u) - 1: no libdevice needed, so that every target and the interpreter agree
+        # tanh(u) = 2 sigmoid(2u) - 1: no libdevice needed, so that every target and the interpreter
+        # agree
         x_fp32 = cap_fp32 * (2.0 * tl.sigmoid(2.0 * x_fp32 / cap_fp32) - 1.0)
     return x_fp32
 
 
 @triton.jit
 def block_of(start, v, stop, WHOLE: tl.constexpr):
-    """Logits in fp32; past `stop`, which no whole block reaches, zeros. A mask that ends at any number is one for every value: with it 8
-    values of bf16 are 8 loads, without it one."""
+    """Logits in fp32; past `stop`, which no whole block reaches, zeros. A mask that ends at any
+    number is one for every value: with it 8 values of bf16 are 8 loads, without it one.
+    """
     if WHOLE:
         x_fp32 = tl.load(start + v).to(tl.float32)
     else:
@@ -46,11 +49,23 @@ def block_of(start, v, stop, WHOLE: tl.constexpr):
 
 @triton.jit
 def add_to_loss(
-    top, total, summed, start, v, classes, scale, softcap,
-    WHOLE: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
-):  # fmt: skip
+    top,
+    total,
+    summed,
+    start,
+    v,
+    classes,
+    scale,
+    softcap,
+    WHOLE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
     """The lanes' maxima and sums with a block of logits added."""
-    z_fp32 = capped(block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
+    z_fp32 = capped(
+        block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP
+    )  # [LANES, EACH]
     if HAS_SMOOTHING:
         summed += tl.sum(z_fp32 if WHOLE else tl.where(v < classes, z_fp32, 0.0), 1)
     if not WHOLE:
@@ -64,16 +79,30 @@ def add_to_loss(
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    logits, targets, loss, lse,
-    row_stride, classes, ignore_index, smoothing, scale, softcap, z_loss,
-    HAS_SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    loss,
+    lse,
+    row_stride,
+    classes,
+    ignore_index,
+    smoothing,
+    scale,
+    softcap,
+    z_loss,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row).to(tl.int64)
     ignored = target == ignore_index
     start = logits + row * row_stride
-    # A lane is one load of 16 bytes of one thread, EACH values: its maximum and its sum stay in that thread. The loop has no barrier, takes
-    # two registers a lane instead of one a value (32 in all instead of 80 to 93), and costs one exp a value and one a lane
+    # A lane is one load of 16 bytes of one thread, EACH values: its maximum and its sum stay in
+    # that thread. The loop has no barrier, takes two registers a lane instead of one a value (32 in
+    # all instead of 80 to 93), and costs one exp a value and one a lane
     lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -81,19 +110,43 @@ def cross_entropy_forward_kernel(
     whole = classes // (LANES * EACH) * (LANES * EACH)
     for first in range(0, whole, LANES * EACH):
         top, total, summed = add_to_loss(
-            top, total, summed, start, first + lanes, classes, scale, softcap, True, HAS_SMOOTHING, HAS_SCALE, HAS_CAP
-        )  # fmt: skip
+            top,
+            total,
+            summed,
+            start,
+            first + lanes,
+            classes,
+            scale,
+            softcap,
+            True,
+            HAS_SMOOTHING,
+            HAS_SCALE,
+            HAS_CAP,
+        )
     if whole < classes:
         top, total, summed = add_to_loss(
-            top, total, summed, start, whole + lanes, classes, scale, softcap, False, HAS_SMOOTHING, HAS_SCALE, HAS_CAP
-        )  # fmt: skip
+            top,
+            total,
+            summed,
+            start,
+            whole + lanes,
+            classes,
+            scale,
+            softcap,
+            False,
+            HAS_SMOOTHING,
+            HAS_SCALE,
+            HAS_CAP,
+        )
     row_top = tl.max(top, 0)
     row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
     row_lse = tl.log(tl.sum(total * tl.exp(top - row_shift), 0)) + row_shift
     picked_fp32 = tl.load(start + tl.where(ignored, 0, target)).to(tl.float32)
     picked_z = capped(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     smoothing_fp32 = smoothing.to(tl.float32)
-    row_loss = (1.0 - smoothing_fp32) * (row_lse - picked_z) + z_loss.to(tl.float32) * row_lse * row_lse
+    row_loss = (1.0 - smoothing_fp32) * (row_lse - picked_z) + z_loss.to(
+        tl.float32
+    ) * row_lse * row_lse
     if HAS_SMOOTHING:
         row_loss += smoothing_fp32 * (row_lse - tl.sum(summed, 0) / classes)
     tl.store(loss + row, tl.where(ignored, 0.0, row_loss))
@@ -102,10 +155,27 @@ def cross_entropy_forward_kernel(
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    logits, targets, lse, dloss, out,
-    row_stride, out_stride, columns, classes, first_class, blocks, ignore_index, smoothing, scale, softcap, z_loss,
-    HAS_SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    lse,
+    dloss,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    classes,
+    first_class,
+    blocks,
+    ignore_index,
+    smoothing,
+    scale,
+    softcap,
+    z_loss,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     # the blocks of a row are neighbours in the grid: memory is swept in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -140,11 +210,17 @@ def cross_entropy_backward_kernel(
 
 
 def _flags(rule: LossRule) -> dict[str, bool]:
-    return {"HAS_SMOOTHING": rule.label_smoothing != 0.0, "HAS_SCALE": rule.logit_scale != 1.0, "HAS_CAP": rule.softcap != 0.0}
+    return {
+        "HAS_SMOOTHING": rule.label_smoothing != 0.0,
+        "HAS_SCALE": rule.logit_scale != 1.0,
+        "HAS_CAP": rule.softcap != 0.0,
+    }
 
 
 def _tile(classes: int, rule: LossRule) -> tuple[int, int]:
-    """(values, warps): 16 values a thread, and 8 under a softcap, where 16 spill 2 to 4 on sm_80 and sm_90."""
+    """(values, warps): 16 values a thread, and 8 under a softcap, where 16 spill 2 to 4 on sm_80
+    and sm_90.
+    """
     values = min(MAX_BLOCK // 2 if rule.softcap else MAX_BLOCK, triton.next_power_of_2(classes))
     return values, warps(2 * values if rule.softcap else values)
 
@@ -155,9 +231,15 @@ def _rows(logits_TV: Tensor) -> Tensor:
 
 @on_its_device
 def cross_entropy_forward(
-    logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None = None, dloss: Tensor | None = None
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    rule: LossRule,
+    out_TV: Tensor | None = None,
+    dloss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, logsumexp), each fp32[T], and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row."""
+    """(loss, logsumexp), each fp32[T], and in `out_TV` the logits' gradient for an upstream
+    gradient of `dloss` in every row.
+    """
     logits_TV, targets_T = _rows(logits_TV), targets_T.contiguous()
     tokens, classes = logits_TV.shape
     loss_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
@@ -166,30 +248,73 @@ def cross_entropy_forward(
         block, num_warps = _tile(classes, rule)
         each = min(block, 16 // logits_TV.element_size())
         cross_entropy_forward_kernel[(tokens,)](
-            logits_TV, targets_T, loss_T, lse_T, logits_TV.stride(0), classes, rule.ignore_index,
-            rule.label_smoothing, rule.logit_scale, rule.softcap, rule.z_loss, **_flags(rule),
-            LANES=block // each, EACH=each, num_warps=num_warps,
-        )  # fmt: skip
+            logits_TV,
+            targets_T,
+            loss_T,
+            lse_T,
+            logits_TV.stride(0),
+            classes,
+            rule.ignore_index,
+            rule.label_smoothing,
+            rule.logit_scale,
+            rule.softcap,
+            rule.z_loss,
+            **_flags(rule),
+            LANES=block // each,
+            EACH=each,
+            num_warps=num_warps,
+        )
     if out_TV is not None and dloss is not None:
-        cross_entropy_backward(logits_TV, targets_T, lse_T, dloss.expand_as(loss_T), rule, out_TV, classes)
+        cross_entropy_backward(
+            logits_TV, targets_T, lse_T, dloss.expand_as(loss_T), rule, out_TV, classes
+        )
     return loss_T, lse_T
 
 
 @on_its_device
 def cross_entropy_backward(
-    logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    rule: LossRule,
+    out_TV: Tensor,
+    classes: int,
+    first: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
-    logits_TV, targets_T, dloss_T = _rows(logits_TV), targets_T.contiguous(), dloss_T.to(torch.float32).contiguous()
+    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the
+    caller owns it.
+    """
+    logits_TV, targets_T, dloss_T = (
+        _rows(logits_TV),
+        targets_T.contiguous(),
+        dloss_T.to(torch.float32).contiguous(),
+    )
     tokens, columns = logits_TV.shape
     if tokens and columns:
         block = min(MAX_BLOCK, triton.next_power_of_2(columns))
         blocks = triton.cdiv(columns, block)
         cross_entropy_backward_kernel[(tokens * blocks,)](
-            logits_TV, targets_T, lse_T, dloss_T, out_TV, logits_TV.stride(0), out_TV.stride(0), columns, classes, first, blocks,
-            rule.ignore_index, rule.label_smoothing, rule.logit_scale, rule.softcap, rule.z_loss, **_flags(rule),
-            BLOCK=block, num_warps=warps(block),
-        )  # fmt: skip
+            logits_TV,
+            targets_T,
+            lse_T,
+            dloss_T,
+            out_TV,
+            logits_TV.stride(0),
+            out_TV.stride(0),
+            columns,
+            classes,
+            first,
+            blocks,
+            rule.ignore_index,
+            rule.label_smoothing,
+            rule.logit_scale,
+            rule.softcap,
+            rule.z_loss,
+            **_flags(rule),
+            BLOCK=block,
+            num_warps=warps(block),
+        )
     return out_TV
 
 
@@ -198,12 +323,29 @@ def cross_entropy_backward(
 
 @triton.jit
 def add_to_values(
-    top, total, weighted, squared, summed, best, start, v, classes, scale, softcap,
-    WHOLE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SUM_SQ: tl.constexpr,
-    HAS_MEAN: tl.constexpr, HAS_TOP1: tl.constexpr,
-):  # fmt: skip
+    top,
+    total,
+    weighted,
+    squared,
+    summed,
+    best,
+    start,
+    v,
+    classes,
+    scale,
+    softcap,
+    WHOLE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SUM_SQ: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_TOP1: tl.constexpr,
+):
     """The lanes' maxima, sums and most likely classes with a block of logits added."""
-    z_fp32 = capped(block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
+    z_fp32 = capped(
+        block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP
+    )  # [LANES, EACH]
     if HAS_MEAN:
         summed += tl.sum(z_fp32 if WHOLE else tl.where(v < classes, z_fp32, 0.0), 1)
     if not WHOLE:
@@ -231,14 +373,31 @@ def add_to_values(
 
 @triton.jit
 def row_values_kernel(
-    logits, targets, log_probs, lse, entropy, log_sum_sq, mean, top1,
-    row_stride, classes, scale, softcap,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SUM_SQ: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_TOP1: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    log_probs,
+    lse,
+    entropy,
+    log_sum_sq,
+    mean,
+    top1,
+    row_stride,
+    classes,
+    scale,
+    softcap,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SUM_SQ: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_TOP1: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
-    # a lane is one load of 16 bytes of one thread: its maximum and its sums stay in that thread, and the loop has no barrier
+    # a lane is one load of 16 bytes of one thread: its maximum and its sums stay in that thread,
+    # and the loop has no barrier
     lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -249,14 +408,46 @@ def row_values_kernel(
     whole = classes // (LANES * EACH) * (LANES * EACH)
     for first in range(0, whole, LANES * EACH):
         top, total, weighted, squared, summed, best = add_to_values(
-            top, total, weighted, squared, summed, best, start, first + lanes, classes, scale, softcap, True, HAS_SCALE, HAS_CAP,
-            HAS_ENTROPY, HAS_SUM_SQ, HAS_MEAN, HAS_TOP1,
-        )  # fmt: skip
+            top,
+            total,
+            weighted,
+            squared,
+            summed,
+            best,
+            start,
+            first + lanes,
+            classes,
+            scale,
+            softcap,
+            True,
+            HAS_SCALE,
+            HAS_CAP,
+            HAS_ENTROPY,
+            HAS_SUM_SQ,
+            HAS_MEAN,
+            HAS_TOP1,
+        )
     if whole < classes:
         top, total, weighted, squared, summed, best = add_to_values(
-            top, total, weighted, squared, summed, best, start, whole + lanes, classes, scale, softcap, False, HAS_SCALE, HAS_CAP,
-            HAS_ENTROPY, HAS_SUM_SQ, HAS_MEAN, HAS_TOP1,
-        )  # fmt: skip
+            top,
+            total,
+            weighted,
+            squared,
+            summed,
+            best,
+            start,
+            whole + lanes,
+            classes,
+            scale,
+            softcap,
+            False,
+            HAS_SCALE,
+            HAS_CAP,
+            HAS_ENTROPY,
+            HAS_SUM_SQ,
+            HAS_MEAN,
+            HAS_TOP1,
+        )
     row_top = tl.max(top, 0)
     row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
     lane_shift = tl.where(top == float("-inf"), row_shift, top)
@@ -268,7 +459,11 @@ def row_values_kernel(
     tl.store(log_probs + row, capped(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP) - row_lse)
     tl.store(lse + row, row_lse)
     if HAS_ENTROPY:
-        tl.store(entropy + row, log_total - tl.sum(decay * (weighted + (lane_shift - row_shift) * total), 0) / row_total)
+        tl.store(
+            entropy + row,
+            log_total
+            - tl.sum(decay * (weighted + (lane_shift - row_shift) * total), 0) / row_total,
+        )
     if HAS_SUM_SQ:
         tl.store(log_sum_sq + row, tl.log(tl.sum(squared * decay * decay, 0)) - 2.0 * log_total)
     if HAS_MEAN:
@@ -279,11 +474,28 @@ def row_values_kernel(
 
 @triton.jit
 def row_value_gradients_kernel(
-    logits, targets, lse, dlog_probs, dlse, dentropy, entropy, out,
-    row_stride, out_stride, columns, first_class, blocks, scale, softcap,
-    HAS_DLOG_PROBS: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DENTROPY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
+    logits,
+    targets,
+    lse,
+    dlog_probs,
+    dlse,
+    dentropy,
+    entropy,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    first_class,
+    blocks,
+    scale,
+    softcap,
+    HAS_DLOG_PROBS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     # the blocks of a row are neighbours in the grid: memory is swept in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -331,30 +543,75 @@ def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wan
         block, num_warps = _tile(classes, rule)
         each = min(block, 16 // logits_NV.element_size())
         row_values_kernel[(rows,)](
-            logits_NV, targets_N, values.log_probs, values.logsumexp, values.entropy, values.log_sum_sq_probs, values.mean_logits,
-            values.top1, logits_NV.stride(0), classes, rule.logit_scale, rule.softcap, HAS_SCALE=rule.logit_scale != 1.0,
-            HAS_CAP=rule.softcap != 0.0, HAS_ENTROPY=wanted.entropy, HAS_SUM_SQ=wanted.log_sum_sq_probs, HAS_MEAN=wanted.mean_logits,
-            HAS_TOP1=wanted.top1, LANES=block // each, EACH=each, num_warps=num_warps,
-        )  # fmt: skip
+            logits_NV,
+            targets_N,
+            values.log_probs,
+            values.logsumexp,
+            values.entropy,
+            values.log_sum_sq_probs,
+            values.mean_logits,
+            values.top1,
+            logits_NV.stride(0),
+            classes,
+            rule.logit_scale,
+            rule.softcap,
+            HAS_SCALE=rule.logit_scale != 1.0,
+            HAS_CAP=rule.softcap != 0.0,
+            HAS_ENTROPY=wanted.entropy,
+            HAS_SUM_SQ=wanted.log_sum_sq_probs,
+            HAS_MEAN=wanted.mean_logits,
+            HAS_TOP1=wanted.top1,
+            LANES=block // each,
+            EACH=each,
+            num_warps=num_warps,
+        )
     return values
 
 
 @on_its_device
 def row_value_gradients(
-    logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    lse_N: Tensor,
+    upstream: Upstream,
+    rule: LossRule,
+    out_NV: Tensor,
+    first: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`."""
+    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is
+    the class `first`.
+    """
     logits_NV, targets_N, lse_N = _rows(logits_NV), targets_N.contiguous(), lse_N.contiguous()
     rows, columns = logits_NV.shape
     # a pointer that is not read still needs a tensor
-    dlog_probs, dlse, dentropy, entropy = (lse_N if t is None else t.to(torch.float32).contiguous() for t in upstream)
+    dlog_probs, dlse, dentropy, entropy = (
+        lse_N if t is None else t.to(torch.float32).contiguous() for t in upstream
+    )
     if rows and columns:
         block = min(MAX_BLOCK, triton.next_power_of_2(columns))
         blocks = triton.cdiv(columns, block)
         row_value_gradients_kernel[(rows * blocks,)](
-            logits_NV, targets_N, lse_N, dlog_probs, dlse, dentropy, entropy, out_NV, logits_NV.stride(0), out_NV.stride(0), columns, first,
-            blocks, rule.logit_scale, rule.softcap, HAS_DLOG_PROBS=upstream.dlog_probs is not None,
-            HAS_DLSE=upstream.dlogsumexp is not None, HAS_DENTROPY=upstream.dentropy is not None, HAS_SCALE=rule.logit_scale != 1.0,
-            HAS_CAP=rule.softcap != 0.0, BLOCK=block, num_warps=warps(block),
-        )  # fmt: skip
+            logits_NV,
+            targets_N,
+            lse_N,
+            dlog_probs,
+            dlse,
+            dentropy,
+            entropy,
+            out_NV,
+            logits_NV.stride(0),
+            out_NV.stride(0),
+            columns,
+            first,
+            blocks,
+            rule.logit_scale,
+            rule.softcap,
+            HAS_DLOG_PROBS=upstream.dlog_probs is not None,
+            HAS_DLSE=upstream.dlogsumexp is not None,
+            HAS_DENTROPY=upstream.dentropy is not None,
+            HAS_SCALE=rule.logit_scale != 1.0,
+            HAS_CAP=rule.softcap != 0.0,
+            BLOCK=block,
+            num_warps=warps(block),
+        )
     return out_NV

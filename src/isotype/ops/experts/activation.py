@@ -18,7 +18,9 @@ from .groups import KERNELS as EXPERTS
 
 
 class Clamped(NamedTuple):
-    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate) of the even columns (gate, at most `limit`) and the odd ones (up, within it)."""
+    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate) of the even columns (gate, at most
+    `limit`) and the odd ones (up, within it).
+    """
 
     alpha: float
     limit: float
@@ -65,18 +67,30 @@ def weighted(x_TN: Tensor, w_T: Tensor) -> Tensor:
     return (x_TN.to(w_T.dtype) * w_T[:, None]).to(x_TN.dtype)
 
 
-def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward_of_rows(
+    g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of g, weighted; h again where it is needed; <h, dh> of each row).
 
     dh  not yet weighted
     w   of each row, fp32
     """
     named = _named(kind)
-    if named is not None and w_T.dtype is torch.float32 and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton"):
-        return _cpp_backward(g_TG, dh_TI, w_T, *named, needs_h) if path == "cpp" else _backward(g_TG, dh_TI, w_T, *named, needs_h)
+    if (
+        named is not None
+        and w_T.dtype is torch.float32
+        and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton")
+    ):
+        return (
+            _cpp_backward(g_TG, dh_TI, w_T, *named, needs_h)
+            if path == "cpp"
+            else _backward(g_TG, dh_TI, w_T, *named, needs_h)
+        )
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
-        dgate, dup, h = gated_backward(path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
+        dgate, dup, h = gated_backward(
+            path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True
+        )
         assert dup is not None
         assert h is not None
         dg = torch.cat((dgate, dup), -1)
@@ -99,19 +113,29 @@ def _fake_activate(g: Tensor, *_: object) -> Tensor:
     return g.new_empty(g.shape[0], g.shape[1] // 2)
 
 
-@library_op("experts_activate_cpp(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=_fake_activate)
+@library_op(
+    "experts_activate_cpp(Tensor g, str kind, float alpha, float limit) -> Tensor",
+    fake=_fake_activate,
+)
 def _cpp_activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     h = _fake_activate(g_TG)
     EXPERTS("activate", g_TG.dtype, g_TG, h, *h.shape, _NUMBERS[kind], alpha, limit)
     return h
 
 
-def _fake_backward(g: Tensor, dh: Tensor, w: Tensor, kind: str, alpha: float, limit: float, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(g), torch.empty_like(dh) if again else dh.new_empty(0), torch.empty_like(w)
+def _fake_backward(
+    g: Tensor, dh: Tensor, w: Tensor, kind: str, alpha: float, limit: float, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(g),
+        torch.empty_like(dh) if again else dh.new_empty(0),
+        torch.empty_like(w),
+    )
 
 
 @library_op(
-    "experts_backward_cpp(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool again) -> (Tensor, Tensor, Tensor)",
+    "experts_backward_cpp(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool"
+    " again) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _cpp_backward(
@@ -119,11 +143,26 @@ def _cpp_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
     made = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, again)
-    EXPERTS("backward", g_TG.dtype, g_TG, dh_TI, w_T, dg, h if again else None, products, *dh_TI.shape, _NUMBERS[kind], alpha, limit)
+    EXPERTS(
+        "backward",
+        g_TG.dtype,
+        g_TG,
+        dh_TI,
+        w_T,
+        dg,
+        h if again else None,
+        products,
+        *dh_TI.shape,
+        _NUMBERS[kind],
+        alpha,
+        limit,
+    )
     return made
 
 
-@library_op("experts_activate(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=_fake_activate)
+@library_op(
+    "experts_activate(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=_fake_activate
+)
 def _activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     from . import triton
 
@@ -131,7 +170,8 @@ def _activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 
 
 @library_op(
-    "experts_backward(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool again) -> (Tensor, Tensor, Tensor)",
+    "experts_backward(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool"
+    " again) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(

@@ -1,7 +1,8 @@
 """Rows in the order of their experts, and the products of each expert's rows with its own matrix.
 
-On a CPU the rows are walked through in parts of a few experts, each expert's rows one product. Elsewhere there is one part of all rows, a
-product of all experts is one call, and the host never waits for the numbers of rows.
+On a CPU the rows are walked through in parts of a few experts, each expert's rows one product.
+Elsewhere there is one part of all rows, a product of all experts is one call, and the host never
+waits for the numbers of rows.
 
 S rows of a part in the order of their experts, N and M features, R rank, E experts of a part.
 """
@@ -23,18 +24,27 @@ from ..backend import forced_path, path_for, triton_runs, wide
 from ..cpp import CppKernels
 from ..library import library_op
 
-# Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
+# Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has
+# as many calls as one of 512
 ROWS = 512
 # packed experts that a GPU widens at a time: 8 of gpt-oss are 265 MB, its whole stack 1 GiB
 FEW = 8
 
 
-# --- the C++ kernels of cpu.cpp: each is one call for all experts of a part. `ends` are where each expert's rows end
+# --- the C++ kernels of cpu.cpp: each is one call for all experts of a part. `ends` are where each
+# expert's rows end
 
 KERNELS = CppKernels(
-    __file__, native="a", multiply="pppaiiiiiiii", shrink="pppaiiiiiii", expand="pppaiiiiiiiif", gradient="pppaiiiiiiiif",
-    activate="dppiiiff", backward="dppppppiiiff", scatter="dppppii",
-)  # fmt: skip
+    __file__,
+    native="a",
+    multiply="pppaiiiiiiii",
+    shrink="pppaiiiiiii",
+    expand="pppaiiiiiiiif",
+    gradient="pppaiiiiiiiif",
+    activate="dppiiiff",
+    backward="dppppppiiiff",
+    scatter="dppppii",
+)
 # up to this rank a kernel is no slower than PyTorch's product
 _SKINNY = 64
 
@@ -47,8 +57,9 @@ def _bf16_products() -> bool:
 
 @cache
 def _few() -> int:
-    """Up to how many rows an expert the kernel for all experts is used. It takes 0.7 to 0.97 of the time of PyTorch's product for each
-    at 16 to 1,024 rows (measured without AMX). With AMX, which the kernel does not use, it is not.
+    """Up to how many rows an expert the kernel for all experts is used. It takes 0.7 to 0.97 of the
+    time of PyTorch's product for each at 16 to 1,024 rows (measured without AMX). With AMX, which
+    the kernel does not use, it is not.
     """
     return 0 if torch.cpu._is_amx_tile_supported() else 1024
 
@@ -59,53 +70,116 @@ def _address(ends: list[int]) -> tuple[array[int], int]:
     return kept, kept.buffer_info()[0]
 
 
-@library_op("experts_multiply_cpp(Tensor x, Tensor matrices, Tensor(a!) out, int[] ends) -> ()", fake=lambda *_: None)
+@library_op(
+    "experts_multiply_cpp(Tensor x, Tensor matrices, Tensor(a!) out, int[] ends) -> ()",
+    fake=lambda *_: None,
+)
 def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: list[int]) -> None:
     """out = x by the matrix of each row's expert; one of a matrix's two strides is 1."""
     kept, address = _address(ends)
     KERNELS(
-        "multiply", x_SN, matrices_ENM, out_SM, address, len(kept), x_SN.shape[1], out_SM.shape[1], x_SN.stride(0), *matrices_ENM.stride(),
+        "multiply",
+        x_SN,
+        matrices_ENM,
+        out_SM,
+        address,
+        len(kept),
+        x_SN.shape[1],
+        out_SM.shape[1],
+        x_SN.stride(0),
+        *matrices_ENM.stride(),
         out_SM.stride(0),
-    )  # fmt: skip
+    )
 
 
-@library_op("experts_shrink_cpp(Tensor x, Tensor a, int[] ends) -> Tensor", fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]))
+@library_op(
+    "experts_shrink_cpp(Tensor x, Tensor a, int[] ends) -> Tensor",
+    fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]),
+)
 def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
     """x Aᵀ of each row's expert; one of A's last two strides is 1."""
     _, ranks, features = a_ERN.shape
     out = x_SN.new_empty(x_SN.shape[0], ranks)
     kept, address = _address(ends)
-    KERNELS("shrink", x_SN, a_ERN, out, address, len(kept), features, ranks, x_SN.stride(0), *a_ERN.stride())
+    KERNELS(
+        "shrink",
+        x_SN,
+        a_ERN,
+        out,
+        address,
+        len(kept),
+        features,
+        ranks,
+        x_SN.stride(0),
+        *a_ERN.stride(),
+    )
     return out
 
 
-@library_op("experts_expand_cpp(Tensor(a!) y, Tensor xa, Tensor b, int[] ends, float scale) -> ()", fake=lambda *_: None)
+@library_op(
+    "experts_expand_cpp(Tensor(a!) y, Tensor xa, Tensor b, int[] ends, float scale) -> ()",
+    fake=lambda *_: None,
+)
 def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], scale: float) -> None:
     """y += scale xa Bᵀ of each row's expert; one of B's last two strides is 1."""
     kept, address = _address(ends)
     expert_step, step, rank_step = b_EMR.stride()
     KERNELS(
-        "expand", y_SM, xa_SR, b_EMR, address, len(kept), y_SM.shape[1], b_EMR.shape[2], y_SM.stride(0), xa_SR.stride(0), expert_step,
-        rank_step, step, scale,
-    )  # fmt: skip
+        "expand",
+        y_SM,
+        xa_SR,
+        b_EMR,
+        address,
+        len(kept),
+        y_SM.shape[1],
+        b_EMR.shape[2],
+        y_SM.stride(0),
+        xa_SR.stride(0),
+        expert_step,
+        rank_step,
+        step,
+        scale,
+    )
 
 
-@library_op("experts_gradient_cpp(Tensor left, Tensor right, Tensor(a!) into, int[] ends, float scale) -> ()", fake=lambda *_: None)
-def _cpp_gradient_(left_SM: Tensor, right_SN: Tensor, into_EMN: Tensor, ends: list[int], scale: float) -> None:
+@library_op(
+    "experts_gradient_cpp(Tensor left, Tensor right, Tensor(a!) into, int[] ends, float scale)"
+    " -> ()",
+    fake=lambda *_: None,
+)
+def _cpp_gradient_(
+    left_SM: Tensor, right_SN: Tensor, into_EMN: Tensor, ends: list[int], scale: float
+) -> None:
     """into = scale leftᵀ right of each expert with rows, in fp32, of any strides."""
     kept, address = _address(ends)
     expert_step, m_step, n_step = into_EMN.stride()
     # the kernel's ranks are the narrower side
     large, small, steps = (
-        (right_SN, left_SM, (m_step, n_step)) if left_SM.shape[1] <= right_SN.shape[1] else (left_SM, right_SN, (n_step, m_step))
+        (right_SN, left_SM, (m_step, n_step))
+        if left_SM.shape[1] <= right_SN.shape[1]
+        else (left_SM, right_SN, (n_step, m_step))
     )
     KERNELS(
-        "gradient", large, small, into_EMN, address, len(kept), large.shape[1], small.shape[1], large.stride(0), small.stride(0),
-        expert_step, *steps, scale,
-    )  # fmt: skip
+        "gradient",
+        large,
+        small,
+        into_EMN,
+        address,
+        len(kept),
+        large.shape[1],
+        small.shape[1],
+        large.stride(0),
+        small.stride(0),
+        expert_step,
+        *steps,
+        scale,
+    )
 
 
-@library_op("experts_scatter_cpp(Tensor(a!) total, Tensor y, Tensor tokens, Tensor? w) -> ()", fake=lambda *_: None)
+@library_op(
+    "experts_scatter_cpp(Tensor(a!) total, Tensor y, Tensor tokens, Tensor? w) -> ()",
+    fake=lambda *_: None,
+)
 def _cpp_scatter_(total_TN: Tensor, y_SN: Tensor, tokens_S: Tensor, w_S: Tensor | None) -> None:
     """Adds each row, times w, to its token's fp32 sums."""
     KERNELS("scatter", y_SN.dtype, y_SN, tokens_S, w_S, total_TN, *y_SN.shape)
@@ -119,11 +193,15 @@ class Groups:
 
     order   int64[S]   position in `index` of each row
     tokens  int64[S]   the token of each row
-    ends    int32[E]   where each expert's rows end; None on a CPU and for fp64, which no grouped product takes
-    counts  how many rows each expert has, where the host knows it: where there are no `ends`, and with `packed` stacks
+    ends    int32[E]   where each expert's rows end; None on a CPU and for fp64, which no grouped
+            product takes
+    counts  how many rows each expert has, where the host knows it: where there are no `ends`, and
+            with `packed` stacks
     """
 
-    def __init__(self, index_TC: Tensor, experts: int, dtype: torch.dtype, *, packed: bool = False) -> None:
+    def __init__(
+        self, index_TC: Tensor, experts: int, dtype: torch.dtype, *, packed: bool = False
+    ) -> None:
         self.experts, self.places, device = experts, index_TC.shape[1], index_TC.device
         at_once = stands_for(device) != "cpu" or forced_path() == "triton"
         ordered, self.order = index_TC.reshape(-1).sort(stable=True)
@@ -142,8 +220,12 @@ class Groups:
         else:
             self.counts = torch.bincount(ordered, minlength=experts).tolist()
 
-    def narrow(self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """A and B in the products' dtype; a grouped product takes ranks of multiples of 16 bytes, which are filled with zeros."""
+    def narrow(
+        self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """A and B in the products' dtype; a grouped product takes ranks of multiples of 16 bytes,
+        which are filled with zeros.
+        """
         if a is None or b is None:
             return None, None
         more = -a.shape[1] % (16 // dtype.itemsize) if self.ends is not None else 0
@@ -190,7 +272,11 @@ class Part:
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
         """[S M], in their one dtype."""
         y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
-        if _native(x_SN) and len(x_SN) <= _few() * len(self.each) and 1 in matrices_ENM.stride()[1:]:
+        if (
+            _native(x_SN)
+            and len(x_SN) <= _few() * len(self.each)
+            and 1 in matrices_ENM.stride()[1:]
+        ):
             _cpp_multiply_(x_SN, matrices_ENM, y, self.ends)
             return y
         for i, rows in self.each:
@@ -198,7 +284,9 @@ class Part:
         return y
 
     def multiply_few(self, x_SN: Tensor, read: Callable[[slice], Tensor], out_SM: Tensor) -> Tensor:
-        """The same with the matrices [E' N M] of a few experts at a time, which `read` makes; an expert without rows is not read."""
+        """The same with the matrices [E' N M] of a few experts at a time, which `read` makes; an
+        expert without rows is not read.
+        """
         for i, rows in self.each:
             expert = self.experts.start + i
             torch.mm(x_SN[rows], read(slice(expert, expert + 1))[0], out=out_SM[rows])
@@ -229,7 +317,11 @@ class Part:
             _cpp_gradient_(left_SM, right_SN, into_EMN, self.ends, scale)
             return
         for i, rows in self.each:
-            torch.mul(left_SM[rows].to(into_EMN.dtype).t() @ right_SN[rows].to(into_EMN.dtype), scale, out=into_EMN[i])
+            torch.mul(
+                left_SM[rows].to(into_EMN.dtype).t() @ right_SN[rows].to(into_EMN.dtype),
+                scale,
+                out=into_EMN[i],
+            )
 
     def outer(self, left_SM: Tensor, right_SN: Tensor, into_EMN: Tensor) -> None:
         """into = leftᵀ right of each expert, for a weight of any dtype."""
@@ -243,7 +335,9 @@ class Part:
     def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
         """fp32[S]"""
         dtype = wide(d_SM.dtype)
-        return torch.cat([d_SM[rows].to(dtype) @ bias_EM[self.experts][i].to(dtype) for i, rows in self.each])
+        return torch.cat(
+            [d_SM[rows].to(dtype) @ bias_EM[self.experts][i].to(dtype) for i, rows in self.each]
+        )
 
     def bias_sums(self, dy_SM: Tensor, w_S: Tensor | None, into_EM: Tensor) -> None:
         for i, rows in self.each:
@@ -274,11 +368,20 @@ class AllAtOnce(Part):
     def __init__(self, groups: Groups) -> None:
         count = groups.order.shape[0]
         assert groups.ends is not None
-        self.experts, self.rows, self.tokens, self.ends = slice(0, groups.experts), slice(0, count), groups.tokens, groups.ends
+        self.experts, self.rows, self.tokens, self.ends = (
+            slice(0, groups.experts),
+            slice(0, count),
+            groups.tokens,
+            groups.ends,
+        )
         self.places, self.counts = groups.places, groups.counts
         # the row of each (token, place), and the expert of each row
-        self.rows_of = torch.empty_like(groups.order).index_put_((groups.order,), torch.arange(count, device=groups.order.device))
-        self.owners = torch.searchsorted(self.ends, torch.arange(count, dtype=torch.int32, device=self.ends.device), right=True)
+        self.rows_of = torch.empty_like(groups.order).index_put_(
+            (groups.order,), torch.arange(count, device=groups.order.device)
+        )
+        self.owners = torch.searchsorted(
+            self.ends, torch.arange(count, dtype=torch.int32, device=self.ends.device), right=True
+        )
 
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
         made: Tensor = F.grouped_mm(x_SN, matrices_ENM, offs=self.ends)
@@ -331,14 +434,22 @@ class AllAtOnce(Part):
         total_TN += y[self.rows_of].view(-1, self.places, y.shape[1]).sum(1)
 
 
-@library_op("experts_gradient_(Tensor left, Tensor right, Tensor ends, Tensor(a!) into, float scale) -> ()", fake=lambda *_: None)
-def _gradient_(left_SM: Tensor, right_SN: Tensor, ends_E: Tensor, into_EMN: Tensor, scale: float) -> None:
+@library_op(
+    "experts_gradient_(Tensor left, Tensor right, Tensor ends, Tensor(a!) into, float scale) -> ()",
+    fake=lambda *_: None,
+)
+def _gradient_(
+    left_SM: Tensor, right_SN: Tensor, ends_E: Tensor, into_EMN: Tensor, scale: float
+) -> None:
     from . import triton
 
     triton.gradient_(left_SM, right_SN, ends_E, into_EMN, scale)
 
 
-@library_op("experts_combine_(Tensor(a!) total, Tensor y, Tensor rows_of, Tensor? w) -> ()", fake=lambda *_: None)
+@library_op(
+    "experts_combine_(Tensor(a!) total, Tensor y, Tensor rows_of, Tensor? w) -> ()",
+    fake=lambda *_: None,
+)
 def _combine_(total_TN: Tensor, y_SN: Tensor, rows_of: Tensor, w_S: Tensor | None) -> None:
     from . import triton
 

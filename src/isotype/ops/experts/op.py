@@ -1,16 +1,20 @@
-"""`experts`: the stacked experts of a mixture as one function, frozen or trained, with and without LoRA on their two layers.
+"""`experts`: the stacked experts of a mixture as one function, frozen or trained, with and without
+LoRA on their two layers.
 
-Rows are sorted by expert once. Each expert's rows are then one product with its matrix: on a GPU all of them in one grouped product, on a
-CPU one product an expert, a few experts at a time, so that what lies between the two layers exists for those rows alone.
+Rows are sorted by expert once. Each expert's rows are then one product with its matrix: on a GPU
+all of them in one grouped product, on a CPU one product an expert, a few experts at a time, so that
+what lies between the two layers exists for those rows alone.
 
-The gradient of a routing weight is the inner product of an expert's result and that result's gradient before the routing weight is
-multiplied in. It equals <h, dh>, with h what the second layer reads and dh its gradient (plus <d, bias>): no expert's output is kept, and
-nothing is divided by the routing weight.
+The gradient of a routing weight is the inner product of an expert's result and that result's
+gradient before the routing weight is multiplied in. It equals <h, dh>, with h what the second layer
+reads and dh its gradient (plus <d, bias>): no expert's output is kept, and nothing is divided by
+the routing weight.
 
-Saved for backward: x, the order of the rows, what the first layer gives, x Aᵀ and h Aᵀ (rows x rank), A and B as cast down.
+Saved for backward: x, the order of the rows, what the first layer gives, x Aᵀ and h Aᵀ (rows x
+rank), A and B as cast down.
 
-T tokens, C experts a token, E experts, S = T C rows in the order of their experts, H features, G features of the first layer's output,
-I inner features, R rank.
+T tokens, C experts a token, E experts, S = T C rows in the order of their experts, H features, G
+features of the first layer's output, I inner features, R rank.
 """
 
 from __future__ import annotations
@@ -26,20 +30,34 @@ from ..backend import applied, autocast_off, product_dtype, refuse_second_deriva
 from ..contract import OpContract
 from ..packed import StackState
 from ..recompute import layers_running, output_is_unused, unwritten
-from .activation import Activation, Clamped, activated, activated_reference, backward_of_rows, weighted
+from .activation import (
+    Activation,
+    Clamped,
+    activated,
+    activated_reference,
+    backward_of_rows,
+    weighted,
+)
 from .groups import Groups, Part
 
 EXPERTS = OpContract(
     "x: X[t h], index: int[t c], weights: W[t c], up: U[e g h], down: D[e h i] -> X[t h]",
-    inside="the products' dtype: autocast's, else what x, up and down promote to; sums over experts in fp32",
+    inside=(
+        "the products' dtype: autocast's, else what x, up and down promote to; sums over experts in"
+        " fp32"
+    ),
     grads={"x": "X", "weights": "W", "up": "U", "down": "D"},
     autocast="ignored",
 )
-"""The output has x's dtype also under autocast, as transformers' experts have it; the products follow autocast."""
+"""The output has x's dtype also under autocast, as transformers' experts have it; the products
+follow autocast.
+"""
 
 
 class Adapter(NamedTuple):
-    """LoRA on one layer of every expert: a [E R N], b [E O R], of any strides; `scale` multiplies the sum."""
+    """LoRA on one layer of every expert: a [E R N], b [E O R], of any strides; `scale` multiplies
+    the sum.
+    """
 
     a: Tensor
     b: Tensor
@@ -79,11 +97,19 @@ def experts_reference(
         for expert in range(up.shape[0]):
             token, place = torch.where(index == expert)
             h = x[token].to(dtype)
-            for weight, bias, adapter, first in ((up, up_bias, up_adapter, True), (down, down_bias, down_adapter, False)):
+            for weight, bias, adapter, first in (
+                (up, up_bias, up_adapter, True),
+                (down, down_bias, down_adapter, False),
+            ):
                 own = weight[expert].to(dtype)
                 made = h @ (own if transposed else own.t())
                 if adapter is not None:
-                    made = made + adapter.scale * (h @ adapter.a[expert].to(dtype).t()) @ adapter.b[expert].to(dtype).t()
+                    made = (
+                        made
+                        + adapter.scale
+                        * (h @ adapter.a[expert].to(dtype).t())
+                        @ adapter.b[expert].to(dtype).t()
+                    )
                 if bias is not None:
                     made = made + bias[expert].to(dtype)
                 h = activated_reference(made, activation) if first else made
@@ -94,15 +120,28 @@ def experts_reference(
 # --- the op
 
 
-def _product(part: Part, x: Tensor, stack: Tensor, form: Form, which: int, *, back: bool = False, out: Tensor | None = None) -> Tensor:
-    """x by the matrix of each row's expert, or with `back` by its transpose: the one place where a stack is read. Weights of another dtype
-    are cast for the experts of a part, packed ones are widened for a few experts at a time."""
+def _product(
+    part: Part,
+    x: Tensor,
+    stack: Tensor,
+    form: Form,
+    which: int,
+    *,
+    back: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x by the matrix of each row's expert, or with `back` by its transpose: the one place where a
+    stack is read. Weights of another dtype are cast for the experts of a part, packed ones are
+    widened for a few experts at a time.
+    """
     state = form.states[which]
     if state is None:
         weight = stack[part.experts]
         if weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
-        return part.multiply(x, weight if form.transposed != back else weight.transpose(1, 2), out=out)
+        return part.multiply(
+            x, weight if form.transposed != back else weight.transpose(1, 2), out=out
+        )
 
     def read(experts: slice) -> Tensor:
         wide = state.widen_experts(stack, experts, x.dtype)
@@ -140,16 +179,30 @@ class Experts(torch.autograd.Function):
             groups = Groups(index_TC, shape[0], dtype, packed=form.states != (None, None))
             low_TH = x_TH.to(dtype)
             w_S = weights_TC.reshape(-1)[groups.order].to(wide(dtype))
-            (a1, b1), (a2, b2) = groups.narrow(up_a, up_b, dtype), groups.narrow(down_a, down_b, dtype)
-            rows, width = groups.order.shape[0], shape[2 if form.transposed else 1]
-            # what backward reads of every row: the first layer's output, and both layers' products with A
-            g_SG, xa_SR, ha_SR = (
-                low_TH.new_empty(rows, n) if keeps and n else None for n in (width, *(0 if a is None else a.shape[1] for a in (a1, a2)))
+            (a1, b1), (a2, b2) = (
+                groups.narrow(up_a, up_b, dtype),
+                groups.narrow(down_a, down_b, dtype),
             )
-            total = None if unused else torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
+            rows, width = groups.order.shape[0], shape[2 if form.transposed else 1]
+            # what backward reads of every row: the first layer's output, and both layers' products
+            # with A
+            g_SG, xa_SR, ha_SR = (
+                low_TH.new_empty(rows, n) if keeps and n else None
+                for n in (width, *(0 if a is None else a.shape[1] for a in (a1, a2)))
+            )
+            total = (
+                None if unused else torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
+            )
             for part in groups.parts():
                 xs = part.gathered(low_TH)
-                g, xa = _layer(part, xs, (up, up_bias, a1, b1), form, 0, out=None if g_SG is None else g_SG[part.rows])
+                g, xa = _layer(
+                    part,
+                    xs,
+                    (up, up_bias, a1, b1),
+                    form,
+                    0,
+                    out=None if g_SG is None else g_SG[part.rows],
+                )
                 h = activated(g, form.activation) if total is not None or a2 is not None else None
                 if total is not None:
                     assert h is not None
@@ -165,19 +218,63 @@ class Experts(torch.autograd.Function):
         if keeps:
             ctx.save_for_backward(low_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *given)
             ctx.given = form, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
-        return unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype) if total is None else total.to(x_TH.dtype)
+        return (
+            unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype)
+            if total is None
+            else total.to(x_TH.dtype)
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("experts")
-        x_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, up, up_bias, up_a, up_b, down, down_bias, down_a, down_b = ctx.saved_tensors
+        (
+            x_TH,
+            w_S,
+            g_SG,
+            xa_SR,
+            ha_SR,
+            a1,
+            b1,
+            a2,
+            b2,
+            up,
+            up_bias,
+            up_a,
+            up_b,
+            down,
+            down_bias,
+            down_a,
+            down_b,
+        ) = ctx.saved_tensors
         form, dtype, groups, x_dtype, w_dtype, w_shape = ctx.given
-        needs_x, _, needs_w, _, _, needs_up, needs_ub, needs_ua, needs_ubb, needs_down, needs_db, needs_da, needs_dbb = ctx.needs_input_grad
-        first = _Gradients((up, up_bias, up_a, up_b), (needs_up, needs_ub, needs_ua, needs_ubb), form.transposed)
-        second = _Gradients((down, down_bias, down_a, down_b), (needs_down, needs_db, needs_da, needs_dbb), form.transposed)
+        (
+            needs_x,
+            _,
+            needs_w,
+            _,
+            _,
+            needs_up,
+            needs_ub,
+            needs_ua,
+            needs_ubb,
+            needs_down,
+            needs_db,
+            needs_da,
+            needs_dbb,
+        ) = ctx.needs_input_grad
+        first = _Gradients(
+            (up, up_bias, up_a, up_b), (needs_up, needs_ub, needs_ua, needs_ubb), form.transposed
+        )
+        second = _Gradients(
+            (down, down_bias, down_a, down_b),
+            (needs_down, needs_db, needs_da, needs_dbb),
+            form.transposed,
+        )
         with autocast_off(dy):
             dy_TH = dy.to(dtype)
-            dx_TH = torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device) if needs_x else None
+            dx_TH = (
+                torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device) if needs_x else None
+            )
             dw_S = torch.empty_like(w_S)
             for part in groups.parts():
                 rows = part.rows
@@ -185,9 +282,13 @@ class Experts(torch.autograd.Function):
                 d = part.gathered(dy_TH)
                 g = g_SG[rows]
                 dh, dha = _input_gradient(part, d, down, a2, b2, form, 1)
-                dg, h, inner = backward_of_rows(g, dh, w, form.activation, needs_h=needs_down or needs_da)
+                dg, h, inner = backward_of_rows(
+                    g, dh, w, form.activation, needs_h=needs_down or needs_da
+                )
                 del dh
-                dw_S[rows] = inner if down_bias is None else inner + part.inner_with_bias(d, down_bias)
+                dw_S[rows] = (
+                    inner if down_bias is None else inner + part.inner_with_bias(d, down_bias)
+                )
                 second.add(part, h, d, w, ha_SR, dha, form.scales[1])
                 del h
                 dxs, dxa = _input_gradient(part, dg, up, a1, b1, form, 0, wanted=needs_x)
@@ -198,14 +299,28 @@ class Experts(torch.autograd.Function):
                     part.scatter_add_(dx_TH, dxs, None)
                 # before the next part's are made
                 del d, dg, xs, dxs
-            dweights = torch.empty_like(dw_S).index_put_((groups.order,), dw_S).view(w_shape).to(w_dtype) if needs_w else None
-        return None if dx_TH is None else dx_TH.to(x_dtype), None, dweights, None, None, *first.made(), *second.made()
+            dweights = (
+                torch.empty_like(dw_S).index_put_((groups.order,), dw_S).view(w_shape).to(w_dtype)
+                if needs_w
+                else None
+            )
+        return (
+            None if dx_TH is None else dx_TH.to(x_dtype),
+            None,
+            dweights,
+            None,
+            None,
+            *first.made(),
+            *second.made(),
+        )
 
 
 Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _layer(part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _layer(
+    part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(x W + bias + scale (x Aᵀ) Bᵀ of each row's expert, x Aᵀ)."""
     weight, bias, a, b = layer
     y = _product(part, x, weight, form, which, out=out)
@@ -219,9 +334,19 @@ def _layer(part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Ten
 
 
 def _input_gradient(
-    part: Part, dy: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, form: Form, which: int, *, wanted: bool = True
+    part: Part,
+    dy: Tensor,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    form: Form,
+    which: int,
+    *,
+    wanted: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of the layer's input, or None where it is not wanted, gradient of its product with A, not yet scaled)."""
+    """(gradient of the layer's input, or None where it is not wanted, gradient of its product with
+    A, not yet scaled).
+    """
     dxa = None if b is None else part.shrink(dy, b.transpose(1, 2))
     if not wanted:
         return None, dxa  # type: ignore[return-value]  # a caller that does not want it does not read it
@@ -232,19 +357,36 @@ def _input_gradient(
 
 
 class _Gradients:
-    """Those of one layer's weight, bias, A and B, filled a few experts at a time; an expert without rows has zeros."""
+    """Those of one layer's weight, bias, A and B, filled a few experts at a time; an expert without
+    rows has zeros.
+    """
 
     def __init__(self, layer: Layer, needs: Sequence[bool], transposed: bool) -> None:
-        self.transposed, self.needs, self.dtypes = transposed, needs, [None if t is None else t.dtype for t in layer]
+        self.transposed, self.needs, self.dtypes = (
+            transposed,
+            needs,
+            [None if t is None else t.dtype for t in layer],
+        )
         weight, bias, a, b = layer
         self.weight = torch.zeros_like(weight) if needs[0] else None
         self.bias = torch.zeros_like(bias) if needs[1] and bias is not None else None
         # summed in fp32; B's lie as PEFT's parameter does, the expert last
         self.a = _sums(a, a.shape) if needs[2] and a is not None else None
-        self.b = _sums(b, (b.shape[1], b.shape[2], b.shape[0])).permute(2, 0, 1) if needs[3] and b is not None else None
+        self.b = (
+            _sums(b, (b.shape[1], b.shape[2], b.shape[0])).permute(2, 0, 1)
+            if needs[3] and b is not None
+            else None
+        )
 
     def add(
-        self, part: Part, x: Tensor | None, dy: Tensor, w: Tensor | None, xa_SR: Tensor | None, dxa: Tensor | None, scale: float
+        self,
+        part: Part,
+        x: Tensor | None,
+        dy: Tensor,
+        w: Tensor | None,
+        xa_SR: Tensor | None,
+        dxa: Tensor | None,
+        scale: float,
     ) -> None:
         """x is read where a weight or an A has a gradient; w multiplies dy."""
         experts = part.experts
@@ -265,7 +407,8 @@ class _Gradients:
 
     def made(self) -> list[Tensor | None]:
         return [
-            None if t is None or dtype is None else t.to(dtype) for t, dtype in zip((self.weight, self.bias, self.a, self.b), self.dtypes)
+            None if t is None or dtype is None else t.to(dtype)
+            for t, dtype in zip((self.weight, self.bias, self.a, self.b), self.dtypes)
         ]
 
 
@@ -297,12 +440,14 @@ def experts(
     up, down    U[e g h], D[e h i]; with `transposed` U[e h g], D[e i h]
     up_bias, down_bias      [e g], [e h], or None
     up_adapter, down_adapter  LoRA, or None
-    up_state, down_state  of packed stacks, whose bytes `up` and `down` are then, frozen: an expert is widened where its rows are multiplied
-    activation  "silu", "gelu" or "gelu_tanh" of the first half of g times the second; `Clamped` of even columns times odd ones; or any
-                function [s g] -> [s i] without trained parameters
+    up_state, down_state  of packed stacks, whose bytes `up` and `down` are then, frozen: an expert
+                          is widened where its rows are multiplied
+    activation  "silu", "gelu" or "gelu_tanh" of the first half of g times the second; `Clamped` of
+                even columns times odd ones; or any function [s g] -> [s i] without trained
+                parameters
     ->          X[t h]     x's dtype, also under autocast
-    inside      products in autocast's dtype, else what x and the stacks that are not packed promote to; sums over experts and an adapter's
-                gradients in fp32
+    inside      products in autocast's dtype, else what x and the stacks that are not packed promote
+                to; sums over experts and an adapter's gradients in fp32
     grads       each in its tensor's dtype
     Raises      ShapeError SH001; DtypeError DT001 for an index that is no integer
     """
@@ -311,7 +456,9 @@ def experts(
     layers: list[Tensor | None] = []
     for stack, bias, adapter in ((up, up_bias, up_adapter), (down, down_bias, down_adapter)):
         layers += [stack, bias, *((None, None) if adapter is None else adapter[:2])]
-    scales = tuple(1.0 if adapter is None else adapter.scale for adapter in (up_adapter, down_adapter))
+    scales = tuple(
+        1.0 if adapter is None else adapter.scale for adapter in (up_adapter, down_adapter)
+    )
     form = Form(activation, transposed, scales, states)  # type: ignore[arg-type]  # one scale a layer
     dense = [stack for stack, state in zip((up, down), states) if state is None]
     made: Tensor = applied(Experts, x, index, weights, form, product_dtype(x, *dense), *layers)
@@ -322,16 +469,25 @@ def _shape(stack: Tensor, state: StackState | None) -> torch.Size:
     return stack.shape if state is None else state.shape
 
 
-def _check(x: Tensor, index: Tensor, weights: Tensor, up: torch.Size, down: torch.Size, transposed: bool) -> None:
+def _check(
+    x: Tensor, index: Tensor, weights: Tensor, up: torch.Size, down: torch.Size, transposed: bool
+) -> None:
     if index.is_floating_point():
-        raise DtypeError(f"index is {index.dtype}, declared an integer", code="DT001", fix="index.long()")
+        raise DtypeError(
+            f"index is {index.dtype}, declared an integer", code="DT001", fix="index.long()"
+        )
     inner, outer = (1, 2) if transposed else (2, 1)
-    fits = x.dim() == 2 and len(up) == len(down) == 3 and index.shape == weights.shape and index.shape[:1] == x.shape[:1]
+    fits = (
+        x.dim() == 2
+        and len(up) == len(down) == 3
+        and index.shape == weights.shape
+        and index.shape[:1] == x.shape[:1]
+    )
     if not fits or up[inner] != x.shape[1] or down[outer] != x.shape[1] or up[0] != down[0]:
         raise ShapeError(
-            f"x is {list(x.shape)}, index {list(index.shape)}, weights {list(weights.shape)}, up {list(up)}, "
-            f"down {list(down)}, "
-            f"declared [t h], [t c], [t c], {'[e h g], [e i h]' if transposed else '[e g h], [e h i]'}",
+            f"x is {list(x.shape)}, index {list(index.shape)}, weights {list(weights.shape)}, up"
+            f" {list(up)}, down {list(down)}, declared [t h], [t c], [t c],"
+            f" {'[e h g], [e i h]' if transposed else '[e g h], [e h i]'}",
             code="SH001",
         )
 

@@ -1,5 +1,6 @@
-"""Stacked experts on a GPU, beside torch's grouped products: what lies between an expert's two layers, sums over a token's experts, and the
-adapters' gradients, which no grouped product of torch returns in fp32.
+"""Stacked experts on a GPU, beside torch's grouped products: what lies between an expert's two
+layers, sums over a token's experts, and the adapters' gradients, which no grouped product of torch
+returns in fp32.
 
 S rows in the order of their experts, I inner features, N columns, M and N sides of a gradient.
 """
@@ -24,38 +25,71 @@ def load_pair(g, row_start, first, inner, KIND: tl.constexpr, BLOCK: tl.constexp
     if KIND == "clamped":
         both = tl.arange(0, 2 * BLOCK)
         inside = both < 2 * tl.minimum(inner - first, BLOCK)
-        x_fp32 = tl.load(g + (row_start + 2 * first) + both, mask=inside, other=0.0).to(tl.float32)  # [2 BLOCK]
+        x_fp32 = tl.load(g + (row_start + 2 * first) + both, mask=inside, other=0.0).to(
+            tl.float32
+        )  # [2 BLOCK]
         gate_fp32, up_fp32 = tl.split(tl.reshape(x_fp32, (BLOCK, 2)))
     else:
         i = tl.arange(0, BLOCK)
         inside = i < tl.minimum(inner - first, BLOCK)
-        gate_fp32 = tl.load(g + (row_start + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-        up_fp32 = tl.load(g + (row_start + inner + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        gate_fp32 = tl.load(g + (row_start + first) + i, mask=inside, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
+        up_fp32 = tl.load(g + (row_start + inner + first) + i, mask=inside, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
     return gate_fp32, up_fp32
 
 
 @triton.jit
 def activate_kernel(
-    g, h, inner, blocks, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    g,
+    h,
+    inner,
+    blocks,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * BLOCK
     gate_fp32, up_fp32 = load_pair(g, row * 2 * inner, first, inner, KIND, BLOCK)
     if KIND == "clamped":
         low_fp32 = tl.minimum(gate_fp32, LIMIT)
-        y_fp32 = (tl.minimum(tl.maximum(up_fp32, -LIMIT), LIMIT) + 1.0) * low_fp32 * tl.sigmoid(ALPHA * low_fp32)
+        y_fp32 = (
+            (tl.minimum(tl.maximum(up_fp32, -LIMIT), LIMIT) + 1.0)
+            * low_fp32
+            * tl.sigmoid(ALPHA * low_fp32)
+        )
     else:
         y_fp32 = gate_fp32 * share_of(gate_fp32, KIND) * up_fp32
     i = tl.arange(0, BLOCK)
-    tl.store(h + (row * inner + first) + i, y_fp32.to(h.dtype.element_ty), mask=i < tl.minimum(inner - first, BLOCK))
+    tl.store(
+        h + (row * inner + first) + i,
+        y_fp32.to(h.dtype.element_ty),
+        mask=i < tl.minimum(inner - first, BLOCK),
+    )
 
 
 @triton.jit
 def backward_kernel(
-    g, dh, weights, dg, h, products, inner,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row a program: the gradient of g, weighted, h again, and <h, dh> before the weight is multiplied in."""
+    g,
+    dh,
+    weights,
+    dg,
+    h,
+    products,
+    inner,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: the gradient of g, weighted, h again, and <h, dh> before the weight is
+    multiplied in.
+    """
     row = tl.program_id(0).to(tl.int64)
     weight_fp32 = tl.load(weights + row).to(tl.float32)
     sum_fp32 = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -63,13 +97,17 @@ def backward_kernel(
     for first in range(0, inner, BLOCK):
         inside = i < tl.minimum(inner - first, BLOCK)
         gate_fp32, up_fp32 = load_pair(g, row * 2 * inner, first, inner, KIND, BLOCK)
-        d_fp32 = tl.load(dh + (row * inner + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        d_fp32 = tl.load(dh + (row * inner + first) + i, mask=inside, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
         if KIND == "clamped":
             low_fp32 = tl.minimum(gate_fp32, LIMIT)
             share_fp32 = tl.sigmoid(ALPHA * low_fp32)
             factor_fp32 = tl.minimum(tl.maximum(up_fp32, -LIMIT), LIMIT) + 1.0
             value_fp32 = low_fp32 * share_fp32
-            slope_fp32 = tl.where(gate_fp32 > LIMIT, 0.0, share_fp32 * (1.0 + ALPHA * low_fp32 * (1.0 - share_fp32)))
+            slope_fp32 = tl.where(
+                gate_fp32 > LIMIT, 0.0, share_fp32 * (1.0 + ALPHA * low_fp32 * (1.0 - share_fp32))
+            )
             by_up_fp32 = tl.where((up_fp32 > LIMIT) | (up_fp32 < -LIMIT), 0.0, value_fp32)
         else:
             share_fp32 = share_of(gate_fp32, KIND)
@@ -85,7 +123,11 @@ def backward_kernel(
         if KIND == "clamped":
             both = tl.arange(0, 2 * BLOCK)
             pairs = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
-            tl.store(dg + (row * 2 * inner + 2 * first) + both, pairs, mask=both < 2 * tl.minimum(inner - first, BLOCK))
+            tl.store(
+                dg + (row * 2 * inner + 2 * first) + both,
+                pairs,
+                mask=both < 2 * tl.minimum(inner - first, BLOCK),
+            )
         else:
             tl.store(dg + (row * 2 * inner + first) + i, dgate, mask=inside)
             tl.store(dg + (row * 2 * inner + inner + first) + i, dup, mask=inside)
@@ -95,16 +137,22 @@ def backward_kernel(
 
 
 @triton.jit
-def combine_kernel(y, rows_of, weights, total, places, columns, blocks, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    y, rows_of, weights, total, places, columns, blocks, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     """One token a program: the sum of its rows, in one order."""
     token = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK)
-    sum_fp32 = tl.load(total + (token * columns + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    sum_fp32 = tl.load(total + (token * columns + first) + i, mask=inside, other=0.0).to(
+        tl.float32
+    )  # [BLOCK]
     for place in range(places):
         row = tl.load(rows_of + token * places + place).to(tl.int64)
-        y_fp32 = tl.load(y + (row * columns + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        y_fp32 = tl.load(y + (row * columns + first) + i, mask=inside, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
         if WEIGHTED:
             y_fp32 *= tl.load(weights + row).to(tl.float32)
         sum_fp32 += y_fp32
@@ -113,9 +161,22 @@ def combine_kernel(y, rows_of, weights, total, places, columns, blocks, WEIGHTED
 
 @triton.jit
 def gradient_kernel(
-    left, right, ends, out, m, n, left_stride, right_stride, out_expert, out_m, out_n, scale,
-    ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+    left,
+    right,
+    ends,
+    out,
+    m,
+    n,
+    left_stride,
+    right_stride,
+    out_expert,
+    out_m,
+    out_n,
+    scale,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
     """One expert's tile [M, N] of leftᵀ right a program, summed over the expert's rows."""
     expert = tl.program_id(0)
     i = tl.program_id(1) * M + tl.arange(0, M)
@@ -127,11 +188,22 @@ def gradient_kernel(
     for first in range(start, end, ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         here = (row < end)[:, None]
-        a = tl.load(left + row[:, None] * left_stride + i[None, :], mask=here & (i < m)[None, :], other=0.0)  # [ROWS, M]
-        b_any = tl.load(right + row[:, None] * right_stride + j[None, :], mask=here & (j < n)[None, :], other=0.0)  # [ROWS, N]
+        a = tl.load(
+            left + row[:, None] * left_stride + i[None, :], mask=here & (i < m)[None, :], other=0.0
+        )  # [ROWS, M]
+        b_any = tl.load(
+            right + row[:, None] * right_stride + j[None, :],
+            mask=here & (j < n)[None, :],
+            other=0.0,
+        )  # [ROWS, N]
         b = b_any.to(a.dtype)
         sums_fp32 = tl.dot(tl.trans(a), b, sums_fp32, input_precision="ieee")
-    target = out + expert.to(tl.int64) * out_expert + i.to(tl.int64)[:, None] * out_m + j.to(tl.int64)[None, :] * out_n
+    target = (
+        out
+        + expert.to(tl.int64) * out_expert
+        + i.to(tl.int64)[:, None] * out_m
+        + j.to(tl.int64)[None, :] * out_n
+    )
     tl.store(target, sums_fp32 * scale, mask=(i < m)[:, None] & (j < n)[None, :])
 
 
@@ -141,20 +213,34 @@ def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     h = torch.empty(rows, inner, dtype=g_SG.dtype, device=g_SG.device)
     if h.numel():
         blocks = triton.cdiv(inner, BLOCK)
-        activate_kernel[(rows * blocks,)](g_SG, h, inner, blocks, KIND=kind, ALPHA=alpha, LIMIT=limit, BLOCK=BLOCK)
+        activate_kernel[(rows * blocks,)](
+            g_SG, h, inner, blocks, KIND=kind, ALPHA=alpha, LIMIT=limit, BLOCK=BLOCK
+        )
     return h
 
 
 @on_its_device
-def backward(g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
     dg, products = torch.empty_like(g_SG), torch.empty_like(w_S)
     h = torch.empty_like(dh_SI) if again else dh_SI.new_empty(0)
     if dh_SI.numel():
         backward_kernel[(dh_SI.shape[0],)](
-            g_SG, dh_SI, w_S, dg, h if again else dg, products, dh_SI.shape[1],
-            KIND=kind, ALPHA=alpha, LIMIT=limit, AGAIN=again, BLOCK=BLOCK,
-        )  # fmt: skip
+            g_SG,
+            dh_SI,
+            w_S,
+            dg,
+            h if again else dg,
+            products,
+            dh_SI.shape[1],
+            KIND=kind,
+            ALPHA=alpha,
+            LIMIT=limit,
+            AGAIN=again,
+            BLOCK=BLOCK,
+        )
     return dg, h, products
 
 
@@ -165,20 +251,43 @@ def combine_(total_TN: Tensor, y_SN: Tensor, rows_of_TC: Tensor, w_S: Tensor | N
     if total_TN.numel():
         blocks = triton.cdiv(columns, BLOCK)
         combine_kernel[(tokens * blocks,)](
-            y_SN, rows_of_TC, y_SN if w_S is None else w_S, total_TN, rows_of_TC.numel() // tokens, columns, blocks,
-            WEIGHTED=w_S is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+            y_SN,
+            rows_of_TC,
+            y_SN if w_S is None else w_S,
+            total_TN,
+            rows_of_TC.numel() // tokens,
+            columns,
+            blocks,
+            WEIGHTED=w_S is not None,
+            BLOCK=BLOCK,
+        )
 
 
 @on_its_device
-def gradient_(left_SM: Tensor, right_SN: Tensor, ends_E: Tensor, into_EMN: Tensor, scale: float) -> None:
-    """into = scale leftᵀ right of each expert in fp32, of any strides; zeros for an expert without rows."""
+def gradient_(
+    left_SM: Tensor, right_SN: Tensor, ends_E: Tensor, into_EMN: Tensor, scale: float
+) -> None:
+    """into = scale leftᵀ right of each expert in fp32, of any strides; zeros for an expert without
+    rows.
+    """
     if left_SM.shape[1] > right_SN.shape[1]:
         left_SM, right_SN, into_EMN = right_SN, left_SM, into_EMN.transpose(1, 2)
     experts, m, n = into_EMN.shape
     # a rank of 16 fills the smallest tile of the tensor cores
     tile = 16 if m <= 16 else 32 if m <= 32 else 64
     gradient_kernel[(experts, triton.cdiv(m, tile), triton.cdiv(n, 128))](
-        left_SM, right_SN, ends_E, into_EMN, m, n, left_SM.stride(0), right_SN.stride(0), *into_EMN.stride(), scale,
-        ROWS=32, M=tile, N=128, num_warps=4,
-    )  # fmt: skip
+        left_SM,
+        right_SN,
+        ends_E,
+        into_EMN,
+        m,
+        n,
+        left_SM.stride(0),
+        right_SN.stride(0),
+        *into_EMN.stride(),
+        scale,
+        ROWS=32,
+        M=tile,
+        N=128,
+        num_warps=4,
+    )

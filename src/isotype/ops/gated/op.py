@@ -1,6 +1,8 @@
-"""`silu_mul`, `gelu_mul` and `gelu`: an activation, alone or times `up`, as one op with three public functions.
+"""`silu_mul`, `gelu_mul` and `gelu`: an activation, alone or times `up`, as one op with three
+public functions.
 
-`gated_product` and `gated_gradients` are for use inside a larger autograd function, which handles autograd and autocast itself.
+`gated_product` and `gated_gradients` are for use inside a larger autograd function, which handles
+autograd and autocast itself.
 """
 
 from __future__ import annotations
@@ -21,13 +23,27 @@ from ..library import library_op
 from ..remade import remember
 
 # F is a free float dtype
-SILU_MUL = OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F", "up": "F"}, autocast="ignored")
-GELU_MUL = OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F", "up": "F"}, autocast="ignored")
+SILU_MUL = OpContract(
+    "gate: F[*n d], up: F[*n d] -> F[*n d]",
+    inside="fp32",
+    grads={"gate": "F", "up": "F"},
+    autocast="ignored",
+)
+GELU_MUL = OpContract(
+    "gate: F[*n d], up: F[*n d] -> F[*n d]",
+    inside="fp32",
+    grads={"gate": "F", "up": "F"},
+    autocast="ignored",
+)
 GELU = OpContract("x: F[*n d] -> F[*n d]", inside="fp32", grads={"x": "F"}, autocast="ignored")
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Gated = Literal["silu_mul", "gelu_mul exact", "gelu_mul tanh"]
-_ACTIVATIONS: dict[Gated, Activation] = {"silu_mul": "silu", "gelu_mul exact": "gelu", "gelu_mul tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[Gated, Activation] = {
+    "silu_mul": "silu",
+    "gelu_mul exact": "gelu",
+    "gelu_mul tanh": "gelu_tanh",
+}
 
 _ROOT = math.sqrt(2 / math.pi)
 _CUBE = 0.044715
@@ -39,7 +55,11 @@ _CUBE = 0.044715
 def gated_reference(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     """In plain PyTorch, right at fp64."""
     g = x.to(wide(x.dtype))
-    y = g * torch.sigmoid(g) if activation == "silu" else F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
+    y = (
+        g * torch.sigmoid(g)
+        if activation == "silu"
+        else F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
+    )
     return narrowed(y if up is None else y * up.to(g.dtype), x.dtype)
 
 
@@ -66,26 +86,49 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@library_op("gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor", fake=lambda x, up, activation: _like(x))
+@library_op(
+    "gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor",
+    fake=lambda x, up, activation: _like(x),
+)
 def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype)
     if up is None:
         (x,) = as_rows(x)
     else:
         x, up = as_rows(x, up)
-    KERNELS("forward", y.dtype, x, up, y, *x.shape, x.stride(0), 0 if up is None else up.stride(0), _NUMBERS[activation])
+    KERNELS(
+        "forward",
+        y.dtype,
+        x,
+        up,
+        y,
+        *x.shape,
+        x.stride(0),
+        0 if up is None else up.stride(0),
+        _NUMBERS[activation],
+    )
     return y
 
 
-def _fake_backward(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     empty = (0,)
-    return _like(x), x.new_empty(empty if up is None else up.shape), x.new_empty(x.shape if product else empty)
+    return (
+        _like(x),
+        x.new_empty(empty if up is None else up.shape),
+        x.new_empty(x.shape if product else empty),
+    )
 
 
 @library_op(
-    "gated_backward_cpp(Tensor x, Tensor? up, Tensor dy, str activation, bool product) -> (Tensor, Tensor, Tensor)", fake=_fake_backward
+    "gated_backward_cpp(Tensor x, Tensor? up, Tensor dy, str activation, bool product) -> (Tensor,"
+    " Tensor, Tensor)",
+    fake=_fake_backward,
 )
-def _cpp_backward(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cpp_backward(
+    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and up, and the result again: what is not wanted is empty."""
     dx, dup, y = _fake_backward(x, up, dy, activation, product)
     if up is None:
@@ -93,9 +136,20 @@ def _cpp_backward(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, pro
     else:
         x, up, dy = as_rows(x, up, dy)
     KERNELS(
-        "backward", dx.dtype, x, up, dy, dx, None if up is None else dup, y if product else None,
-        *x.shape, x.stride(0), 0 if up is None else up.stride(0), dy.stride(0), _NUMBERS[activation],
-    )  # fmt: skip
+        "backward",
+        dx.dtype,
+        x,
+        up,
+        dy,
+        dx,
+        None if up is None else dup,
+        y if product else None,
+        *x.shape,
+        x.stride(0),
+        0 if up is None else up.stride(0),
+        dy.stride(0),
+        _NUMBERS[activation],
+    )
     return dx, dup, y
 
 
@@ -133,7 +187,9 @@ def gated_backward(
 
 
 def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The activation and its derivative from one exp, erf or tanh: on a CPU that is what the formula costs."""
+    """The activation and its derivative from one exp, erf or tanh: on a CPU that is what the
+    formula costs.
+    """
     if activation == "silu":
         s = torch.sigmoid(g)
         return g * s, s * (1 + g * (1 - s))
@@ -149,7 +205,9 @@ class GatedProduct(torch.autograd.Function):
     """Saves only its inputs. No formula here is changed by autocast: none has a product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: Activation, path: Path) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor | None, activation: Activation, path: Path
+    ) -> Tensor:
         ctx.save_for_backward(x, up)
         ctx.path, ctx.activation = path, activation
         return gated_forward(path, x, up, activation)
@@ -164,9 +222,16 @@ class GatedProduct(torch.autograd.Function):
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
     if gate.dtype != up.dtype or not gate.is_floating_point():
-        raise DtypeError(f"gate is {gate.dtype} and up is {up.dtype}, declared one float dtype", code="DT001", fix="up.to(gate.dtype)")
+        raise DtypeError(
+            f"gate is {gate.dtype} and up is {up.dtype}, declared one float dtype",
+            code="DT001",
+            fix="up.to(gate.dtype)",
+        )
     if gate.shape != up.shape:
-        raise ShapeError(f"gate is {list(gate.shape)} and up is {list(up.shape)}, declared one shape", code="SH001")
+        raise ShapeError(
+            f"gate is {list(gate.shape)} and up is {list(up.shape)}, declared one shape",
+            code="SH001",
+        )
 
 
 def _gelu(approximate: str) -> Activation:
@@ -206,7 +271,8 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """gelu(x) in one pass, exact (approximate="none") or "tanh"; saves only its input, from which a LoRA layer makes it again.
+    """gelu(x) in one pass, exact (approximate="none") or "tanh"; saves only its input, from which a
+    LoRA layer makes it again.
 
     x       F[*n d]   any float dtype, unchanged by autocast
     ->      F[*n d]
@@ -230,7 +296,9 @@ def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
     return gated_forward(path_for(KERNELS, gate), gate, up, _ACTIVATIONS[kind])
 
 
-def gated_gradients(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gated_gradients(
+    kind: Gated, gate: Tensor, up: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of gate, gradient of up, the product itself), with kernels in one pass.
 
     gate, up, dy  F[T I]
@@ -241,15 +309,24 @@ def gated_gradients(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[
     return dgate, dup, y
 
 
-def gated_gradients_(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `gated_gradients`, for a caller that owns all three: with kernels on a GPU the results are written over them, in their order."""
-    if fused_runs(gate) and all(t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)):
+def gated_gradients_(
+    kind: Gated, gate: Tensor, up: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `gated_gradients`, for a caller that owns all three: with kernels on a GPU the results are
+    written over them, in their order.
+    """
+    if fused_runs(gate) and all(
+        t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)
+    ):
         _overwrite(gate, up, dy, _ACTIVATIONS[kind])
         return gate, up, dy
     return gated_gradients(kind, gate, up, dy)
 
 
-@library_op("gated_gradients_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dy, str activation) -> ()", fake=lambda *_: None)
+@library_op(
+    "gated_gradients_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dy, str activation) -> ()",
+    fake=lambda *_: None,
+)
 def _overwrite(gate: Tensor, up: Tensor, dy: Tensor, activation: Activation) -> None:
     from . import triton
 

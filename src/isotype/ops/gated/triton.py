@@ -1,4 +1,5 @@
-"""An activation, alone or times `up`: load, widen once, compute, narrow once. One program a block of a row; contiguous tensors are one row.
+"""An activation, alone or times `up`: load, widen once, compute, narrow once. One program a block
+of a row; contiguous tensors are one row.
 
 gate and up may be halves of one projection: their rows are then further apart than they are long.
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 from ..cpp import as_rows
 from ..launch import on_its_device
 
-# 8 values a thread at 4 warps: one load of 16 bytes a tensor in bf16, and 2,048 threads of a multiprocessor have 64 KiB on their way
+# 8 values a thread at 4 warps: one load of 16 bytes a tensor in bf16, and 2,048 threads of a
+# multiprocessor have 64 KiB on their way
 BLOCK = 1024
 
 
@@ -37,7 +39,9 @@ def slope_of(x_fp32, share_fp32, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         slope_fp32 = share_fp32 + x_fp32 * tl.exp(-0.5 * x_fp32 * x_fp32) * 0.3989422804014327
     elif ACTIVATION == "gelu_tanh":
-        slope_fp32 = share_fp32 + x_fp32 * share_fp32 * (1.0 - share_fp32) * 1.5957691216057308 * (1.0 + 0.134145 * x_fp32 * x_fp32)
+        slope_fp32 = share_fp32 + x_fp32 * share_fp32 * (1.0 - share_fp32) * 1.5957691216057308 * (
+            1.0 + 0.134145 * x_fp32 * x_fp32
+        )
     else:
         slope_fp32 = share_fp32 * (1.0 + x_fp32 * (1.0 - share_fp32))
     return slope_fp32
@@ -45,38 +49,70 @@ def slope_of(x_fp32, share_fp32, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_forward_kernel(
-    x, up, out, x_stride, up_stride, columns, blocks, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    up,
+    out,
+    x_stride,
+    up_stride,
+    columns,
+    blocks,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
-    x_fp32 = tl.load(x + (row * x_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    x_fp32 = tl.load(x + (row * x_stride + first) + i, mask=inside, other=0.0).to(
+        tl.float32
+    )  # [BLOCK]
     y_fp32 = x_fp32 * share_of(x_fp32, ACTIVATION)
     if GATED:
-        y_fp32 *= tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        y_fp32 *= tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
     tl.store(out + (row * columns + first) + i, y_fp32.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gated_backward_kernel(
-    x, up, dy, dx, dup, out, x_stride, up_stride, dy_stride, columns, blocks,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    up,
+    dy,
+    dx,
+    dup,
+    out,
+    x_stride,
+    up_stride,
+    dy_stride,
+    columns,
+    blocks,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
-    x_fp32 = tl.load(x + (row * x_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    d_fp32 = tl.load(dy + (row * dy_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    x_fp32 = tl.load(x + (row * x_stride + first) + i, mask=inside, other=0.0).to(
+        tl.float32
+    )  # [BLOCK]
+    d_fp32 = tl.load(dy + (row * dy_stride + first) + i, mask=inside, other=0.0).to(
+        tl.float32
+    )  # [BLOCK]
     share_fp32 = share_of(x_fp32, ACTIVATION)
     slope_fp32 = slope_of(x_fp32, share_fp32, ACTIVATION)
     to = row * columns + first
     y_fp32 = x_fp32 * share_fp32
     if GATED:
-        u_fp32 = tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        u_fp32 = tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
         tl.store(dx + to + i, (d_fp32 * u_fp32 * slope_fp32).to(dx.dtype.element_ty), mask=inside)
         tl.store(dup + to + i, (d_fp32 * y_fp32).to(dup.dtype.element_ty), mask=inside)
         y_fp32 *= u_fp32
@@ -98,8 +134,17 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
         rows, columns = x_RC.shape
         blocks = triton.cdiv(columns, BLOCK)
         gated_forward_kernel[(rows * blocks,)](
-            x_RC, u_RC, out, x_RC.stride(0), u_RC.stride(0), columns, blocks, ACTIVATION=activation, GATED=up is not None, BLOCK=BLOCK
-        )  # fmt: skip
+            x_RC,
+            u_RC,
+            out,
+            x_RC.stride(0),
+            u_RC.stride(0),
+            columns,
+            blocks,
+            ACTIVATION=activation,
+            GATED=up is not None,
+            BLOCK=BLOCK,
+        )
     return out
 
 
@@ -107,9 +152,11 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
 def gated_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool, over: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x and up, and the result again, in one pass: with all three six tensors through memory instead of eight.
+    """The gradients of x and up, and the result again, in one pass: with all three six tensors
+    through memory instead of eight.
 
-    over  the results are written over the inputs, which are contiguous: a program has read its block before it writes it
+    over  the results are written over the inputs, which are contiguous: a program has read its
+          block before it writes it
     """
     dx = x if over else _empty(x)
     dup = None if up is None else up if over else _empty(up)
@@ -119,8 +166,20 @@ def gated_backward(
         rows, columns = x_RC.shape
         blocks = triton.cdiv(columns, BLOCK)
         gated_backward_kernel[(rows * blocks,)](
-            x_RC, u_RC, d_RC, dx, dx if dup is None else dup, dx if out is None else out,
-            x_RC.stride(0), u_RC.stride(0), d_RC.stride(0), columns, blocks,
-            ACTIVATION=activation, GATED=up is not None, PRODUCT=product, BLOCK=BLOCK,
-        )  # fmt: skip
+            x_RC,
+            u_RC,
+            d_RC,
+            dx,
+            dx if dup is None else dup,
+            dx if out is None else out,
+            x_RC.stride(0),
+            u_RC.stride(0),
+            d_RC.stride(0),
+            columns,
+            blocks,
+            ACTIVATION=activation,
+            GATED=up is not None,
+            PRODUCT=product,
+            BLOCK=BLOCK,
+        )
     return dx, dup, out

@@ -1,9 +1,12 @@
-"""The two ways to a gradient without tokens x vocabulary logits. T tokens, N tokens not ignored, H hidden, V vocabulary.
+"""The two ways to a gradient without tokens x vocabulary logits. T tokens, N tokens not ignored, H
+hidden, V vocabulary.
 
-`Chunks`, `HeadGradient`   chunks of rows; logits are overwritten by their gradient at once, and the head's is accumulated in fp32:
-                           three products for a trainable head, two for a frozen one. For one upstream gradient in every row.
-`by_vocabulary`            blocks of the vocabulary, from the logsumexp that forward kept: one product more, no fp32 V x H accumulator, any
-                           upstream gradient a row. For a trainable head with reduction="none".
+`Chunks`, `HeadGradient`   chunks of rows; logits are overwritten by their gradient at once, and the
+                           head's is accumulated in fp32: three products for a trainable head, two
+                           for a frozen one. For one upstream gradient in every row.
+`by_vocabulary`            blocks of the vocabulary, from the logsumexp that forward kept: one
+                           product more, no fp32 V x H accumulator, any upstream gradient a row. For
+                           a trainable head with reduction="none".
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from ...errors import ShapeError, UsageError
 from ..backend import keeps_fp32_sums, rows_can_be_counted, wide
 from ..cross_entropy.rule import LossRule
 
-# Bytes of logits. On a CPU more rows only cost memory once a product is past 256 rows, and a new buffer's pages cost 0.3 ms a MiB; a head's
-# gradient is summed once a chunk in V x H of fp32, which fewer chunks save.
-# A GPU's product of N rows does 2 N H V operations on 2 H V bytes of weight and 4 N V of logits: 523 rows (256 MiB at V 128,256) are 416
-# operations a byte at H 4096, past the ridge of an H200 (184 measured: 788 TFLOP/s over 4.3 TB/s) and an H100 (about 260). The head's own
-# gradient is read and written in fp32, 8 H V bytes a chunk: N / 4 operations a byte, past the ridge from 1,046 rows on (512 MiB).
+# Bytes of logits. On a CPU more rows only cost memory once a product is past 256 rows, and a new
+# buffer's pages cost 0.3 ms a MiB; a head's gradient is summed once a chunk in V x H of fp32, which
+# fewer chunks save.
+# A GPU's product of N rows does 2 N H V operations on 2 H V bytes of weight and 4 N V of logits:
+# 523 rows (256 MiB at V 128,256) are 416 operations a byte at H 4096, past the ridge of an H200
+# (184 measured: 788 TFLOP/s over 4.3 TB/s) and an H100 (about 260). The head's own gradient is read
+# and written in fp32, 8 H V bytes a chunk: N / 4 operations a byte, past the ridge from 1,046 rows
+# on (512 MiB).
 _BUDGET = {"cpu": 64 * 2**20}
 _BUDGET_WITH_HEAD = {"cpu": 256 * 2**20}
 _BUDGET_ELSEWHERE = 256 * 2**20
@@ -37,8 +43,12 @@ def budget(device: torch.device, head: bool) -> int:
     return _BUDGET.get(stands_for(device), _BUDGET_ELSEWHERE)
 
 
-def extent(tokens_or_classes: int, other: int, itemsize: int, device: torch.device, head: bool) -> int:
-    """How many of the first fit the budget beside all of the second, in equal parts; `head` where the head's gradient is wanted."""
+def extent(
+    tokens_or_classes: int, other: int, itemsize: int, device: torch.device, head: bool
+) -> int:
+    """How many of the first fit the budget beside all of the second, in equal parts; `head` where
+    the head's gradient is wanted.
+    """
     most = max(_MULTIPLE, budget(device, head) // max(1, other * itemsize))
     parts = max(1, -(-tokens_or_classes // most))
     equal = -(-tokens_or_classes // parts)
@@ -56,10 +66,12 @@ def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(into, back): what a softmax is multiplied by before it is narrowed to `operand`, and its products after, where not by 1.
+    """(into, back): what a softmax is multiplied by before it is narrowed to `operand`, and its
+    products after, where not by 1.
 
-    The two make `upstream`. It goes in before the narrowing, so that the gradient is rounded as often as a plain product's; in fp16, where
-    1/128k is subnormal, the softmax is narrowed 1024 times as large as it is instead, and its products, in fp32, take what is left.
+    The two make `upstream`. It goes in before the narrowing, so that the gradient is rounded as
+    often as a plain product's; in fp16, where 1/128k is subnormal, the softmax is narrowed 1024
+    times as large as it is instead, and its products, in fp32, take what is left.
     """
     if operand != torch.float16:
         return upstream, None
@@ -67,8 +79,10 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
 
 
 def rows_of_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's fast kernels want 16 bytes of alignment,
-    and a vocabulary with a few added tokens (32,001) has it in no row but one of eight."""
+    """Room for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's
+    fast kernels want 16 bytes of alignment, and a vocabulary with a few added tokens (32,001) has
+    it in no row but one of eight.
+    """
     apart = -(-classes // 64) * 64 if stands_for(device) == "cuda" else classes
     return torch.empty(rows, apart, dtype=dtype, device=device)[:, :classes]
 
@@ -78,25 +92,42 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if out.dtype == left.dtype:
         # every operand and the result have the one dtype decided by the caller, and autocast is off
         return torch.mm(left, right, out=out)
-    # straight into `out`: a result of its own would be as large as a chunk of logits, and be written and read once more
+    # straight into `out`: a result of its own would be as large as a chunk of logits, and be
+    # written and read once more
     return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
 def add_product_(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """`total += left @ right` in the product's own epilogue: `total`, of `result_dtype`, is read and written once, and nothing else is."""
+    """`total += left @ right` in the product's own epilogue: `total`, of `result_dtype`, is read
+    and written once, and nothing else is.
+    """
     if total.dtype == left.dtype:
         return torch.addmm(total, left, right, out=total)
     return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
-    """`dlogits @ weight` into `out`. On a CPU its transpose is made and turned over: 12% faster at 1024 x 32,000 x 2048 in bf16."""
+    """`dlogits @ weight` into `out`. On a CPU its transpose is made and turned over: 12% faster at
+    1024 x 32,000 x 2048 in bf16.
+    """
     device = dlogits_NV.device
     if stands_for(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
         return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _PROCESSORS
-    parts = parts_of_classes(len(out_NH), out_NH.shape[1], len(weight_VH), processors) if out_NH.dtype == torch.float32 else 1
-    return product(dlogits_NV, weight_VH, out_NH) if parts == 1 else product_in_parts(dlogits_NV, weight_VH, out_NH, parts)
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else _PROCESSORS
+    )
+    parts = (
+        parts_of_classes(len(out_NH), out_NH.shape[1], len(weight_VH), processors)
+        if out_NH.dtype == torch.float32
+        else 1
+    )
+    return (
+        product(dlogits_NV, weight_VH, out_NH)
+        if parts == 1
+        else product_in_parts(dlogits_NV, weight_VH, out_NH, parts)
+    )
 
 
 _PROCESSORS = 132  # of an H100, where a plan has no device
@@ -104,28 +135,46 @@ _TILE = (128, 256)  # rows and columns of the result that a program of cuBLAS's 
 
 
 def parts_of_classes(rows: int, columns: int, classes: int, processors: int) -> int:
-    """Into how many parts of the vocabulary the hidden gradient's product is cut, so that its tiles fill the multiprocessors: 512 x 4,096
-    are 64 tiles, which leave half of 132 idle; two parts are 128. A part has at least 4,096 classes, beside which the sum costs nothing."""
+    """Into how many parts of the vocabulary the hidden gradient's product is cut, so that its tiles
+    fill the multiprocessors: 512 x 4,096 are 64 tiles, which leave half of 132 idle; two parts are
+    128. A part has at least 4,096 classes, beside which the sum costs nothing.
+    """
     tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
     return max(1, min(processors // tiles, classes // 4096))
 
 
 def product_in_parts(left_NV: Tensor, right_VH: Tensor, out_NH: Tensor, parts: int) -> Tensor:
-    """`left @ right` into `out`, of fp32: equal parts of V are one batch, whose results are added; then what is left of V."""
+    """`left @ right` into `out`, of fp32: equal parts of V are one batch, whose results are added;
+    then what is left of V.
+    """
     size = left_NV.shape[1] // parts // _MULTIPLE * _MULTIPLE
     left_PNV = left_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
     right_PVH = right_VH[: parts * size].unflatten(0, (parts, size))
     same = left_NV.dtype == out_NH.dtype
-    made_PNH = torch.bmm(left_PNV, right_PVH) if same else torch.bmm(left_PNV, right_PVH, out_dtype=out_NH.dtype)
+    made_PNH = (
+        torch.bmm(left_PNV, right_PVH)
+        if same
+        else torch.bmm(left_PNV, right_PVH, out_dtype=out_NH.dtype)
+    )
     torch.sum(made_PNH, 0, out=out_NH)
     rest = slice(parts * size, None)
-    return add_product_(left_NV[:, rest], right_VH[rest], out_NH) if parts * size < left_NV.shape[1] else out_NH
+    return (
+        add_product_(left_NV[:, rest], right_VH[rest], out_NH)
+        if parts * size < left_NV.shape[1]
+        else out_NH
+    )
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
-    """Raises  ShapeError SH001 unless hidden is [*n H], weight [V H] and bias [V]; UsageError for a chunk of less than one row."""
+    """Raises  ShapeError SH001 unless hidden is [*n H], weight [V H] and bias [V]; UsageError for a
+    chunk of less than one row.
+    """
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise ShapeError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [*n H] and [V H]", code="SH001")
+        raise ShapeError(
+            f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [*n H] and"
+            " [V H]",
+            code="SH001",
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias {list(bias.shape)}: expected [{weight.shape[0]}]", code="SH001")
     if chunk is not None and chunk < 1:
@@ -134,28 +183,44 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int |
 
 def chunk_of(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], head: bool) -> int:
     """The rows whose logits exist at once; `dtypes` of the products, one for each head."""
-    held = sum(result_dtype(operand_dtype(dtype, weight.device), weight.device).itemsize for dtype in dtypes)
+    held = sum(
+        result_dtype(operand_dtype(dtype, weight.device), weight.device).itemsize
+        for dtype in dtypes
+    )
     return extent(tokens, weight.shape[0], held, weight.device, head=head)
 
 
-def cast(dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def cast(
+    dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def gradients_wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[bool, bool, bool]:
+def gradients_wanted(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[bool, bool, bool]:
     """Whether autograd will ask for the gradient of each."""
     on = torch.is_grad_enabled()
-    return on and hidden.requires_grad, on and weight.requires_grad, on and bias is not None and bias.requires_grad
+    return (
+        on and hidden.requires_grad,
+        on and weight.requires_grad,
+        on and bias is not None and bias.requires_grad,
+    )
 
 
 def like_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of hidden and weight are wanted."""
+    """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of
+    hidden and weight are wanted.
+    """
     fp32 = wide(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(
+            weight_VH.shape if rest[-1] else (0,),
+            dtype=stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device),
+        ),
         weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
     )
 
@@ -171,13 +236,23 @@ class Forward(NamedTuple):
 
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a gradient that is computed in forward and stored until backward: fp32 for fp16 inputs, since
-    fp16 could not hold it before its scale is known."""
+    """The dtype of a gradient that is computed in forward and stored until backward: fp32 for fp16
+    inputs, since fp16 could not hold it before its scale is known.
+    """
     return torch.float32 if dtype == torch.float16 else operand_dtype(dtype, device)
 
 
-def like(hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight: bool, want_dbias: bool, chunk: int) -> Forward:
-    """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk writes the whole head's gradient."""
+def like(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+    chunk: int,
+) -> Forward:
+    """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk
+    writes the whole head's gradient.
+    """
     tokens, classes = hidden_TH.shape[0], weight_VH.shape[0]
     fp32 = wide(hidden_TH.dtype)
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
@@ -187,16 +262,20 @@ def like(hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight:
         torch.zeros_like(loss_T),
         hidden_TH.new_zeros(hidden_TH.shape if want_dhidden else (0,), dtype=stored),
         # one chunk needs no accumulator: the product's own fp32 sum is rounded once
-        hidden_TH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=stored if tokens <= chunk else fp32),
+        hidden_TH.new_empty(
+            weight_VH.shape if want_dweight else (0,), dtype=stored if tokens <= chunk else fp32
+        ),
         hidden_TH.new_zeros(classes if want_dbias else 0, dtype=fp32),
     )
 
 
 class HeadGradient:
-    """`into += dlogits^T x (times back)`, chunk after chunk of rows; the first writes, so `into` may be fresh memory.
+    """`into += dlogits^T x (times back)`, chunk after chunk of rows; the first writes, so `into`
+    may be fresh memory.
 
-    Where the product's result is not what `into` holds, it is made in blocks of the vocabulary, in room that every block uses again: fresh
-    pages for each cost as much as the product (1,024 rows, 8,192 x 2,048 of the head, one thread: 204 ms against 98).
+    Where the product's result is not what `into` holds, it is made in blocks of the vocabulary, in
+    room that every block uses again: fresh pages for each cost as much as the product (1,024 rows,
+    8,192 x 2,048 of the head, one thread: 204 ms against 98).
     """
 
     def __init__(self, into_VH: Tensor, back: Tensor | None) -> None:
@@ -210,12 +289,16 @@ class HeadGradient:
         if into.dtype == result and self.back is None:
             (product if first else add_product_)(dlogits_NV.t(), x_NH, into)
             return
-        size = min(into.shape[0], extent(into.shape[0], into.shape[1], 4 * 4, x_NH.device, head=True))
+        size = min(
+            into.shape[0], extent(into.shape[0], into.shape[1], 4 * 4, x_NH.device, head=True)
+        )
         if self.room is None:
             self.room = torch.empty(size, into.shape[1], dtype=result, device=into.device)
         for start in range(0, into.shape[0], size):
             part = into[start : start + size]
-            made = product(dlogits_NV[:, start : start + size].t(), x_NH, self.room[: part.shape[0]])
+            made = product(
+                dlogits_NV[:, start : start + size].t(), x_NH, self.room[: part.shape[0]]
+            )
             if self.back is not None:
                 torch.mul(made, self.back, out=part) if first else part.addcmul_(made, self.back)
             elif first:
@@ -228,14 +311,23 @@ class HeadGradient:
 
 
 class Chunks:
-    """The logits of the rows that are not ignored, `chunk` rows at a time, in buffers that every chunk uses again.
+    """The logits of the rows that are not ignored, `chunk` rows at a time, in buffers that every
+    chunk uses again.
 
-    Iterating gives (rows, x_NH, logits_NV, dlogits_NV): which rows, their hidden states as the product's operand, their logits, and room
-    for the gradient of these, which is the logits' own where the product's result has its operands' dtype.
+    Iterating gives (rows, x_NH, logits_NV, dlogits_NV): which rows, their hidden states as the
+    product's operand, their logits, and room for the gradient of these, which is the logits' own
+    where the product's result has its operands' dtype.
     """
 
     def __init__(
-        self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, rule: LossRule, chunk: int, gradients: bool
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        rule: LossRule,
+        chunk: int,
+        gradients: bool,
     ) -> None:
         device = hidden_TH.device
         self.operand = operand_dtype(hidden_TH.dtype, device)
@@ -247,31 +339,46 @@ class Chunks:
         most, classes = min(chunk, self.count), weight_VH.shape[0]
         self.logits = rows_of_logits(most, classes, self.result, device)
         own = self.result == self.operand
-        self.dlogits = self.logits if own else rows_of_logits(most if gradients else 0, classes, self.operand, device)
+        self.dlogits = (
+            self.logits
+            if own
+            else rows_of_logits(most if gradients else 0, classes, self.operand, device)
+        )
 
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor]]:
         for start in range(0, self.count, self.chunk):
             stop = min(start + self.chunk, self.count)
-            rows: slice | Tensor = slice(start, stop) if isinstance(self.rows, slice) else self.rows[start:stop]
+            rows: slice | Tensor = (
+                slice(start, stop) if isinstance(self.rows, slice) else self.rows[start:stop]
+            )
             x_NH = self.hidden_TH[rows].to(self.operand)
             z_NV = product(x_NH, self.weight_VH.t(), self.logits[: stop - start])
             if self.bias_V is not None:
                 z_NV.add_(self.bias_V)
             yield rows, x_NH, z_NV, self.dlogits[: stop - start]
 
-    def write_dhidden(self, dhidden_TH: Tensor, rows: slice | Tensor, dlogits_NV: Tensor, back: Tensor | None) -> None:
+    def write_dhidden(
+        self, dhidden_TH: Tensor, rows: slice | Tensor, dlogits_NV: Tensor, back: Tensor | None
+    ) -> None:
         """The gradient of these rows of hidden, times `back`."""
         if isinstance(rows, slice) and back is None and dhidden_TH.dtype == self.result:
             product_over_classes(dlogits_NV, self.weight_VH, dhidden_TH[rows])
             return
-        dx_NH = torch.empty(dlogits_NV.shape[0], self.weight_VH.shape[1], dtype=self.result, device=dlogits_NV.device)
+        dx_NH = torch.empty(
+            dlogits_NV.shape[0],
+            self.weight_VH.shape[1],
+            dtype=self.result,
+            device=dlogits_NV.device,
+        )
         product_over_classes(dlogits_NV, self.weight_VH, dx_NH)
         dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(dhidden_TH.dtype)
 
 
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
-    """int[N], the rows that are not ignored, or a slice of all: where counting them would make the host wait for the device, ignored
-    rows are computed and masked. A caller that knows its labels on the host selects the rows before the op."""
+    """int[N], the rows that are not ignored, or a slice of all: where counting them would make the
+    host wait for the device, ignored rows are computed and masked. A caller that knows its labels
+    on the host selects the rows before the op.
+    """
     if not rows_can_be_counted(targets_T):
         return slice(None)
     counted_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
@@ -279,9 +386,15 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
 
 
 def largest(*upstream_N: Tensor) -> Tensor:
-    """The largest upstream gradient of any row: the range of a narrow gradient of the logits must hold it."""
+    """The largest upstream gradient of any row: the range of a narrow gradient of the logits must
+    hold it.
+    """
     tiny = torch.finfo(upstream_N[0].dtype).tiny
-    return torch.stack([u.abs().amax() if u.numel() else u.new_ones(()) for u in upstream_N]).amax().clamp_min(tiny)
+    return (
+        torch.stack([u.abs().amax() if u.numel() else u.new_ones(()) for u in upstream_N])
+        .amax()
+        .clamp_min(tiny)
+    )
 
 
 def by_vocabulary(
@@ -294,26 +407,37 @@ def by_vocabulary(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias from those of the logits, which are computed again, a block of the vocabulary at a time.
+    """Gradients of hidden, weight and bias from those of the logits, which are computed again, a
+    block of the vocabulary at a time.
 
     rows      what `rows_to_compute` gave
     unit      the size of their upstream gradients
-    gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`; `first` is the class of column 0, and every
-              upstream gradient is multiplied by `factor` where there is one
+    gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`;
+              `first` is the class of column 0, and every upstream gradient is multiplied by
+              `factor` where there is one
     """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
     x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
     factor = None if back is None else into / unit
-    classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
+    classes, size = (
+        weight_VH.shape[0],
+        extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True),
+    )
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
-    dweight_VH = torch.empty(weight_VH.shape if want_dweight else (0,), dtype=stored_gradient_dtype(hidden_TH.dtype, device), device=device)
+    dweight_VH = torch.empty(
+        weight_VH.shape if want_dweight else (0,),
+        dtype=stored_gradient_dtype(hidden_TH.dtype, device),
+        device=device,
+    )
     dbias_V = torch.zeros(classes if bias_V is not None else 0, dtype=fp32, device=device)
     for start in range(0, classes, size):
         block = slice(start, min(start + size, classes))
         w = weight_VH[block].to(operand)
-        z = product(x_NH, w.t(), torch.empty(x_NH.shape[0], w.shape[0], dtype=result, device=device))
+        z = product(
+            x_NH, w.t(), torch.empty(x_NH.shape[0], w.shape[0], dtype=result, device=device)
+        )
         if bias_V is not None:
             z.add_(bias_V[block].to(z.dtype))
         g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
@@ -323,7 +447,9 @@ def by_vocabulary(
         if bias_V is not None:
             dbias_V[block] = g.sum(0, dtype=fp32) * (1.0 if back is None else back)
         if want_dhidden:
-            dx_NH += product_over_classes(g, w, torch.empty(x_NH.shape, dtype=result, device=device))
+            dx_NH += product_over_classes(
+                g, w, torch.empty(x_NH.shape, dtype=result, device=device)
+            )
     dhidden_TH = torch.zeros(hidden_TH.shape if want_dhidden else (0,), dtype=fp32, device=device)
     if want_dhidden:
         dhidden_TH[rows] = dx_NH if back is None else dx_NH.mul_(back)
@@ -336,7 +462,8 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if stands_for(x.device) == "cuda":
-        # one kernel, which widens and narrows value by value; the parts below would be 1,500 launches for a head of 128k x 4,096
+        # one kernel, which widens and narrows value by value; the parts below would be 1,500
+        # launches for a head of 128k x 4,096
         return torch.mul(x, factor, out=out)
     step = max(1, 2**20 // max(1, x[0].numel()))
     for start in range(0, x.shape[0], step):

@@ -1,4 +1,6 @@
-"""`linear_cross_entropy`: the head and the loss as one op, and its autograd function. T tokens, H hidden, V vocabulary."""
+"""`linear_cross_entropy`: the head and the loss as one op, and its autograd function. T tokens, H
+hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from ..backend import applied, autocast_off, product_dtype, refuse_second_deriva
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference
 from ..cross_entropy.rows import Cpp, Source, row_paths
-from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
+from ..cross_entropy.rule import (
+    RULE,
+    LossRule,
+    Reduction,
+    RuleArguments,
+    check_reduction,
+    check_targets,
+)
 from ..library import library_op
 from .chunked import (
     Chunks,
@@ -46,11 +55,17 @@ def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     """All logits, in the dtype that the op's product has."""
     dtype = product_dtype(hidden, weight)
     with autocast_off(hidden):
-        return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return F.linear(
+            hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        )
 
 
-def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: Any) -> Tensor:
-    """What `linear_cross_entropy` computes, differentiated by PyTorch; `loss` are the options of `cross_entropy`."""
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: Any
+) -> Tensor:
+    """What `linear_cross_entropy` computes, differentiated by PyTorch; `loss` are the options of
+    `cross_entropy`.
+    """
     return cross_entropy_reference(reference_logits(hidden, weight, bias), targets, **loss)
 
 
@@ -60,8 +75,9 @@ def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Ten
 
 
 @library_op(
-    f"linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor upstream, {RULE}, int chunk, "
-    "bool want_dhidden, bool want_dweight, bool want_dbias, bool exact) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets,"
+    f" Tensor upstream, {RULE}, int chunk, bool want_dhidden, bool want_dweight, bool want_dbias,"
+    " bool exact) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
@@ -78,7 +94,9 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
-    """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
+    """Losses a row, and the gradients asked for as if every row's upstream gradient were
+    `upstream`. Ignored rows are not computed.
+    """
     rule = LossRule.from_arguments(ignore_index, factors)
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
     wants_gradient = want_dhidden or want_dweight or want_dbias
@@ -91,9 +109,15 @@ def _forward(
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
         # only the C++ kernels are given bf16 logits of an fp32 sum
-        more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if exact and compute is Cpp else {}
+        more = (
+            {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)}
+            if exact and compute is Cpp
+            else {}
+        )
         gradient = (g_NV, into) if wants_gradient else ()
-        out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, *gradient, **more)
+        out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(
+            z_NV, targets_N, rule, *gradient, **more
+        )
         if want_dbias:
             dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
             out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
@@ -106,8 +130,9 @@ def _forward(
 
 
 @library_op(
-    f"linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor dloss, {RULE}, "
-    "bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets,"
+    f" Tensor lse, Tensor dloss, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor,"
+    " Tensor)",
     fake=like_gradients,
 )
 def _backward(
@@ -122,7 +147,9 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
+    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the
+    product's dtype; empty where not wanted.
+    """
     rule = LossRule.from_arguments(ignore_index, factors)
     rows = rows_to_compute(targets_T, rule)
     targets_N, lse_N = targets_T[rows], lse_T[rows]
@@ -130,19 +157,25 @@ def _backward(
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         given = dloss_N if factor is None else dloss_N * factor
-        row_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
+        row_paths(z).cross_entropy_backward(
+            z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first
+        )
 
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, rows, largest(dloss_N), gradient, want_dhidden, want_dweight)
+    return by_vocabulary(
+        hidden_TH, weight_VH, bias_V, rows, largest(dloss_N), gradient, want_dhidden, want_dweight
+    )
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype once and switches autocast off.
+    """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype
+    once and switches autocast off.
 
-    Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar one: both are made in forward for an
-    upstream gradient of 1, while the logits exist, and scaled in backward. Loss scaling and repeated backward calls give correct gradients.
-    They are divided by `items` before they are narrowed, also for a sum, which callers divide by the number of items: where backward
-    then multiplies by 1 or by a power of two, no value is rounded a second time.
-    With a trainable head and a loss per row, the gradients are computed in backward.
+    Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar
+    one: both are made in forward for an upstream gradient of 1, while the logits exist, and scaled
+    in backward. Loss scaling and repeated backward calls give correct gradients. They are divided
+    by `items` before they are narrowed, also for a sum, which callers divide by the number of
+    items: where backward then multiplies by 1 or by a power of two, no value is rounded a second
+    time. With a trainable head and a loss per row, the gradients are computed in backward.
     """
 
     @staticmethod
@@ -171,16 +204,25 @@ class LinearCrossEntropy(torch.autograd.Function):
                 *rule,
                 chunk,
                 *now,
-                not ctx.later,  # backward then makes plain logits, whose softmax needs their own logsumexp
+                # backward then makes plain logits, whose softmax needs their own logsumexp
+                not ctx.later,
             )
         )
-        loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
+        loss = (
+            made.loss_T
+            if items is None
+            else made.loss_T.sum() / items
+            if mean
+            else made.loss_T.sum()
+        )
         ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         if ctx.later:
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
         else:
-            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items)
+            ctx.save_for_backward(
+                made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items
+            )
         return loss
 
     @staticmethod
@@ -190,13 +232,21 @@ class LinearCrossEntropy(torch.autograd.Function):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
                 heads = cast(ctx.dtype, hidden_TH, weight_VH, bias_V)
-                made = _backward(*heads, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2])
-                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+                made = _backward(
+                    *heads, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2]
+                )
+                grads = [
+                    grad.to(dtype) if wanted else None
+                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                ]
             else:
                 *made, items = ctx.saved_tensors
                 factor = dloss if items is None else dloss * items
                 factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
-                grads = [scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+                grads = [
+                    scaled(grad, factor, dtype) if wanted else None
+                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                ]
         return *grads, None, None, None, None, None, None, None
 
 
@@ -215,39 +265,69 @@ def linear_cross_entropy(
     num_items: int | float | Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x vocabulary logits.
+    """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x
+    vocabulary logits.
 
     hidden   X[*n H]   any float dtype
     weight   W[V H]    any float dtype, frozen or trainable
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs
-    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in fp32, as `cross_entropy`
+    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in
+             fp32, as `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
-    num_items divides a mean; of a sum it is what the caller divides by next, so that a gradient is rounded once.
-    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
-    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    num_items divides a mean; of a sum it is what the caller divides by next, so that a gradient is
+    rounded once. chunk is the number of rows whose logits exist at once; by default it follows from
+    V and a budget of bytes, never from free memory.
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
+             UsageError
     """
     check_head(hidden, weight, bias, chunk)
     check_reduction(reduction, None if reduction == "sum" else num_items)
-    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.of(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        z_loss=z_loss,
+    )
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     want = gradients_wanted(hidden, weight, bias)
     chunk = chunk_of(targets.numel(), weight, (dtype,), want[1]) if chunk is None else chunk
     with autocast_off(hidden):
-        items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
+        items = (
+            None
+            if reduction == "none"
+            else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
+        )
         loss: Tensor = applied(
-            LinearCrossEntropy, hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.arguments, dtype, chunk, want
+            LinearCrossEntropy,
+            hidden_TH,
+            weight,
+            bias,
+            targets_T,
+            items,
+            reduction == "mean",
+            rule.arguments,
+            dtype,
+            chunk,
+            want,
         )
     return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
 def counted_items(
-    targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int, dtype: torch.dtype
+    targets_T: Tensor,
+    reduction: str,
+    num_items: int | float | Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The divisor of the mean, and the probable divisor of a sum, as a scalar tensor on the device of the targets."""
+    """The divisor of the mean, and the probable divisor of a sum, as a scalar tensor on the device
+    of the targets.
+    """
     if isinstance(num_items, Tensor):
         counted = num_items.detach().to(targets_T.device, dtype).reshape(())
     elif num_items is not None:
@@ -258,11 +338,15 @@ def counted_items(
 
 
 def scratch() -> dict[Any, Callable[..., int]]:
-    """For memory plans: operator -> bytes besides its results, from its arguments: one chunk of logits and of their gradient."""
+    """For memory plans: operator -> bytes besides its results, from its arguments: one chunk of
+    logits and of their gradient.
+    """
     return {torch.ops.isotype.linear_cross_entropy_forward.default: _bytes_of_forward}
 
 
-def _bytes_of_forward(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Any, targets_T: Tensor, *rest: Any) -> int:
+def _bytes_of_forward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Any, targets_T: Tensor, *rest: Any
+) -> int:
     _, _, _, chunk, *want = rest
     rows, classes = min(int(chunk), targets_T.numel()), weight_VH.shape[0]
     operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)

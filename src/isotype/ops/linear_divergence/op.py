@@ -1,7 +1,9 @@
-"""`linear_divergence`: divergences of two heads' distributions with gradients. T tokens, H and G hidden sizes, V vocabulary.
+"""`linear_divergence`: divergences of two heads' distributions with gradients. T tokens, H and G
+hidden sizes, V vocabulary.
 
-Chunks of rows: the logits of both heads exist for one chunk at a time. Where the student's head is frozen, its hidden states' gradient is
-made in forward from the same logits; else backward computes the logits again.
+Chunks of rows: the logits of both heads exist for one chunk at a time. Where the student's head is
+frozen, its hidden states' gradient is made in forward from the same logits; else backward computes
+the logits again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError, UsageError
-from ..backend import applied, autocast_off, cpp_runs, product_dtype, refuse_second_derivative, triton_runs, wide
+from ..backend import (
+    applied,
+    autocast_off,
+    cpp_runs,
+    product_dtype,
+    refuse_second_derivative,
+    triton_runs,
+    wide,
+)
 from ..contract import OpContract
 from ..cross_entropy.op import rule_logits
 from ..cross_entropy.rows import Source
@@ -37,12 +47,14 @@ from ..linear_cross_entropy.op import reference_logits
 from .rows import KERNELS, Pair, divergences, divergences_cpp
 
 LINEAR_DIVERGENCE = OpContract(
-    "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",
+    "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] ->"
+    " fp32|fp64[*n]",
     inside="fp32",
     grads={"hidden": "X", "weight": "W"},
     autocast="fp32",
 )
-# of the student and of the teacher: factor and softcap of the logits, both over the temperature; then beta
+# of the student and of the teacher: factor and softcap of the logits, both over the temperature;
+# then beta
 RULES = "float[] rules"
 
 
@@ -70,7 +82,9 @@ def linear_divergence_reference(
     for x, w, b, scale, cap in sides:
         rule = LossRule.of(ignore_index=-100, logit_scale=scale, softcap=cap)
         with autocast_off(x):
-            log_probs.append((rule_logits(reference_logits(x, w, b), rule) / temperature).log_softmax(-1))
+            log_probs.append(
+                (rule_logits(reference_logits(x, w, b), rule) / temperature).log_softmax(-1)
+            )
     s, t = log_probs[0], log_probs[1].detach()
     with autocast_off(hidden):
         return divergence(s, t, beta)
@@ -104,27 +118,46 @@ class Sides(NamedTuple):
     compute: Any
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], rules: Sequence[float], chunk: int, gradients: bool) -> Sides:
-        """tensors  hidden, weight and bias of the student, then of the teacher; gradients: of the student's logits"""
+    def of(
+        cls, tensors: Sequence[Any], rules: Sequence[float], chunk: int, gradients: bool
+    ) -> Sides:
+        """tensors  hidden, weight and bias of the student, then of the teacher; gradients: of the
+        student's logits
+        """
         one, other = (LossRule(logit_scale=rules[i], softcap=rules[i + 1]) for i in (0, 2))
         every_T = torch.zeros(tensors[0].shape[0], dtype=torch.int64, device=tensors[0].device)
         student = Chunks(tensors[0], tensors[1], tensors[2], every_T, one, chunk, gradients)
         teacher = Chunks(tensors[3], tensors[4], tensors[5], every_T, other, chunk, False)
-        return cls(student, teacher, Pair(one, other, rules[4]), _path_of(student.logits, teacher.logits))
+        return cls(
+            student, teacher, Pair(one, other, rules[4]), _path_of(student.logits, teacher.logits)
+        )
 
-    def __iter__(self) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
-        """(rows, x_NH, dlogits_NV, made): as `Chunks` has them; `made(upstream_N, want_entropy)` gives divergences and entropies of the
-        rows, fp32[N] each (empty where not wanted), and with an upstream gradient writes dlogits_NV."""
+    def __iter__(
+        self,
+    ) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
+        """(rows, x_NH, dlogits_NV, made): as `Chunks` has them; `made(upstream_N, want_entropy)`
+        gives divergences and entropies of the rows, fp32[N] each (empty where not wanted), and with
+        an upstream gradient writes dlogits_NV.
+        """
         for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
             sources: dict[str, Any] = {}
             if self.compute is divergences_cpp:
                 given = ((z_NV, x_NH, self.student), (teacher_NV, y_NG, self.teacher))
-                sources["sources"] = tuple(Source.of(z, x, side.weight_VH, side.bias_V) for z, x, side in given)
-            yield rows, x_NH, g_NV, partial(self.compute, z_NV, teacher_NV, self.pair, g_NV, **sources)
+                sources["sources"] = tuple(
+                    Source.of(z, x, side.weight_VH, side.bias_V) for z, x, side in given
+                )
+            yield (
+                rows,
+                x_NH,
+                g_NV,
+                partial(self.compute, z_NV, teacher_NV, self.pair, g_NV, **sources),
+            )
 
 
 def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for divergences and entropies, and for the gradient of the hidden rows where it is made in forward."""
+    """Room for divergences and entropies, and for the gradient of the hidden rows where it is made
+    in forward.
+    """
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return (
         hidden_TH.new_empty(hidden_TH.shape[0], dtype=wide(hidden_TH.dtype)),
@@ -133,32 +166,57 @@ def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor,
     )
 
 
-def like_gradients(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def like_gradients(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     want_dhidden, want_dweight = rest[-2:]
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return (
         hidden_TH.new_empty(hidden_TH.shape if want_dhidden else (0,), dtype=stored),
         weight_VH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=wide(hidden_TH.dtype)),
-        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=wide(hidden_TH.dtype)),
+        weight_VH.new_empty(
+            weight_VH.shape[0] if bias_V is not None else 0, dtype=wide(hidden_TH.dtype)
+        ),
     )
 
 
-_TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
+_TENSORS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight,"
+    " Tensor? teacher_bias"
+)
 
 
 @library_op(
-    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_now, bool want_entropy) -> (Tensor, Tensor, Tensor)",
+    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_now, bool want_entropy)"
+    " -> (Tensor, Tensor, Tensor)",
     fake=lambda hidden_TH, *rest: like(hidden_TH, *rest[-2:]),
 )
 def _forward(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher_TG: Tensor, weight_VG: Tensor, teacher_bias_V: Tensor | None,
-    rules: Sequence[float], chunk: int, want_now: bool, want_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    teacher_TG: Tensor,
+    weight_VG: Tensor,
+    teacher_bias_V: Tensor | None,
+    rules: Sequence[float],
+    chunk: int,
+    want_now: bool,
+    want_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     found_T, entropy_T, dhidden_TH = like(hidden_TH, want_now, want_entropy)
-    sides = Sides.of((hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, want_now)
-    into, back = gradient_factors(sides.student.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
+    sides = Sides.of(
+        (hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V),
+        rules,
+        chunk,
+        want_now,
+    )
+    into, back = gradient_factors(
+        sides.student.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
+    )
     for rows, x_NH, g_NV, made in sides:
-        found_T[rows], entropy_N = made(into.expand(x_NH.shape[0]) if want_now else None, want_entropy)
+        found_T[rows], entropy_N = made(
+            into.expand(x_NH.shape[0]) if want_now else None, want_entropy
+        )
         if want_entropy:
             entropy_T[rows] = entropy_N
         if want_now:
@@ -167,16 +225,29 @@ def _forward(
 
 
 @library_op(
-    f"linear_divergence_backward({_TENSORS}, {RULES}, int chunk, Tensor upstream, bool want_dhidden, bool want_dweight) -> "
-    "(Tensor, Tensor, Tensor)",
+    f"linear_divergence_backward({_TENSORS}, {RULES}, int chunk, Tensor upstream, bool"
+    " want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
     fake=like_gradients,
 )
 def _backward(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher_TG: Tensor, weight_VG: Tensor, teacher_bias_V: Tensor | None,
-    rules: Sequence[float], chunk: int, upstream_T: Tensor, want_dhidden: bool, want_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dhidden_TH, dweight_VH, dbias_V = like_gradients(hidden_TH, weight_VH, bias_V, want_dhidden, want_dweight)
-    sides = Sides.of((hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, True)
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    teacher_TG: Tensor,
+    weight_VG: Tensor,
+    teacher_bias_V: Tensor | None,
+    rules: Sequence[float],
+    chunk: int,
+    upstream_T: Tensor,
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dhidden_TH, dweight_VH, dbias_V = like_gradients(
+        hidden_TH, weight_VH, bias_V, want_dhidden, want_dweight
+    )
+    sides = Sides.of(
+        (hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, True
+    )
     unit = largest(upstream_T)
     into, back = gradient_factors(sides.student.operand, unit)
     factor = 1.0 if back is None else into / unit
@@ -200,9 +271,17 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher: tuple[Tensor, Tensor, Tensor | None],
-        rules: Sequence[float], dtypes: tuple[torch.dtype, torch.dtype], chunk: int, want: tuple[bool, bool, bool], want_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        teacher: tuple[Tensor, Tensor, Tensor | None],
+        rules: Sequence[float],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        chunk: int,
+        want: tuple[bool, bool, bool],
+        want_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         now = want[0] and not (want[1] or want[2])
         with autocast_off(hidden_TH):
             heads = *cast(dtypes[0], hidden_TH, weight_VH, bias_V), *cast(dtypes[1], *teacher)
@@ -226,7 +305,10 @@ class LinearDivergence(torch.autograd.Function):
             with autocast_off(upstream_T):
                 heads = *cast(ctx.types[0], *saved[:3]), *cast(ctx.types[1], *saved[3:])
                 made = _backward(*heads, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2])
-                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+                grads = [
+                    grad.to(dtype) if wanted else None
+                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                ]
         return (*grads, None, None, None, None, None, None)
 
 
@@ -247,13 +329,16 @@ def divergence_and_entropy(
     chunk: int | None = None,
     want_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_divergence`, and the entropies of the student's distributions, fp32[*n] without a gradient: what TRL logs."""
+    """`linear_divergence`, and the entropies of the student's distributions, fp32[*n] without a
+    gradient: what TRL logs.
+    """
     check_head(hidden, weight, bias, chunk)
     check_head(teacher_hidden, teacher_weight, teacher_bias, chunk)
     if hidden.shape[:-1] != teacher_hidden.shape[:-1] or weight.shape[0] != teacher_weight.shape[0]:
         raise ShapeError(
-            f"a student of {list(hidden.shape[:-1])} tokens and {weight.shape[0]} classes, a teacher of {list(teacher_hidden.shape[:-1])} "
-            f"and {teacher_weight.shape[0]}: expected the same",
+            f"a student of {list(hidden.shape[:-1])} tokens and {weight.shape[0]} classes, a"
+            f" teacher of {list(teacher_hidden.shape[:-1])} and {teacher_weight.shape[0]}: expected"
+            " the same",
             code="SH001",
         )
     if not temperature > 0.0:
@@ -263,16 +348,31 @@ def divergence_and_entropy(
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
     chunk = chunk_of(hidden.shape[:-1].numel(), weight, dtypes, False) if chunk is None else chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
-    rules = [LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
-             for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))]  # fmt: skip
+    rules = [
+        LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
+        for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))
+    ]
     values = [value / temperature for rule in rules for value in (rule.logit_scale, rule.softcap)]
-    teacher = (teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach(),
-               None if teacher_bias is None else teacher_bias.detach())  # fmt: skip
+    teacher = (
+        teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
+        teacher_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(),
+    )
     found, entropy = applied(
-        LinearDivergence, hidden.reshape(-1, hidden.shape[-1]), weight, bias, teacher, [*values, beta], dtypes, chunk,
-        gradients_wanted(hidden, weight, bias), want_entropy,
-    )  # fmt: skip
-    return found.reshape(hidden.shape[:-1]), entropy.reshape(hidden.shape[:-1]) if want_entropy else entropy
+        LinearDivergence,
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        teacher,
+        [*values, beta],
+        dtypes,
+        chunk,
+        gradients_wanted(hidden, weight, bias),
+        want_entropy,
+    )
+    return found.reshape(hidden.shape[:-1]), (
+        entropy.reshape(hidden.shape[:-1]) if want_entropy else entropy
+    )
 
 
 def linear_divergence(
@@ -291,7 +391,8 @@ def linear_divergence(
     teacher_softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Per-token divergence of a student's next-token distribution from a teacher's, without tokens x vocabulary logits of either.
+    """Per-token divergence of a student's next-token distribution from a teacher's, without tokens
+    x vocabulary logits of either.
 
     hidden          X[*n H]   the student's hidden states, any float dtype
     weight          W[V H]    its head, frozen or trainable
@@ -299,16 +400,30 @@ def linear_divergence(
     teacher_weight  U[V G]    of the same vocabulary
     bias, teacher_bias  [V]
     ->              fp32[*n]  nats; fp64 for fp64 inputs
-    beta            0: KL(teacher || student). 1: KL(student || teacher). Between: beta KL(t || m) + (1 - beta) KL(s || m), where
-                    m = (1 - beta) s + beta t. Source: Agarwal et al. 2024, as TRL's GKD has it
+    beta            0: KL(teacher || student). 1: KL(student || teacher). Between: beta KL(t || m) +
+                    (1 - beta) KL(s || m), where m = (1 - beta) s + beta t. Source: Agarwal et al.
+                    2024, as TRL's GKD has it
     temperature     divides the logits of both; the result is not multiplied by its square
-    inside          each product in autocast's dtype, or the promoted one of its operands; the rest in fp32
+    inside          each product in autocast's dtype, or the promoted one of its operands; the rest
+                    in fp32
     grads           hidden: X   weight: W   bias: B   for any upstream gradient a token
-    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
+    chunk is the number of rows whose logits exist at once; by default it follows from V and a
+    budget of bytes, never from free memory.
     Raises          ShapeError SH001; UsageError
     """
     return divergence_and_entropy(
-        hidden, weight, teacher_hidden, teacher_weight, bias=bias, teacher_bias=teacher_bias, beta=beta, temperature=temperature,
-        logit_scale=logit_scale, softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap, chunk=chunk,
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        bias=bias,
+        teacher_bias=teacher_bias,
+        beta=beta,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=teacher_softcap,
+        chunk=chunk,
         want_entropy=False,
-    )[0]  # fmt: skip
+    )[0]

@@ -1,9 +1,12 @@
-"""The divergences of two rows of logits by C++ kernels, and in blocks of plain PyTorch on any device. N rows, V vocabulary.
+"""The divergences of two rows of logits by C++ kernels, and in blocks of plain PyTorch on any
+device. N rows, V vocabulary.
 
-With z the student's logits after scale and softcap over the temperature, p its probabilities, q the teacher's and m their mixture:
+With z the student's logits after scale and softcap over the temperature, p its probabilities, q the
+teacher's and m their mixture:
     beta 0   D = sum q ln(q / p)       dD / dz = p - q
     beta 1   D = sum p ln(p / q)       dD / dz = p (ln(p / q) - D)
-    between  D = beta sum q ln(q / m) + (1 - beta) K, K = sum p ln(p / m)       dD / dz = (1 - beta) p (ln(p / m) - K)
+    between  D = beta sum q ln(q / m) + (1 - beta) K, K = sum p ln(p / m)       dD / dz = (1 - beta)
+             p (ln(p / m) - K)
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ class Pair(NamedTuple):
 
 
 def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
-    """fp32[N] of wide log-probabilities, of which both are overwritten: `s` becomes the gradient of the student's logits where wanted."""
+    """fp32[N] of wide log-probabilities, of which both are overwritten: `s` becomes the gradient of
+    the student's logits where wanted.
+    """
     p, up = s.exp(), t - s
     if beta == 0.0:
         q = t.exp_()
@@ -42,7 +47,8 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
         ratio, weight = up.neg_(), 1.0
         found = kl = (p * ratio).sum(-1)
     else:
-        # ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms; past e^80 one of p and q is nothing
+        # ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms;
+        # past e^80 one of p and q is nothing
         held, weight = up.clamp_(-80, 80), 1.0 - beta
         ratio = held.expm1().mul_(beta).log1p_().neg_()
         kl = (p * ratio).sum(-1)
@@ -54,13 +60,25 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
 
 
 def divergences(
-    z_NV: Tensor, teacher_NV: Tensor, pair: Pair, out_NV: Tensor, upstream_N: Tensor | None, want_entropy: bool
+    z_NV: Tensor,
+    teacher_NV: Tensor,
+    pair: Pair,
+    out_NV: Tensor,
+    upstream_N: Tensor | None,
+    want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Divergences and entropies, fp32[N] each (empty where not wanted); with `upstream_N` the gradient of z_NV goes to `out_NV`."""
+    """Divergences and entropies, fp32[N] each (empty where not wanted); with `upstream_N` the
+    gradient of z_NV goes to `out_NV`.
+    """
     rows_N, dtype, device = z_NV.shape[0], wide(z_NV.dtype), z_NV.device
-    found, entropy = (torch.empty(size, dtype=dtype, device=device) for size in (rows_N, rows_N if want_entropy else 0))
+    found, entropy = (
+        torch.empty(size, dtype=dtype, device=device)
+        for size in (rows_N, rows_N if want_entropy else 0)
+    )
     (one, other, beta), wanted = pair, upstream_N is not None
-    for (rows, s), (_, t) in zip(wide_blocks(z_NV, one), wide_blocks(teacher_NV, other), strict=True):
+    for (rows, s), (_, t) in zip(
+        wide_blocks(z_NV, one), wide_blocks(teacher_NV, other), strict=True
+    ):
         slope = 1 - (s / one.softcap).square_() if wanted and one.softcap else None
         for z in (s, t):
             z.sub_(z.logsumexp(-1, keepdim=True)).clamp_(min=LEAST)
@@ -74,19 +92,45 @@ def divergences(
 
 
 def divergences_cpp(
-    z_NV: Tensor, teacher_NV: Tensor, pair: Pair, out_NV: Tensor, upstream_N: Tensor | None, want_entropy: bool,
+    z_NV: Tensor,
+    teacher_NV: Tensor,
+    pair: Pair,
+    out_NV: Tensor,
+    upstream_N: Tensor | None,
+    want_entropy: bool,
     sources: tuple[Source | None, Source | None] = (None, None),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """By the C++ kernel: fp32, bf16 or fp16 logits on a CPU. Of bf16 products (`sources`) the eight largest logits of each side are made
-    again in fp32, on both."""
+) -> tuple[Tensor, Tensor]:
+    """By the C++ kernel: fp32, bf16 or fp16 logits on a CPU. Of bf16 products (`sources`) the eight
+    largest logits of each side are made again in fp32, on both.
+    """
     rows = z_NV.shape[0]
     found, entropy = torch.empty(rows), torch.empty(rows if want_entropy else 0)
     if upstream_N is not None:
         assert out_NV.dtype == z_NV.dtype, "a CPU product's result has its operands' dtype"
         upstream_N = upstream_N.to(torch.float32).contiguous()
     given: list[Any] = []
-    for z, rule, source in ((z_NV, pair.student, sources[0]), (teacher_NV, pair.teacher, sources[1])):
+    for z, rule, source in (
+        (z_NV, pair.student, sources[0]),
+        (teacher_NV, pair.teacher, sources[1]),
+    ):
         shape = z_NV.shape if z is z_NV else ()
-        given += [z.dtype, z, *shape, z.stride(0), rule.logit_scale, rule.softcap, *(source.arguments if source else NO_SOURCE)]
-    KERNELS("divergences", *given, pair.beta, found, entropy if want_entropy else None, upstream_N, out_NV, out_NV.stride(0))
+        given += [
+            z.dtype,
+            z,
+            *shape,
+            z.stride(0),
+            rule.logit_scale,
+            rule.softcap,
+            *(source.arguments if source else NO_SOURCE),
+        ]
+    KERNELS(
+        "divergences",
+        *given,
+        pair.beta,
+        found,
+        entropy if want_entropy else None,
+        upstream_N,
+        out_NV,
+        out_NV.stride(0),
+    )
     return found, entropy

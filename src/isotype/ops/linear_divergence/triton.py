@@ -1,7 +1,8 @@
-"""Kernels of the divergence of two rows of logits: one program a row for its value, one a block of a row for its gradient.
+"""Kernels of the divergence of two rows of logits: one program a row for its value, one a block of
+a row for its gradient.
 
-V vocabulary, offsets in int64. Values are widened to fp32 where they are loaded and narrowed where they are stored; the logsumexp of each
-side is the cross-entropy kernel's.
+V vocabulary, offsets in int64. Values are widened to fp32 where they are loaded and narrowed where
+they are stored; the logsumexp of each side is the cross-entropy kernel's.
 """
 
 from __future__ import annotations
@@ -21,28 +22,68 @@ MAX_BLOCK = 2048
 
 
 @triton.jit
-def log_prob(start, v, stop, lse, scale, softcap, WHOLE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr):
+def log_prob(
+    start,
+    v,
+    stop,
+    lse,
+    scale,
+    softcap,
+    WHOLE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
     """fp32, and never below -1e30: of a masked class p ln p is 0."""
-    return tl.maximum(capped(block_of(start, v, stop, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP) - lse, -1e30)
+    return tl.maximum(
+        capped(block_of(start, v, stop, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP) - lse, -1e30
+    )
 
 
 @triton.jit
 def to_mixture(up_fp32, beta):
-    """ln(p / m) = -ln(1 - beta + beta e^up) of up = ln(q / p), without the cancellation of two large logarithms; past e^80 one of p and q
-    is nothing."""
+    """ln(p / m) = -ln(1 - beta + beta e^up) of up = ln(q / p), without the cancellation of two
+    large logarithms; past e^80 one of p and q is nothing.
+    """
     held = tl.minimum(tl.maximum(up_fp32, -80.0), 80.0)
     return -tl.log(1.0 + beta * (tl.exp(held) - 1.0))
 
 
 @triton.jit
 def add_to_divergence(
-    mine, theirs, weighted, start, teacher, v, classes, lse, teacher_lse, scale, softcap, teacher_scale, teacher_softcap, beta,
-    WHOLE: tl.constexpr, KIND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_SCALE: tl.constexpr,
+    mine,
+    theirs,
+    weighted,
+    start,
+    teacher,
+    v,
+    classes,
+    lse,
+    teacher_lse,
+    scale,
+    softcap,
+    teacher_scale,
+    teacher_softcap,
+    beta,
+    WHOLE: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
     TEACHER_CAP: tl.constexpr,
-):  # fmt: skip
+):
     """The lanes' sums of p ln(p / m), q ln(q / m) and p ln p with a block of logits added."""
     s = log_prob(start, v, classes, lse, scale, softcap, WHOLE, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
-    t = log_prob(teacher, v, classes, teacher_lse, teacher_scale, teacher_softcap, WHOLE, TEACHER_SCALE, TEACHER_CAP)
+    t = log_prob(
+        teacher,
+        v,
+        classes,
+        teacher_lse,
+        teacher_scale,
+        teacher_softcap,
+        WHOLE,
+        TEACHER_SCALE,
+        TEACHER_CAP,
+    )
     up = t - s
     p = tl.exp(s)
     q = tl.exp(t)
@@ -65,12 +106,32 @@ def add_to_divergence(
 
 @triton.jit
 def divergence_kernel(
-    logits, teacher_logits, lse, teacher_lse, found, kept, entropy,
-    row_stride, teacher_stride, classes, scale, softcap, teacher_scale, teacher_softcap, beta,
-    KIND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
-    LANES: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    """KIND: 0 and 1 for these beta, 2 between. `kept` gets the sum of p ln(p / m), which the gradient needs."""
+    logits,
+    teacher_logits,
+    lse,
+    teacher_lse,
+    found,
+    kept,
+    entropy,
+    row_stride,
+    teacher_stride,
+    classes,
+    scale,
+    softcap,
+    teacher_scale,
+    teacher_softcap,
+    beta,
+    KIND: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
+    TEACHER_CAP: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """KIND: 0 and 1 for these beta, 2 between. `kept` gets the sum of p ln(p / m), which the
+    gradient needs.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
     teacher = teacher_logits + row * teacher_stride
@@ -85,14 +146,50 @@ def divergence_kernel(
     whole = classes // (LANES * EACH) * (LANES * EACH)
     for first in range(0, whole, LANES * EACH):
         mine, theirs, weighted = add_to_divergence(
-            mine, theirs, weighted, start, teacher, first + lanes, classes, row_lse, row_teacher_lse, scale, softcap, teacher_scale,
-            teacher_softcap, beta_fp32, True, KIND, HAS_SCALE, HAS_CAP, TEACHER_SCALE, TEACHER_CAP,
-        )  # fmt: skip
+            mine,
+            theirs,
+            weighted,
+            start,
+            teacher,
+            first + lanes,
+            classes,
+            row_lse,
+            row_teacher_lse,
+            scale,
+            softcap,
+            teacher_scale,
+            teacher_softcap,
+            beta_fp32,
+            True,
+            KIND,
+            HAS_SCALE,
+            HAS_CAP,
+            TEACHER_SCALE,
+            TEACHER_CAP,
+        )
     if whole < classes:
         mine, theirs, weighted = add_to_divergence(
-            mine, theirs, weighted, start, teacher, whole + lanes, classes, row_lse, row_teacher_lse, scale, softcap, teacher_scale,
-            teacher_softcap, beta_fp32, False, KIND, HAS_SCALE, HAS_CAP, TEACHER_SCALE, TEACHER_CAP,
-        )  # fmt: skip
+            mine,
+            theirs,
+            weighted,
+            start,
+            teacher,
+            whole + lanes,
+            classes,
+            row_lse,
+            row_teacher_lse,
+            scale,
+            softcap,
+            teacher_scale,
+            teacher_softcap,
+            beta_fp32,
+            False,
+            KIND,
+            HAS_SCALE,
+            HAS_CAP,
+            TEACHER_SCALE,
+            TEACHER_CAP,
+        )
     of_p = tl.sum(mine, 0)
     of_q = tl.sum(theirs, 0)
     tl.store(kept + row, of_p)
@@ -105,11 +202,30 @@ def divergence_kernel(
 
 @triton.jit
 def divergence_gradient_kernel(
-    logits, teacher_logits, lse, teacher_lse, kept, upstream, out,
-    row_stride, teacher_stride, out_stride, classes, blocks, scale, softcap, teacher_scale, teacher_softcap, beta,
-    KIND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    logits,
+    teacher_logits,
+    lse,
+    teacher_lse,
+    kept,
+    upstream,
+    out,
+    row_stride,
+    teacher_stride,
+    out_stride,
+    classes,
+    blocks,
+    scale,
+    softcap,
+    teacher_scale,
+    teacher_softcap,
+    beta,
+    KIND: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
+    TEACHER_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     # the blocks of a row are neighbours in the grid: memory is swept in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +240,9 @@ def divergence_gradient_kernel(
         y_fp32 = block_of(teacher, v, classes, False)  # [BLOCK]
     z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     s = tl.maximum(z_fp32 - tl.load(lse + row).to(tl.float32), -1e30)
-    t = capped(y_fp32, teacher_scale, teacher_softcap, TEACHER_SCALE, TEACHER_CAP) - tl.load(teacher_lse + row).to(tl.float32)
+    t = capped(y_fp32, teacher_scale, teacher_softcap, TEACHER_SCALE, TEACHER_CAP) - tl.load(
+        teacher_lse + row
+    ).to(tl.float32)
     t = tl.maximum(t, -1e30)
     p = tl.exp(s)
     upstream_fp32 = tl.load(upstream + row).to(tl.float32)
@@ -153,7 +271,10 @@ def _flags(pair: Pair) -> dict[str, int]:
     sides = {"": pair.student, "TEACHER": pair.teacher}
     made: dict[str, int] = {"KIND": kind}
     for name, rule in sides.items():
-        made |= {f"{name or 'HAS'}_SCALE": rule.logit_scale != 1.0, f"{name or 'HAS'}_CAP": rule.softcap != 0.0}
+        made |= {
+            f"{name or 'HAS'}_SCALE": rule.logit_scale != 1.0,
+            f"{name or 'HAS'}_CAP": rule.softcap != 0.0,
+        }
     return made
 
 
@@ -164,25 +285,67 @@ def _lse(logits_NV: Tensor, rule: LossRule) -> Tensor:
 
 @on_its_device
 def divergences(
-    z_NV: Tensor, teacher_NV: Tensor, pair: Pair, out_NV: Tensor, upstream_N: Tensor | None, want_entropy: bool
+    z_NV: Tensor,
+    teacher_NV: Tensor,
+    pair: Pair,
+    out_NV: Tensor,
+    upstream_N: Tensor | None,
+    want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `rows.divergences`."""
     rows, classes = z_NV.shape
     lse_N, teacher_lse_N = _lse(z_NV, pair.student), _lse(teacher_NV, pair.teacher)
-    found_N, kept_N, entropy_N = torch.empty_like(lse_N), torch.empty_like(lse_N), torch.empty_like(lse_N)
+    found_N, kept_N, entropy_N = (
+        torch.empty_like(lse_N),
+        torch.empty_like(lse_N),
+        torch.empty_like(lse_N),
+    )
     if not rows or not classes:
         return found_N, entropy_N
-    numbers = pair.student.logit_scale, pair.student.softcap, pair.teacher.logit_scale, pair.teacher.softcap, pair.beta
+    numbers = (
+        pair.student.logit_scale,
+        pair.student.softcap,
+        pair.teacher.logit_scale,
+        pair.teacher.softcap,
+        pair.beta,
+    )
     block = min(MAX_BLOCK, triton.next_power_of_2(classes))
     each = min(block, 16 // max(z_NV.element_size(), teacher_NV.element_size()))
     divergence_kernel[(rows,)](
-        z_NV, teacher_NV, lse_N, teacher_lse_N, found_N, kept_N, entropy_N, z_NV.stride(0), teacher_NV.stride(0), classes, *numbers,
-        **_flags(pair), LANES=block // each, EACH=each, num_warps=warps(2 * block),
-    )  # fmt: skip
+        z_NV,
+        teacher_NV,
+        lse_N,
+        teacher_lse_N,
+        found_N,
+        kept_N,
+        entropy_N,
+        z_NV.stride(0),
+        teacher_NV.stride(0),
+        classes,
+        *numbers,
+        **_flags(pair),
+        LANES=block // each,
+        EACH=each,
+        num_warps=warps(2 * block),
+    )
     if upstream_N is not None:
         blocks = triton.cdiv(classes, block)
         divergence_gradient_kernel[(rows * blocks,)](
-            z_NV, teacher_NV, lse_N, teacher_lse_N, kept_N, upstream_N.to(torch.float32).contiguous(), out_NV, z_NV.stride(0),
-            teacher_NV.stride(0), out_NV.stride(0), classes, blocks, *numbers, **_flags(pair), BLOCK=block, num_warps=warps(2 * block),
-        )  # fmt: skip
+            z_NV,
+            teacher_NV,
+            lse_N,
+            teacher_lse_N,
+            kept_N,
+            upstream_N.to(torch.float32).contiguous(),
+            out_NV,
+            z_NV.stride(0),
+            teacher_NV.stride(0),
+            out_NV.stride(0),
+            classes,
+            blocks,
+            *numbers,
+            **_flags(pair),
+            BLOCK=block,
+            num_warps=warps(2 * block),
+        )
     return found_N, entropy_N

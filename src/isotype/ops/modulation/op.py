@@ -1,4 +1,5 @@
-"""`modulated_layer_norm` and `gated_residual`: all tokens of a picture are scaled, shifted or gated alike.
+"""`modulated_layer_norm` and `gated_residual`: all tokens of a picture are scaled, shifted or gated
+alike.
 
 B pictures, T tokens, H hidden.
 """
@@ -35,22 +36,36 @@ GATED_RESIDUAL = OpContract(
 
 
 def _check_vectors(x: Tensor, **vectors: Tensor) -> None:
-    """Raises ShapeError SH001 where x is not [B T H] or a vector not [B H], DtypeError DT001 where the vectors have several dtypes."""
+    """Raises ShapeError SH001 where x is not [B T H] or a vector not [B H], DtypeError DT001 where
+    the vectors have several dtypes.
+    """
     for name, vector in vectors.items():
         if x.dim() != 3 or vector.shape != (x.shape[0], x.shape[2]):
-            raise ShapeError(f"{name} is {list(vector.shape)} where x is {list(x.shape)}: expected [B H] and [B T H]", code="SH001")
+            raise ShapeError(
+                f"{name} is {list(vector.shape)} where x is {list(x.shape)}: expected [B H] and [B"
+                " T H]",
+                code="SH001",
+            )
     (name, first), *others = vectors.items()
     for other, vector in others:
         if vector.dtype != first.dtype:
-            raise DtypeError(f"{name} is {first.dtype} and {other} is {vector.dtype}, declared one float dtype", code="DT001")
+            raise DtypeError(
+                f"{name} is {first.dtype} and {other} is {vector.dtype}, declared one float dtype",
+                code="DT001",
+            )
 
 
 # --- the C++ kernels of cpu.cpp: fp32, bf16 or fp16, each of x, vectors and output its own
 
 KERNELS = CppKernels(
-    __file__, norm_forward="ddppppiiiif", norm_backward="ddpppppiiiiiif", gate_forward="dppppiiiii", gate_backward="dpppppiiiiii"
+    __file__,
+    norm_forward="ddppppiiiif",
+    norm_backward="ddpppppiiiiiif",
+    gate_forward="dppppiiiii",
+    gate_backward="dpppppiiiiii",
 )
-# at most so many partial sums of a vector's gradient a picture, and no fewer rows in each than pay for one
+# at most so many partial sums of a vector's gradient a picture, and no fewer rows in each than pay
+# for one
 _PARTIAL_SUMS, _ROWS = 64, 16
 
 
@@ -70,37 +85,70 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @library_op(
-    "modulated_layer_norm_forward_cpp(Tensor x, Tensor scale, Tensor shift, float eps, ScalarType out_dtype) -> Tensor",
+    "modulated_layer_norm_forward_cpp(Tensor x, Tensor scale, Tensor shift, float eps, ScalarType"
+    " out_dtype) -> Tensor",
     fake=lambda x, scale, shift, eps, out_dtype: _like(x, out_dtype),
 )
-def _cpp_norm_forward(x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+def _cpp_norm_forward(
+    x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype
+) -> Tensor:
     y_BTH, x_RH = _like(x_BTH, out_dtype), _rows_of(x_BTH)
     KERNELS(
-        "norm_forward", x_RH.dtype, out_dtype, x_RH, _fp32(scale_BH, 1.0), _fp32(shift_BH), y_BTH,
-        *x_RH.shape, x_RH.stride(0), max(1, x_BTH.shape[1]), eps,
-    )  # fmt: skip
+        "norm_forward",
+        x_RH.dtype,
+        out_dtype,
+        x_RH,
+        _fp32(scale_BH, 1.0),
+        _fp32(shift_BH),
+        y_BTH,
+        *x_RH.shape,
+        x_RH.stride(0),
+        max(1, x_BTH.shape[1]),
+        eps,
+    )
     return y_BTH
 
 
-def _fake_norm_backward(x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_norm_backward(
+    x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     shape = scale_BH.shape if want else (0,)
     return _like(x_BTH), scale_BH.new_empty(shape), scale_BH.new_empty(shape)
 
 
 @library_op(
-    "modulated_layer_norm_backward_cpp(Tensor x, Tensor scale, Tensor dy, float eps, bool want_modulation) -> (Tensor, Tensor, Tensor)",
+    "modulated_layer_norm_backward_cpp(Tensor x, Tensor scale, Tensor dy, float eps, bool"
+    " want_modulation) -> (Tensor, Tensor, Tensor)",
     fake=_fake_norm_backward,
 )
-def _cpp_norm_backward(x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cpp_norm_backward(
+    x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, scale and shift; the last two are empty where not wanted."""
     pictures, tokens, hidden = x_BTH.shape
     x_RH, dy_RH, dx_BTH = _rows_of(x_BTH), _rows_of(dy_BTH), _like(x_BTH)
     block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
-    partial = torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32) if want_modulation else None
+    partial = (
+        torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32)
+        if want_modulation
+        else None
+    )
     KERNELS(
-        "norm_backward", x_RH.dtype, dy_RH.dtype, x_RH, _fp32(scale_BH, 1.0), dy_RH, dx_BTH, partial,
-        *x_RH.shape, x_RH.stride(0), dy_RH.stride(0), max(1, tokens), block, eps,
-    )  # fmt: skip
+        "norm_backward",
+        x_RH.dtype,
+        dy_RH.dtype,
+        x_RH,
+        _fp32(scale_BH, 1.0),
+        dy_RH,
+        dx_BTH,
+        partial,
+        *x_RH.shape,
+        x_RH.stride(0),
+        dy_RH.stride(0),
+        max(1, tokens),
+        block,
+        eps,
+    )
     if partial is None:
         return dx_BTH, scale_BH.new_empty(0), scale_BH.new_empty(0)
     # summed in fp32, and narrowed once; two tensors, since an operator's results share no memory
@@ -108,31 +156,64 @@ def _cpp_norm_backward(x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: flo
     return dx_BTH, dscale_BH, dshift_BH
 
 
-@library_op("gated_residual_forward_cpp(Tensor residual, Tensor x, Tensor gate) -> Tensor", fake=lambda residual, x, gate: _like(x))
+@library_op(
+    "gated_residual_forward_cpp(Tensor residual, Tensor x, Tensor gate) -> Tensor",
+    fake=lambda residual, x, gate: _like(x),
+)
 def _cpp_gate_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
     y_BTH, residual_RH, x_RH = _like(x_BTH), _rows_of(residual_BTH), _rows_of(x_BTH)
     KERNELS(
-        "gate_forward", x_RH.dtype, residual_RH, x_RH, _fp32(gate_BH), y_BTH,
-        *x_RH.shape, residual_RH.stride(0), x_RH.stride(0), max(1, x_BTH.shape[1]),
-    )  # fmt: skip
+        "gate_forward",
+        x_RH.dtype,
+        residual_RH,
+        x_RH,
+        _fp32(gate_BH),
+        y_BTH,
+        *x_RH.shape,
+        residual_RH.stride(0),
+        x_RH.stride(0),
+        max(1, x_BTH.shape[1]),
+    )
     return y_BTH
 
 
-def _fake_gate_backward(x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool) -> tuple[Tensor, Tensor]:
+def _fake_gate_backward(
+    x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
+) -> tuple[Tensor, Tensor]:
     return _like(x_BTH), gate_BH.new_empty(gate_BH.shape if want_gate else (0,))
 
 
-@library_op("gated_residual_backward_cpp(Tensor x, Tensor gate, Tensor dy, bool want_gate) -> (Tensor, Tensor)", fake=_fake_gate_backward)
-def _cpp_gate_backward(x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool) -> tuple[Tensor, Tensor]:
+@library_op(
+    "gated_residual_backward_cpp(Tensor x, Tensor gate, Tensor dy, bool want_gate) -> (Tensor,"
+    " Tensor)",
+    fake=_fake_gate_backward,
+)
+def _cpp_gate_backward(
+    x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the gate, which is empty where not wanted; the residual's is dy."""
     pictures, tokens, hidden = x_BTH.shape
     x_RH, dy_RH, dx_BTH = _rows_of(x_BTH), _rows_of(dy_BTH), _like(x_BTH)
     block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
-    partial = torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32) if want_gate else None
+    partial = (
+        torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32)
+        if want_gate
+        else None
+    )
     KERNELS(
-        "gate_backward", x_RH.dtype, x_RH, _fp32(gate_BH), dy_RH, dx_BTH, partial,
-        *x_RH.shape, x_RH.stride(0), dy_RH.stride(0), max(1, tokens), block,
-    )  # fmt: skip
+        "gate_backward",
+        x_RH.dtype,
+        x_RH,
+        _fp32(gate_BH),
+        dy_RH,
+        dx_BTH,
+        partial,
+        *x_RH.shape,
+        x_RH.stride(0),
+        dy_RH.stride(0),
+        max(1, tokens),
+        block,
+    )
     # summed in fp32, and narrowed once
     return dx_BTH, gate_BH.new_empty(0) if partial is None else partial.sum(1).to(gate_BH.dtype)
 
@@ -141,13 +222,20 @@ def _cpp_gate_backward(x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate
 
 
 def modulated_layer_norm_reference(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, *, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """In plain PyTorch, right at fp64."""
     h = x.to(wide(x.dtype, scale.dtype))
     centred = h - h.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    return (normed * (1.0 + scale.to(h.dtype))[:, None] + shift.to(h.dtype)[:, None]).to(out_dtype or x.dtype)
+    return (normed * (1.0 + scale.to(h.dtype))[:, None] + shift.to(h.dtype)[:, None]).to(
+        out_dtype or x.dtype
+    )
 
 
 def _normed(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
@@ -157,10 +245,20 @@ def _normed(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class ModulatedLayerNorm(torch.autograd.Function):
-    """Saves its inputs alone (or what x is made from: `ops.remade`): not the normed rows, and neither mean nor deviation of a row."""
+    """Saves its inputs alone (or what x is made from: `ops.remade`): not the normed rows, and
+    neither mean nor deviation of a row.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype, path: Path) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_BTH: Tensor,
+        scale_BH: Tensor,
+        shift_BH: Tensor,
+        eps: float,
+        out_dtype: torch.dtype,
+        path: Path,
+    ) -> Tensor:
         ctx.make_x, kept_x = kept_for(x_BTH, x_BTH)
         ctx.save_for_backward(scale_BH, *kept_x)
         ctx.path, ctx.eps = path, eps
@@ -171,9 +269,15 @@ class ModulatedLayerNorm(torch.autograd.Function):
 
             # a row that does not fit takes plain PyTorch: no model has one
             if triton.fits(x_BTH):
-                return triton.modulated_layer_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
+                return triton.modulated_layer_norm_forward(
+                    x_BTH, scale_BH, shift_BH, eps, out_dtype
+                )
         normed, _ = _normed(x_BTH, wide(x_BTH.dtype, scale_BH.dtype), eps)
-        return narrowed(normed * (1.0 + scale_BH.to(normed.dtype))[:, None] + shift_BH.to(normed.dtype)[:, None], out_dtype)
+        return narrowed(
+            normed * (1.0 + scale_BH.to(normed.dtype))[:, None]
+            + shift_BH.to(normed.dtype)[:, None],
+            out_dtype,
+        )
 
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
@@ -188,19 +292,41 @@ class ModulatedLayerNorm(torch.autograd.Function):
             from . import triton
 
             if triton.fits(x_BTH):
-                return *triton.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want), None, None, None
+                return (
+                    *triton.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want),
+                    None,
+                    None,
+                    None,
+                )
         normed, factor = _normed(x_BTH, wide(x_BTH.dtype, scale_BH.dtype), eps)
         dy = dy_BTH.to(normed.dtype)
         g = dy * (1.0 + scale_BH.to(normed.dtype))[:, None]
-        dx = (factor * (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True))).to(x_BTH.dtype)
+        dx = (
+            factor * (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True))
+        ).to(x_BTH.dtype)
         if not want:
             return dx, None, None, None, None, None
         # summed in the wide dtype, and narrowed once
-        return dx, (dy * normed).sum(1).to(scale_BH.dtype), dy.sum(1).to(scale_BH.dtype), None, None, None
+        return (
+            dx,
+            (dy * normed).sum(1).to(scale_BH.dtype),
+            dy.sum(1).to(scale_BH.dtype),
+            None,
+            None,
+            None,
+        )
 
 
-def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one pass; a LoRA layer makes its result again.
+def modulated_layer_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one pass; a
+    LoRA layer makes its result again.
 
     x            X[B T H]   any float dtype, unchanged by autocast
     scale, shift M[B H]     of each picture, any float dtype: fp32 ones do not widen the output
@@ -213,7 +339,9 @@ def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1
     _check_vectors(x, scale=scale, shift=shift)
     path = path_for(KERNELS, x, scale, out_dtype=out_dtype)
     made: Tensor = applied(ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path)
-    return remember(made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift)
+    return remember(
+        made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift
+    )
 
 
 # --- gated_residual
@@ -226,10 +354,14 @@ def gated_residual_reference(residual: Tensor, x: Tensor, gate: Tensor) -> Tenso
 
 
 class GatedResidual(torch.autograd.Function):
-    """Saves the gate, and x where the gate has a gradient; the residual's gradient is the incoming one."""
+    """Saves the gate, and x where the gate has a gradient; the residual's gradient is the incoming
+    one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor, path: Path) -> Tensor:
+    def forward(
+        ctx: Any, residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor, path: Path
+    ) -> Tensor:
         ctx.save_for_backward(x_BTH if ctx.needs_input_grad[2] else None, gate_BH)
         ctx.path = path
         if path == "cpp":
@@ -255,16 +387,26 @@ class GatedResidual(torch.autograd.Function):
             from . import triton
 
             if triton.fits(x_BTH):
-                return dresidual, *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want), None
+                return (
+                    dresidual,
+                    *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want),
+                    None,
+                )
         dtype = wide(x_BTH.dtype, gate_BH.dtype)
         dy = dy_BTH.to(dtype)
         dx = (dy * gate_BH.to(dtype)[:, None]).to(x_BTH.dtype)
         # summed in the wide dtype, and narrowed once
-        return dresidual, dx, (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want else None, None
+        return (
+            dresidual,
+            dx,
+            (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want else None,
+            None,
+        )
 
 
 def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """residual + gate * x in one pass, rounded once; saves the gate, and x where the gate has a gradient.
+    """residual + gate * x in one pass, rounded once; saves the gate, and x where the gate has a
+    gradient.
 
     residual  F[B T H]   any float dtype, unchanged by autocast
     x         F[B T H]
@@ -277,9 +419,14 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     _check_vectors(x, gate=gate)
     if residual.dtype != x.dtype:
         raise DtypeError(
-            f"residual is {residual.dtype} and x is {x.dtype}, declared one float dtype", code="DT001", fix="x.to(residual.dtype)"
+            f"residual is {residual.dtype} and x is {x.dtype}, declared one float dtype",
+            code="DT001",
+            fix="x.to(residual.dtype)",
         )
     if residual.shape != x.shape:
-        raise ShapeError(f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape", code="SH001")
+        raise ShapeError(
+            f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape",
+            code="SH001",
+        )
     y: Tensor = applied(GatedResidual, residual, x, gate, path_for(KERNELS, x, gate))
     return y

@@ -1,7 +1,9 @@
-"""Kernels of the modulated LayerNorm and the gated residual: a program a tile of whole rows of one picture. B pictures, T tokens, H hidden.
+"""Kernels of the modulated LayerNorm and the gated residual: a program a tile of whole rows of one
+picture. B pictures, T tokens, H hidden.
 
-The gradients of scale, shift and gate, where they are wanted, are summed in fp32 by programs that each take a run of tiles, and then over
-the programs: in an order that shapes and the device decide, without atomics.
+The gradients of scale, shift and gate, where they are wanted, are summed in fp32 by programs that
+each take a run of tiles, and then over the programs: in an order that shapes and the device decide,
+without atomics.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from ..rms_norm.triton import fits as fits
 
 
 @triton.jit
-def gated_residual_forward_kernel(residual, x, gate, out, tokens, hidden, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def gated_residual_forward_kernel(
+    residual, x, gate, out, tokens, hidden, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     picture = (tl.program_id(0) // tiles).to(tl.int64)
     token = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
@@ -25,15 +29,27 @@ def gated_residual_forward_kernel(residual, x, gate, out, tokens, hidden, tiles,
     at = (picture * tokens + token)[:, None] * hidden + h[None, :]
     r_fp32 = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-    gate_fp32 = tl.load(gate + picture * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
+    gate_fp32 = tl.load(gate + picture * hidden + h, mask=h < hidden, other=0.0).to(
+        tl.float32
+    )  # [BLOCK]
     tl.store(out + at, (r_fp32 + gate_fp32[None, :] * x_fp32).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gated_residual_backward_kernel(
-    x, gate, dy, dx, partial, tokens, hidden, programs, tiles_each,
-    GATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    dy,
+    dx,
+    partial,
+    tokens,
+    hidden,
+    programs,
+    tiles_each,
+    GATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     picture = (tl.program_id(0) // programs).to(tl.int64)
     program = (tl.program_id(0) % programs).to(tl.int64)
     h = tl.arange(0, BLOCK)
@@ -44,30 +60,51 @@ def gated_residual_backward_kernel(
         inside = (token < tokens)[:, None] & (h < hidden)[None, :]
         at = (picture * tokens + token)[:, None] * hidden + h[None, :]
         d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        gate_fp32 = tl.load(gate + picture * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
+        gate_fp32 = tl.load(gate + picture * hidden + h, mask=h < hidden, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
         tl.store(dx + at, (d_fp32 * gate_fp32[None, :]).to(dx.dtype.element_ty), mask=inside)
         if GATE:
             dgate_fp32 += d_fp32 * tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if GATE:
-        tl.store(partial + (picture * programs + program) * hidden + h, tl.sum(dgate_fp32, 0), mask=h < hidden)
+        tl.store(
+            partial + (picture * programs + program) * hidden + h,
+            tl.sum(dgate_fp32, 0),
+            mask=h < hidden,
+        )
 
 
 @on_its_device
 def gated_residual_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
-    residual_BTH, x_BTH, gate_BH = residual_BTH.contiguous(), x_BTH.contiguous(), gate_BH.contiguous()
+    residual_BTH, x_BTH, gate_BH = (
+        residual_BTH.contiguous(),
+        x_BTH.contiguous(),
+        gate_BH.contiguous(),
+    )
     out = torch.empty(x_BTH.shape, dtype=x_BTH.dtype, device=x_BTH.device)
     if x_BTH.numel():
         pictures, tokens, hidden = x_BTH.shape
         rows_each, block = tile_of(hidden)
         tiles = triton.cdiv(tokens, rows_each)
         gated_residual_forward_kernel[(pictures * tiles,)](
-            residual_BTH, x_BTH, gate_BH, out, tokens, hidden, tiles, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block)
-        )  # fmt: skip
+            residual_BTH,
+            x_BTH,
+            gate_BH,
+            out,
+            tokens,
+            hidden,
+            tiles,
+            ROWS=rows_each,
+            BLOCK=block,
+            num_warps=warps(rows_each * block),
+        )
     return out
 
 
 @on_its_device
-def gated_residual_backward(x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool) -> tuple[Tensor, Tensor | None]:
+def gated_residual_backward(
+    x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
+) -> tuple[Tensor, Tensor | None]:
     x_BTH, gate_BH, dy_BTH = x_BTH.contiguous(), gate_BH.contiguous(), dy_BTH.contiguous()
     pictures, tokens, hidden = x_BTH.shape
     dx_BTH = torch.empty_like(x_BTH)
@@ -78,18 +115,33 @@ def gated_residual_backward(x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want
     most = max(1, PROGRAMS * multiprocessors(x_BTH.device) // pictures)
     tiles_each = triton.cdiv(tiles, min(tiles, most)) if want_gate else 1
     programs = triton.cdiv(tiles, tiles_each)
-    partial = torch.empty((pictures, programs, hidden), dtype=torch.float32, device=x_BTH.device) if want_gate else dx_BTH
+    partial = (
+        torch.empty((pictures, programs, hidden), dtype=torch.float32, device=x_BTH.device)
+        if want_gate
+        else dx_BTH
+    )
     gated_residual_backward_kernel[(pictures * programs,)](
-        x_BTH, gate_BH, dy_BTH, dx_BTH, partial, tokens, hidden, programs, tiles_each,
-        GATE=want_gate, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
-    )  # fmt: skip
+        x_BTH,
+        gate_BH,
+        dy_BTH,
+        dx_BTH,
+        partial,
+        tokens,
+        hidden,
+        programs,
+        tiles_each,
+        GATE=want_gate,
+        ROWS=rows_each,
+        BLOCK=block,
+        num_warps=warps(rows_each * block),
+    )
     return dx_BTH, partial.sum(1).to(gate_BH.dtype) if want_gate else None
 
 
 @triton.jit
 def modulated_layer_norm_forward_kernel(
     x, scale, shift, out, tokens, hidden, tiles, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     picture = (tl.program_id(0) // tiles).to(tl.int64)
     token = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
@@ -97,8 +149,12 @@ def modulated_layer_norm_forward_kernel(
     inside = (token < tokens)[:, None] & columns
     at = (picture * tokens + token)[:, None] * hidden + h[None, :]
     x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-    scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
-    shift_fp32 = tl.load(shift + picture * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
+    scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(
+        tl.float32
+    )  # [BLOCK]
+    shift_fp32 = tl.load(shift + picture * hidden + h, mask=h < hidden, other=0.0).to(
+        tl.float32
+    )  # [BLOCK]
     mean_fp32 = tl.sum(x_fp32, 1) / hidden  # [ROWS]
     centred_fp32 = tl.where(columns, x_fp32 - mean_fp32[:, None], 0.0)
     factor_fp32 = 1.0 / tl.sqrt(tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps)  # [ROWS]
@@ -108,9 +164,20 @@ def modulated_layer_norm_forward_kernel(
 
 @triton.jit
 def modulated_layer_norm_backward_kernel(
-    x, scale, dy, dx, partial, tokens, hidden, programs, tiles_each, eps,
-    MODULATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    scale,
+    dy,
+    dx,
+    partial,
+    tokens,
+    hidden,
+    programs,
+    tiles_each,
+    eps,
+    MODULATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     picture = (tl.program_id(0) // programs).to(tl.int64)
     program = (tl.program_id(0) % programs).to(tl.int64)
     h = tl.arange(0, BLOCK)
@@ -124,11 +191,16 @@ def modulated_layer_norm_backward_kernel(
         at = (picture * tokens + token)[:, None] * hidden + h[None, :]
         x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        # loaded again for every tile: it is in the cache. Held, it would take one register per value
-        scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
+        # loaded again for every tile: it is in the cache. Held, it would take one register per
+        # value
+        scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(
+            tl.float32
+        )  # [BLOCK]
         mean_fp32 = tl.sum(x_fp32, 1) / hidden  # [ROWS]
         centred_fp32 = tl.where(columns, x_fp32 - mean_fp32[:, None], 0.0)
-        factor_fp32 = (1.0 / tl.sqrt(tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps))[:, None]  # [ROWS, 1]
+        factor_fp32 = (1.0 / tl.sqrt(tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps))[
+            :, None
+        ]  # [ROWS, 1]
         normed_fp32 = centred_fp32 * factor_fp32
         g_fp32 = d_fp32 * (1.0 + scale_fp32)[None, :]
         mean_g_fp32 = (tl.sum(g_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
@@ -145,7 +217,9 @@ def modulated_layer_norm_backward_kernel(
 
 
 @on_its_device
-def modulated_layer_norm_forward(x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+def modulated_layer_norm_forward(
+    x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype
+) -> Tensor:
     x_BTH, scale_BH, shift_BH = x_BTH.contiguous(), scale_BH.contiguous(), shift_BH.contiguous()
     out = torch.empty(x_BTH.shape, dtype=out_dtype, device=x_BTH.device)
     if x_BTH.numel():
@@ -153,8 +227,18 @@ def modulated_layer_norm_forward(x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tens
         rows_each, block = tile_of(hidden)
         tiles = triton.cdiv(tokens, rows_each)
         modulated_layer_norm_forward_kernel[(pictures * tiles,)](
-            x_BTH, scale_BH, shift_BH, out, tokens, hidden, tiles, eps, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block)
-        )  # fmt: skip
+            x_BTH,
+            scale_BH,
+            shift_BH,
+            out,
+            tokens,
+            hidden,
+            tiles,
+            eps,
+            ROWS=rows_each,
+            BLOCK=block,
+            num_warps=warps(rows_each * block),
+        )
     return out
 
 
@@ -166,18 +250,36 @@ def modulated_layer_norm_backward(
     pictures, tokens, hidden = x_BTH.shape
     dx_BTH = torch.empty_like(x_BTH)
     if not x_BTH.numel():
-        return dx_BTH, *((torch.zeros_like(scale_BH), torch.zeros_like(scale_BH)) if want_modulation else (None, None))
+        return dx_BTH, *(
+            (torch.zeros_like(scale_BH), torch.zeros_like(scale_BH))
+            if want_modulation
+            else (None, None)
+        )
     rows_each, block = tile_of(hidden)
     tiles = triton.cdiv(tokens, rows_each)
     most = max(1, PROGRAMS * multiprocessors(x_BTH.device) // pictures)
     tiles_each = triton.cdiv(tiles, min(tiles, most)) if want_modulation else 1
     programs = triton.cdiv(tiles, tiles_each)
     shape = (pictures, programs, 2, hidden)
-    partial = torch.empty(shape, dtype=torch.float32, device=x_BTH.device) if want_modulation else dx_BTH
+    partial = (
+        torch.empty(shape, dtype=torch.float32, device=x_BTH.device) if want_modulation else dx_BTH
+    )
     modulated_layer_norm_backward_kernel[(pictures * programs,)](
-        x_BTH, scale_BH, dy_BTH, dx_BTH, partial, tokens, hidden, programs, tiles_each, eps,
-        MODULATION=want_modulation, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
-    )  # fmt: skip
+        x_BTH,
+        scale_BH,
+        dy_BTH,
+        dx_BTH,
+        partial,
+        tokens,
+        hidden,
+        programs,
+        tiles_each,
+        eps,
+        MODULATION=want_modulation,
+        ROWS=rows_each,
+        BLOCK=block,
+        num_warps=warps(rows_each * block),
+    )
     if not want_modulation:
         return dx_BTH, None, None
     dscale_BH, dshift_BH = partial.sum(1).to(scale_BH.dtype).unbind(1)

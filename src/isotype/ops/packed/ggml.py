@@ -1,10 +1,13 @@
-"""The blocks of GGUF files, by their definition: a few dozen bytes each, which hold 32 or 256 numbers of a row with their scales.
+"""The blocks of GGUF files, by their definition: a few dozen bytes each, which hold 32 or 256
+numbers of a row with their scales.
 
 Arithmetic has the order of ggml's reference, so that fp32 results have its bits.
 
-B blocks. Half precision scales `d` and minima are fp16; a group of a block has an integer of 4, 6 or 8 bits by which they are multiplied.
+B blocks. Half precision scales `d` and minima are fp16; a group of a block has an integer of 4, 6
+or 8 bits by which they are multiplied.
 
-Source: llama.cpp, `ggml-quants.c` and `ggml-common.h`; the package gguf 0.19 (`quants.py`) is the reference of the tests.
+Source: llama.cpp, `ggml-quants.c` and `ggml-common.h`; the package gguf 0.19 (`quants.py`) is the
+reference of the tests.
 """
 
 from __future__ import annotations
@@ -51,11 +54,15 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 def _fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
     """Each run of `width` bytes once for each shift: uint8[B len(shifts) * bytes]."""
     by = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
-    return ((packed.reshape(packed.shape[0], -1, 1, width) >> by) & mask).reshape(packed.shape[0], -1)
+    return ((packed.reshape(packed.shape[0], -1, 1, width) >> by) & mask).reshape(
+        packed.shape[0], -1
+    )
 
 
 def _of_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Blocks of 32: a scale, and a minimum in Q4_1 and Q5_1; Q5 keep the fifth bits in a word of their own."""
+    """Blocks of 32: a scale, and a minimum in Q4_1 and Q5_1; Q5 keep the fifth bits in a word of
+    their own.
+    """
     if kind == "Q8_0":
         return blocks[:, 2:].contiguous().view(torch.int8).to(wide) * d[0]
     q = _fields(blocks[:, -16:], (0, 4), 16, 15)
@@ -75,7 +82,10 @@ def _q2_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    low, high = _fields(blocks[:, 96:104], (0, 4), 8, 15), _fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3)
+    low, high = (
+        _fields(blocks[:, 96:104], (0, 4), 8, 15),
+        _fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3),
+    )
     q = _fields(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).to(wide)
     # 4 is taken off where the bit is not set
     q -= (1 - _fields(blocks[:, :32], range(8), 32, 1)).to(wide) * 4
@@ -83,7 +93,9 @@ def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Scales and minima of 6 bits: four bytes each, whose two highest bits belong to the last four, whose low halves follow."""
+    """Scales and minima of 6 bits: four bytes each, whose two highest bits belong to the last four,
+    whose low halves follow.
+    """
     first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scale = torch.cat((first & 63, (both & 15) | (first >> 2) & 48), 1)
     least = torch.cat((second & 63, (both >> 4) | (second >> 2) & 48), 1)
@@ -94,8 +106,13 @@ def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def _q6_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    q = _fields(blocks[:, :128], (0, 4), 64, 15) | _fields(blocks[:, 128:192], (0, 2, 4, 6), 32, 3) << 4
-    return _of_groups(d[0] * blocks[:, 192:208].contiguous().view(torch.int8).to(wide), q.to(wide) - 32)
+    q = (
+        _fields(blocks[:, :128], (0, 4), 64, 15)
+        | _fields(blocks[:, 128:192], (0, 2, 4, 6), 32, 3) << 4
+    )
+    return _of_groups(
+        d[0] * blocks[:, 192:208].contiguous().view(torch.int8).to(wide), q.to(wide) - 32
+    )
 
 
 def _of_groups(scale: Tensor, q: Tensor, least: Tensor | None = None) -> Tensor:

@@ -1,6 +1,8 @@
-"""Which tensors of a checkpoint are one packed weight, and in which format: read off their names, dtypes and shapes.
+"""Which tensors of a checkpoint are one packed weight, and in which format: read off their names,
+dtypes and shapes.
 
-The settings in config.json (`precision.packing`) give what tensors do not show: the block size, and GPTQ's version.
+The settings in config.json (`precision.packing`) give what tensors do not show: the block size, and
+GPTQ's version.
 """
 
 from __future__ import annotations
@@ -18,16 +20,37 @@ from .ggml import BLOCKS, not_finite
 from .state import PackedState
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_format")
-"""Tensors beside a packed weight that do not belong to it: for activations and caches of a server."""
-TORCHAO = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "_weight_zero_point": "weight_zero_point"}
-"""The parts of torchao's tensors in its safetensors files, by the names that others have for them."""
+OF_ACTIVATIONS = (
+    "input_scale",
+    "activation_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "k_scale",
+    "v_scale",
+    "weight_format",
+)
+"""Tensors beside a packed weight that do not belong to it: for activations and caches of a server.
+"""
+TORCHAO = {
+    "_weight_qdata": "weight",
+    "_weight_scale": "weight_scale",
+    "_weight_zero_point": "weight_zero_point",
+}
+"""The parts of torchao's tensors in its safetensors files, by the names that others have for them.
+"""
 PARTS = frozenset((
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
     "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO,
 ))  # fmt: skip
 """Names that only packed weights have."""
-_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "SCB", "scales")
+_SCALES = (
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "SCB",
+    "scales",
+)
 
 
 class Part(NamedTuple):
@@ -43,7 +66,9 @@ Parts = Mapping[str, Part]
 def is_packed(parts: Parts) -> bool:
     """Whether these are a packed weight's, or lack something to be one."""
     weight = parts.get("weight")
-    return bool(PARTS & parts.keys()) or (weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32))
+    return bool(PARTS & parts.keys()) or (
+        weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)
+    )
 
 
 def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
@@ -66,7 +91,9 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
         _expect(where, parts, kind, (shape[0], shape[1] // numbers * size))
         return Layout("ggml", shape, (kind, torch.uint8, parts[kind].shape), (1, numbers))
     if weight is None:
-        raise UsageError(f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN)
+        raise UsageError(
+            f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN
+        )
     if weight.dtype == torch.uint8 and packing.word == "nvfp4":
         return _nvfp4(where, parts, packing, shape, "weight")
     _expect(where, parts, "weight", shape)
@@ -76,13 +103,17 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
     name = next((n for n in ("weight_scale", "weight_scale_inv") if n in parts), None)
     if name is None or weight.dtype not in (*FP8, torch.int8):
         what = f"{where}.weight is {str(weight.dtype).removeprefix('torch.')}"
-        raise UsageError(f"{what} and has no scale beside it: weight_scale, weight_scale_inv or SCB", fix=AGAIN)
+        raise UsageError(
+            f"{what} and has no scale beside it: weight_scale, weight_scale_inv or SCB", fix=AGAIN
+        )
     scale = parts[name]
     if "weight_zero_point" in parts and _elements(parts["weight_zero_point"]) != _elements(scale):
         _expect(where, parts, "weight_zero_point", tuple(scale.shape))
     powers = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
     if _elements(scale) == 1 or scale.shape in ((shape[0],), (shape[0], 1)):
-        return Layout("scaled", shape, ("weight", weight.dtype, shape), (1, shape[1]), powers=powers)
+        return Layout(
+            "scaled", shape, ("weight", weight.dtype, shape), (1, shape[1]), powers=powers
+        )
     block = _fitting(where, name, scale.shape, packing, shape)
     return Layout("scaled", shape, ("weight", weight.dtype, shape), block, powers=powers)
 
@@ -93,16 +124,30 @@ def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, i
             return _nvfp4(where, parts, packing, shape, "weight_packed")
         _expect(where, parts, "weight_packed", (shape[0], shape[1] // 2))
         _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 32)))
-        return Layout("mxfp4", shape, ("weight_packed", torch.uint8, parts["weight_packed"].shape), (1, 32))
+        return Layout(
+            "mxfp4", shape, ("weight_packed", torch.uint8, parts["weight_packed"].shape), (1, 32)
+        )
     bits = packing.bits
     _expect(where, parts, "weight_packed", (shape[0], -(-shape[1] * bits // 32)))
     scale = _need(where, parts, "weight_scale").shape
-    size = shape[1] if len(scale) < 2 or scale[1] == 1 else _fitting(where, "weight_scale", scale, packing, shape)[1]
+    size = (
+        shape[1]
+        if len(scale) < 2 or scale[1] == 1
+        else _fitting(where, "weight_scale", scale, packing, shape)[1]
+    )
     if "weight_zero_point" in parts:
-        _expect(where, parts, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size)))
+        _expect(
+            where, parts, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size))
+        )
     if "weight_g_idx" in parts:
         _expect(where, parts, "weight_g_idx", (shape[1],))
-    return Layout("packed_rows", shape, ("weight_packed", torch.int32, parts["weight_packed"].shape), (1, size), bits)
+    return Layout(
+        "packed_rows",
+        shape,
+        ("weight_packed", torch.int32, parts["weight_packed"].shape),
+        (1, size),
+        bits,
+    )
 
 
 def _nvfp4(where: str, parts: Parts, packing: Packing, shape: tuple[int, int], main: str) -> Layout:
@@ -129,10 +174,20 @@ def _by_columns(where: str, parts: Parts, packing: Packing, shape: tuple[int, in
             _expect(where, parts, "g_idx", (columns,))
     _expect(where, parts, "scales", (groups, rows))
     name = "awq" if packing.library == "awq" else "gptq"
-    return Layout(name, shape, ("qweight", torch.int32, parts["qweight"].shape), (1, size), bits, packing.first_zero)
+    return Layout(
+        name,
+        shape,
+        ("qweight", torch.int32, parts["qweight"].shape),
+        (1, size),
+        bits,
+        packing.first_zero,
+    )
 
 
-AGAIN = "get the files again from where they came, or save the model anew with the library that quantised it"
+AGAIN = (
+    "get the files again from where they came, or save the model anew with the library that"
+    " quantised it"
+)
 
 
 def _elements(part: Part) -> int:
@@ -141,7 +196,9 @@ def _elements(part: Part) -> int:
 
 def _need(where: str, parts: Parts, name: str) -> Part:
     if name not in parts:
-        raise UsageError(f"{where}.{name} is missing: {', '.join(sorted(parts))} are there", fix=AGAIN)
+        raise UsageError(
+            f"{where}.{name} is missing: {', '.join(sorted(parts))} are there", fix=AGAIN
+        )
     return parts[name]
 
 
@@ -151,15 +208,20 @@ def _expect(where: str, parts: Parts, name: str, shape: tuple[int, ...]) -> None
         raise UsageError(f"{where}.{name} is {list(found)}, expected {list(shape)}", fix=AGAIN)
 
 
-def _fitting(where: str, name: str, found: tuple[int, ...], packing: Packing, shape: tuple[int, int]) -> tuple[int, int]:
-    """The block of the settings that gives a scale of this shape. Never the sizes divided by the scale's: a last block may be smaller."""
+def _fitting(
+    where: str, name: str, found: tuple[int, ...], packing: Packing, shape: tuple[int, int]
+) -> tuple[int, int]:
+    """The block of the settings that gives a scale of this shape. Never the sizes divided by the
+    scale's: a last block may be smaller.
+    """
     blocks = [(rows, shape[1] if columns == -1 else columns) for rows, columns in packing.blocks]
     fit = [b for b in blocks if tuple(found) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]
     if len(fit) != 1:
         said = " or ".join(f"{rows} x {columns}" for rows, columns in blocks)
         how = "fits no block" if not fit else "fits two blocks"
         raise UsageError(
-            f"{where}.{name} is {list(found)} for a weight of {list(shape)}: it {how} of config.json's quantization_config ({said})",
+            f"{where}.{name} is {list(found)} for a weight of {list(shape)}: it {how} of"
+            f" config.json's quantization_config ({said})",
             fix=AGAIN,
         )
     return fit[0]
@@ -170,17 +232,33 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
 
     Raises  UsageError for a scale or an fp8 weight that is not finite
     """
-    own = {name: tensor.detach() for name, tensor in tensors.items() if name not in (layout.main[0], "weight_shape", *OF_ACTIVATIONS)}
+    own = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if name not in (layout.main[0], "weight_shape", *OF_ACTIVATIONS)
+    }
     for name in (*_SCALES, layout.main[0]):
         tensor = tensors.get(name)
-        if tensor is None or tensor.is_meta or (name == layout.main[0] and tensor.dtype not in FP8 and layout.format != "ggml"):
+        if (
+            tensor is None
+            or tensor.is_meta
+            or (name == layout.main[0] and tensor.dtype not in FP8 and layout.format != "ggml")
+        ):
             continue
         bad = not_finite(name, tensor) if layout.format == "ggml" else _not_finite(tensor)
         if bool(bad.any()):
-            raise UsageError(f"{where}.{name} is not finite at {bad.nonzero()[0].tolist()} ({int(bad.sum())} such)", fix=AGAIN)
+            raise UsageError(
+                f"{where}.{name} is not finite at {bad.nonzero()[0].tolist()} ({int(bad.sum())}"
+                " such)",
+                fix=AGAIN,
+            )
     for name in ("g_idx", "weight_g_idx"):
         # files without act-order have it too
-        if name in own and not own[name].is_meta and torch.equal(own[name].long(), _in_order(own[name], layout.block[1])):
+        if (
+            name in own
+            and not own[name].is_meta
+            and torch.equal(own[name].long(), _in_order(own[name], layout.block[1]))
+        ):
             del own[name]
     if layout.format == "scaled":
         rows = layout.shape[0]
@@ -191,7 +269,9 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
                     own["weight_scale"] = scale.reshape(-1, 1).expand(rows, 1).contiguous()
         if "weight_zero_point" in own:
             zero = own["weight_zero_point"]
-            own["weight_zero_point"] = zero.reshape(*zero.shape[:1], -1).expand_as(own["weight_scale"]).contiguous()
+            own["weight_zero_point"] = (
+                zero.reshape(*zero.shape[:1], -1).expand_as(own["weight_scale"]).contiguous()
+            )
     if layout.format == "packed_rows":
         own["weight_scale"] = own["weight_scale"].reshape(layout.shape[0], -1)
     return PackedState(layout, word, own)
@@ -205,5 +285,7 @@ def _not_finite(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.uint8:
         return tensor == 255
     if tensor.dtype in FP8:
-        return (tensor.view(torch.uint8) & 0x7F) > (0x7E if tensor.dtype == torch.float8_e4m3fn else 0x7B)
+        return (tensor.view(torch.uint8) & 0x7F) > (
+            0x7E if tensor.dtype == torch.float8_e4m3fn else 0x7B
+        )
     return ~tensor.float().isfinite()

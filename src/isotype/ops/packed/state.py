@@ -1,6 +1,7 @@
 """`PackedState`: what a packed weight is beside its bytes, and how it is widened.
 
-A weight is widened in pieces of rows, so that its fp32 values are never there all at once. A piece fits a CPU's cache.
+A weight is widened in pieces of rows, so that its fp32 values are never there all at once. A piece
+fits a CPU's cache.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ def piece_of(tensor: Tensor) -> int:
     return _CPU if tensor.is_cpu else _GPU
 
 
-# --- one kernel for the formats whose numbers lie in order along a row, each of a block with one scale: fp8, int8, int4 in rows, nvfp4,
-# mxfp4; its values are those of `formats` bit for bit. Columns in an order of their own (act-order) and fp64 are widened by `formats`
+# --- one kernel for the formats whose numbers lie in order along a row, each of a block with one
+# scale: fp8, int8, int4 in rows, nvfp4, mxfp4; its values are those of `formats` bit for bit.
+# Columns in an order of their own (act-order) and fp64 are widened by `formats`
 
 KERNELS = CppKernels(__file__, in_graphs=True, widen="dppppiiiiiiii")
 _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 
 
 class Ordered(NamedTuple):
-    """(number - zero) * scale. packed: uint8[rows bytes]; scale, zero: fp32[blocks groups], from the block of the first row on."""
+    """(number - zero) * scale. packed: uint8[rows bytes]; scale, zero: fp32[blocks groups], from
+    the block of the first row on.
+    """
 
     kind: str
     packed: Tensor
@@ -44,45 +48,91 @@ class Ordered(NamedTuple):
 
 
 def ordered(t: Tensors, rows: slice, of: Layout) -> Ordered | None:
-    """These rows of a weight in that form; None for a format that is not of it. Arguments are those of `formats`."""
+    """These rows of a weight in that form; None for a format that is not of it. Arguments are those
+    of `formats`.
+    """
     height = of.block[0]
     blocks = slice(rows.start // height, -(-rows.stop // height))
 
     def own(name: str) -> Tensor:
         values = t[name][blocks]
-        return (exponents(values, torch.float32) if of.powers and name == "weight_scale" else values.float()).contiguous()
+        return (
+            exponents(values, torch.float32)
+            if of.powers and name == "weight_scale"
+            else values.float()
+        ).contiguous()
 
     if of.format == "scaled":
         zero = own("weight_zero_point") if "weight_zero_point" in t else None
-        return Ordered(_FP8[t["weight"].dtype], t["weight"][rows].view(torch.uint8), own("weight_scale"), zero)
+        return Ordered(
+            _FP8[t["weight"].dtype], t["weight"][rows].view(torch.uint8), own("weight_scale"), zero
+        )
     if of.format == "int8_rows":
-        return Ordered("int8", t["weight"][rows].view(torch.uint8), t["SCB"][rows, None].float() / 127, None)
+        return Ordered(
+            "int8", t["weight"][rows].view(torch.uint8), t["SCB"][rows, None].float() / 127, None
+        )
     if of.shape[1] % 2 or of.block[1] % 2:
         return None
     if of.format == "packed_rows" and "weight_g_idx" not in t:
         packed = t["weight_packed"][rows].view(torch.uint8)
         zero = packed_zeros(t, rows, of).float() if "weight_zero_point" in t else None
-        # numbers of 8 bits are stored with an offset of 128: those of int8 with the other highest bit
-        return Ordered("int4" if of.bits == 4 else "int8", packed if of.bits == 4 else packed ^ 128, own("weight_scale"), zero)
+        # numbers of 8 bits are stored with an offset of 128: those of int8 with the other highest
+        # bit
+        return Ordered(
+            "int4" if of.bits == 4 else "int8",
+            packed if of.bits == 4 else packed ^ 128,
+            own("weight_scale"),
+            zero,
+        )
     if of.format == "nvfp4":
-        whole = t["weight_scale_2"].float() if "weight_scale_2" in t else 1 / t["weight_global_scale"].float()
+        whole = (
+            t["weight_scale_2"].float()
+            if "weight_scale_2" in t
+            else 1 / t["weight_global_scale"].float()
+        )
         packed = t["weight"] if "weight" in t else t["weight_packed"]
         return Ordered("fp4", packed[rows], own("weight_scale") * whole, None)
     if of.format == "mxfp4":
-        return Ordered("fp4", t["weight_packed"][rows], exponents(t["weight_scale"][rows], torch.float32), None)
+        return Ordered(
+            "fp4", t["weight_packed"][rows], exponents(t["weight_scale"][rows], torch.float32), None
+        )
     return None
 
 
 @library_op(
-    "widen_packed_(Tensor(a!) out, Tensor packed, Tensor scale, Tensor? zero, int kind, int first, int height, int width) -> ()",
+    "widen_packed_(Tensor(a!) out, Tensor packed, Tensor scale, Tensor? zero, int kind, int first,"
+    " int height, int width) -> ()",
     fake=lambda *_: None,
 )
-def _widen_(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, kind: int, first: int, height: int, width: int) -> None:
+def _widen_(
+    out: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    kind: int,
+    first: int,
+    height: int,
+    width: int,
+) -> None:
     rows, columns = out.shape
     packed = packed if packed.stride(-1) == 1 else packed.contiguous()
     if cpp_runs(KERNELS, out):
         strides = packed.stride(0), out.stride(0)
-        KERNELS("widen", out.dtype, packed, scale, zero, out, rows, columns, *strides, kind, first, height, width)
+        KERNELS(
+            "widen",
+            out.dtype,
+            packed,
+            scale,
+            zero,
+            out,
+            rows,
+            columns,
+            *strides,
+            kind,
+            first,
+            height,
+            width,
+        )
     else:
         from . import triton
 
@@ -90,12 +140,22 @@ def _widen_(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, kin
 
 
 def _by_a_kernel(t: Tensors, rows: slice, of: Layout, out: Tensor) -> bool:
-    """Writes these rows into the first K columns of `out`, whose columns are adjacent; False where no kernel does it."""
+    """Writes these rows into the first K columns of `out`, whose columns are adjacent; False where
+    no kernel does it.
+    """
     if not (cpp_runs(KERNELS, out) or fused_runs(out)):
         return False
     made = ordered(t, rows, of)
     if made is not None:
-        _widen_(out[:, : of.shape[1]], made.packed, made.scale, made.zero, KINDS[made.kind], rows.start, *of.block)
+        _widen_(
+            out[:, : of.shape[1]],
+            made.packed,
+            made.scale,
+            made.zero,
+            KINDS[made.kind],
+            rows.start,
+            *of.block,
+        )
     return made is not None
 
 
@@ -154,7 +214,8 @@ class PackedState:
 class StackState(PackedState):
     """The same of the matrices of every expert of a mixture, of which a few are widened at a time.
 
-    layout      of one piece [O K] of one expert: its matrix, or gate and up, which lie one below the other
+    layout      of one piece [O K] of one expert: its matrix, or gate and up, which lie one below
+                the other
     tensors     [E pieces ...]
     experts     E
     pieces      of one expert
@@ -162,12 +223,21 @@ class StackState(PackedState):
     """
 
     def __init__(
-        self, layout: Layout, word: str, tensors: dict[str, Tensor], *, experts: int, pieces: int, transposed: bool
-    ) -> None:  # fmt: skip
+        self,
+        layout: Layout,
+        word: str,
+        tensors: dict[str, Tensor],
+        *,
+        experts: int,
+        pieces: int,
+        transposed: bool,
+    ) -> None:
         super().__init__(layout, word, tensors)
         self.experts, self.pieces, self.transposed = experts, pieces, transposed
         rows, columns = self.pieces * layout.shape[0], layout.shape[1]
-        self.shape = torch.Size((self.experts, columns, rows) if transposed else (self.experts, rows, columns))
+        self.shape = torch.Size(
+            (self.experts, columns, rows) if transposed else (self.experts, rows, columns)
+        )
 
     def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Every expert's matrix, as the model's code has them: dtype[E O K], or dtype[E K O]."""
@@ -177,25 +247,45 @@ class StackState(PackedState):
     def widen_experts(self, packed: Tensor, experts: slice, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts: dtype[E O K] for both layouts."""
         rows, columns = self.layout.shape
-        out = torch.empty(experts.stop - experts.start, self.pieces * rows, columns, dtype=dtype, device=packed.device)
+        out = torch.empty(
+            experts.stop - experts.start,
+            self.pieces * rows,
+            columns,
+            dtype=dtype,
+            device=packed.device,
+        )
         pieces = packed.view(self.experts, self.pieces, -1)
         for expert in range(experts.start, experts.start if packed.is_meta else experts.stop):
             for piece in range(self.pieces):
-                one = PackedState(self.layout, self.word, {name: tensor[expert, piece] for name, tensor in self.tensors.items()})
+                one = PackedState(
+                    self.layout,
+                    self.word,
+                    {name: tensor[expert, piece] for name, tensor in self.tensors.items()},
+                )
                 own = out[expert - experts.start, piece * rows : (piece + 1) * rows]
                 one.widen_rows(pieces[expert, piece], slice(0, rows), own)
         return out
 
 
 def _like_4bit(
-    packed: Tensor, absmax: Tensor, code: Tensor, a: Any, b: Any, c: Any, d: int, e: int, shape: Any, dtype: torch.dtype
+    packed: Tensor,
+    absmax: Tensor,
+    code: Tensor,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: int,
+    e: int,
+    shape: Any,
+    dtype: torch.dtype,
 ) -> Tensor:
     return torch.empty([shape[0], shape[1]], dtype=dtype, device=packed.device)
 
 
 @library_op(
-    "widen_4bit(Tensor packed, Tensor absmax, Tensor code, Tensor? inner_absmax, Tensor? inner_code, Tensor? offset, int blocksize, "
-    "int inner_blocksize, SymInt[] shape, ScalarType dtype) -> Tensor",
+    "widen_4bit(Tensor packed, Tensor absmax, Tensor code, Tensor? inner_absmax, Tensor?"
+    " inner_code, Tensor? offset, int blocksize, int inner_blocksize, SymInt[] shape, ScalarType"
+    " dtype) -> Tensor",
     fake=_like_4bit,
 )
 def _widen_4bit(
@@ -213,7 +303,9 @@ def _widen_4bit(
     from . import triton
 
     out = torch.empty([shape[0], shape[1]], dtype=dtype, device=packed.device)
-    triton.widen_4bit(packed, absmax, code, inner_absmax, inner_code, offset, blocksize, inner_blocksize, out)
+    triton.widen_4bit(
+        packed, absmax, code, inner_absmax, inner_code, offset, blocksize, inner_blocksize, out
+    )
     return out
 
 
@@ -224,18 +316,43 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     state   bitsandbytes' QuantState of it: nf4 or fp4, its scales in fp32 or quantised too
     ->      dtype[O, K]
     """
-    if fused_runs(packed) and dtype != torch.float64 and packed.is_contiguous() and state.code is not None and state.blocksize % 16 == 0:
-        nested = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if state.nested else (None, None, None, 1)
+    if (
+        fused_runs(packed)
+        and dtype != torch.float64
+        and packed.is_contiguous()
+        and state.code is not None
+        and state.blocksize % 16 == 0
+    ):
+        nested = (
+            (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize)
+            if state.nested
+            else (None, None, None, 1)
+        )
         scales, scale_code, offset, block = nested
         bytes_ = packed.view(torch.uint8)
-        return _widen_4bit(bytes_, state.absmax, state.code, scales, scale_code, offset, state.blocksize, block, list(state.shape), dtype)
+        return _widen_4bit(
+            bytes_,
+            state.absmax,
+            state.code,
+            scales,
+            scale_code,
+            offset,
+            state.blocksize,
+            block,
+            list(state.shape),
+            dtype,
+        )
     ops = torch.ops.bitsandbytes
     absmax = state.absmax
     if state.nested:
         quantised = state.state2
-        absmax = ops.dequantize_blockwise.default(absmax, quantised.absmax, quantised.code, quantised.blocksize, torch.float32)
+        absmax = ops.dequantize_blockwise.default(
+            absmax, quantised.absmax, quantised.code, quantised.blocksize, torch.float32
+        )
         absmax = absmax + state.offset
-    weight: Tensor = ops.dequantize_4bit.default(packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype)
+    weight: Tensor = ops.dequantize_4bit.default(
+        packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype
+    )
     return weight
 
 
@@ -250,13 +367,17 @@ def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
-    """A float weight [O K] packed as `fp8` or `int8` with a fp32 scale a row: (its bytes, its state).
+    """A float weight [O K] packed as `fp8` or `int8` with a fp32 scale a row: (its bytes, its
+    state).
 
     The largest magnitude of a row becomes the largest number of the format.
     """
     rows, columns = weight.shape
     dtype, largest = (torch.float8_e4m3fn, 448.0) if word == "fp8" else (torch.int8, 127.0)
-    packed, scale = torch.empty(rows, columns, dtype=dtype, device=weight.device), weight.new_empty(rows, 1, dtype=torch.float32)
+    packed, scale = (
+        torch.empty(rows, columns, dtype=dtype, device=weight.device),
+        weight.new_empty(rows, 1, dtype=torch.float32),
+    )
     step = rows if weight.is_meta else max(1, piece_of(weight) // columns)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
@@ -269,13 +390,14 @@ def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
     return packed, PackedState(layout, word, {"weight_scale": scale})
 
 
-# --- GPTQ's and AWQ's words run down the columns, so that a row cannot be widened without the words of seven others: they are put in order
-# along a row, once, when a layer is loaded, in the bytes that the file has
+# --- GPTQ's and AWQ's words run down the columns, so that a row cannot be widened without the words
+# of seven others: they are put in order along a row, once, when a layer is loaded, in the bytes
+# that the file has
 
 
 def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
-    """The main tensor and the state as `formats.packed_rows` takes them; as they are for other formats, and for columns in an order of
-    their own (act-order).
+    """The main tensor and the state as `formats.packed_rows` takes them; as they are for other
+    formats, and for columns in an order of their own (act-order).
 
     words  int32, `qweight`
     ->     int32[O ceil(K bits / 32)], zero points int16[O G] less half of their range
@@ -285,12 +407,23 @@ def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
         return words, state
     (rows, columns), per_word = of.shape, 32 // of.bits
     made = words.new_empty(rows, -(-columns // per_word))
-    for start in range(0, 0 if words.is_meta else rows, step := max(1, piece_of(words) // (8 * columns)) * 8):
+    for start in range(
+        0, 0 if words.is_meta else rows, step := max(1, piece_of(words) // (8 * columns)) * 8
+    ):
         piece = slice(start, min(start + step, rows))
         made[piece] = _joined(_numbers({"qweight": words}, "qweight", piece, of), of.bits)
     zero = _numbers(t, "qzeros", slice(0, rows), of) + of.first_zero - 2 ** (of.bits - 1)
-    own = {"weight_scale": t["scales"].t().contiguous(), "weight_zero_point": zero.to(torch.int16).contiguous()}
-    layout = Layout("packed_rows", of.shape, ("weight_packed", torch.int32, tuple(made.shape)), of.block, of.bits)
+    own = {
+        "weight_scale": t["scales"].t().contiguous(),
+        "weight_zero_point": zero.to(torch.int16).contiguous(),
+    }
+    layout = Layout(
+        "packed_rows",
+        of.shape,
+        ("weight_packed", torch.int32, tuple(made.shape)),
+        of.block,
+        of.bits,
+    )
     return made, PackedState(layout, state.word, own)
 
 
@@ -301,14 +434,18 @@ def _numbers(t: Tensors, name: str, rows: slice, of: Layout) -> Tensor:
         numbers = unpacked(t[name][:, rows], of.bits, 0).t()
     else:
         words = t[name][:, rows.start * of.bits // 32 : -(-rows.stop * of.bits // 32)]
-        numbers = unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[: rows.stop - rows.start]
+        numbers = unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[
+            : rows.stop - rows.start
+        ]
     return numbers
 
 
 def _joined(numbers: Tensor, bits: int) -> Tensor:
     """Words of 32 bits along a row, the lowest bits first; the last is filled with zeros."""
     per_word = 32 // bits
-    whole: Tensor = F.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
+    whole: Tensor = (
+        F.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
+    )
     shifts = torch.arange(0, 32, bits, device=numbers.device)
     words: Tensor = (whole << shifts).sum(-1).to(torch.int32)
     return words

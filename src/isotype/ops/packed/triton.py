@@ -1,5 +1,6 @@
-"""A packed weight widened in one launch: `cpu.cpp` for a GPU. Bytes moved for n elements: n or n / 2 packed, their scales and, in bf16, 2 n
-written; a program's scales lie in few cache lines."""
+"""A packed weight widened in one launch: `cpu.cpp` for a GPU. Bytes moved for n elements: n or n /
+2 packed, their scales and, in bf16, 2 n written; a program's scales lie in few cache lines.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,25 @@ _E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "f
 
 @triton.jit
 def small_float(magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr):
-    """Below its smallest normal number an integer times UNIT; from there on the bits of a fp32 whose exponent is larger by BIAS."""
+    """Below its smallest normal number an integer times UNIT; from there on the bits of a fp32
+    whose exponent is larger by BIAS.
+    """
     below = (magnitude.to(tl.float32) * UNIT).to(tl.int32, bitcast=True)
-    bits = tl.where((magnitude >> MANTISSA) > 0, (magnitude << (23 - MANTISSA)) + (BIAS << 23), below)
+    bits = tl.where(
+        (magnitude >> MANTISSA) > 0, (magnitude << (23 - MANTISSA)) + (BIAS << 23), below
+    )
     return (bits | (sign << 31)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def decoded(q, KIND: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr, INT8: tl.constexpr, FP4: tl.constexpr):
+def decoded(
+    q,
+    KIND: tl.constexpr,
+    E4M3: tl.constexpr,
+    E5M2: tl.constexpr,
+    INT8: tl.constexpr,
+    FP4: tl.constexpr,
+):
     """Numbers as fp32, from their bits in int32."""
     if KIND == E4M3:
         value_fp32 = small_float(q & 0x7F, q >> 7, 3, 120, 0.001953125)
@@ -40,22 +52,42 @@ def decoded(q, KIND: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr, INT8:
 
 @triton.jit
 def widen_kernel(
-    out, packed, scale, zero, columns, groups, packed_stride, out_stride, first, height, width,
-    KIND: tl.constexpr, HALF: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr,
-    INT8: tl.constexpr, FP4: tl.constexpr,
-):  # fmt: skip
+    out,
+    packed,
+    scale,
+    zero,
+    columns,
+    groups,
+    packed_stride,
+    out_stride,
+    first,
+    height,
+    width,
+    KIND: tl.constexpr,
+    HALF: tl.constexpr,
+    ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E4M3: tl.constexpr,
+    E5M2: tl.constexpr,
+    INT8: tl.constexpr,
+    FP4: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     block = ((first + row) // height - first // height) * groups
     i = start + tl.arange(0, BLOCK)
     if HALF:
-        byte = tl.load(packed + row * packed_stride + i, mask=2 * i < columns, other=0).to(tl.int32)  # [BLOCK]
+        byte = tl.load(packed + row * packed_stride + i, mask=2 * i < columns, other=0).to(
+            tl.int32
+        )  # [BLOCK]
         low_fp32 = decoded(byte & 15, KIND, E4M3, E5M2, INT8, FP4)
         high_fp32 = decoded(byte >> 4, KIND, E4M3, E5M2, INT8, FP4)
         group = block + 2 * i // width
         inside = 2 * i < columns
     else:
-        byte = tl.load(packed + row * packed_stride + i, mask=i < columns, other=0).to(tl.int32)  # [BLOCK]
+        byte = tl.load(packed + row * packed_stride + i, mask=i < columns, other=0).to(
+            tl.int32
+        )  # [BLOCK]
         low_fp32 = decoded(byte, KIND, E4M3, E5M2, INT8, FP4)
         high_fp32 = low_fp32
         group = block + i // width
@@ -70,33 +102,75 @@ def widen_kernel(
         j = 2 * start + tl.arange(0, 2 * BLOCK)
         tl.store(out + row * out_stride + j, values_fp32.to(out.dtype.element_ty), mask=j < columns)
     else:
-        tl.store(out + row * out_stride + i, (low_fp32 * scale_fp32).to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + row * out_stride + i,
+            (low_fp32 * scale_fp32).to(out.dtype.element_ty),
+            mask=inside,
+        )
 
 
 @on_its_device
-def widen_(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, kind: int, first: int, height: int, width: int) -> None:
+def widen_(
+    out: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    kind: int,
+    first: int,
+    height: int,
+    width: int,
+) -> None:
     """Writes `out`, whose columns are adjacent. See `state.Ordered`."""
     rows, columns = out.shape
     half = kind in [KINDS[name] for name in HALVES]
     if out.numel():
         widen_kernel[(rows, triton.cdiv(columns, 2 * BLOCK if half else BLOCK))](
-            out, packed, scale, scale if zero is None else zero, columns, scale.shape[-1], packed.stride(0), out.stride(0), first, height,
-            width, KIND=kind, HALF=half, ZERO=zero is not None, BLOCK=BLOCK, E4M3=_E4M3, E5M2=_E5M2, INT8=_INT8, FP4=_FP4,
-        )  # fmt: skip
+            out,
+            packed,
+            scale,
+            scale if zero is None else zero,
+            columns,
+            scale.shape[-1],
+            packed.stride(0),
+            out.stride(0),
+            first,
+            height,
+            width,
+            KIND=kind,
+            HALF=half,
+            ZERO=zero is not None,
+            BLOCK=BLOCK,
+            E4M3=_E4M3,
+            E5M2=_E5M2,
+            INT8=_INT8,
+            FP4=_FP4,
+        )
 
 
-# --- bitsandbytes' 4 bits, their scales, and the scales' own quantisation, for which bitsandbytes needs three launches. Bytes moved for n
-# elements: n / 2 packed, n / 64 of scales and, in bf16, 2 n written. The tables (16 and 256 values) stay in the first-level cache. A thread
-# makes 21 loads for 8 packed bytes: one of them, 16 of their values, and 4 for the scale that they share
+# --- bitsandbytes' 4 bits, their scales, and the scales' own quantisation, for which bitsandbytes
+# needs three launches. Bytes moved for n elements: n / 2 packed, n / 64 of scales and, in bf16, 2 n
+# written. The tables (16 and 256 values) stay in the first-level cache. A thread makes 21 loads for
+# 8 packed bytes: one of them, 16 of their values, and 4 for the scale that they share
 
 
 @triton.jit
 def widen_4bit_kernel(
-    packed, absmax, code, inner_absmax, inner_code, offset, out, size,
-    SCALED: tl.constexpr, INNER: tl.constexpr, NESTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    packed,
+    absmax,
+    code,
+    inner_absmax,
+    inner_code,
+    offset,
+    out,
+    size,
+    SCALED: tl.constexpr,
+    INNER: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    # a thread has 8 bytes, which share a scale (SCALED is a multiple of 8): it is decoded once for them
+    # a thread has 8 bytes, which share a scale (SCALED is a multiple of 8): it is decoded once for
+    # them
     run = tl.arange(0, BLOCK // 8) * 8
     i = run[:, None] + tl.arange(0, 8)[None, :]
     left = tl.minimum(size - first, BLOCK).to(tl.int32)
@@ -106,7 +180,9 @@ def widen_4bit_kernel(
     if NESTED:
         q = tl.load(absmax + scale, mask=inside, other=0).to(tl.int32)
         inner_fp32 = tl.load(inner_absmax + scale // INNER, mask=inside, other=0.0).to(tl.float32)
-        scale_fp32 = tl.load(inner_code + q).to(tl.float32) * inner_fp32 + tl.load(offset).to(tl.float32)  # [BLOCK / 8]
+        scale_fp32 = tl.load(inner_code + q).to(tl.float32) * inner_fp32 + tl.load(offset).to(
+            tl.float32
+        )  # [BLOCK / 8]
     else:
         scale_fp32 = tl.load(absmax + scale, mask=inside, other=0.0).to(tl.float32)  # [BLOCK / 8]
     scale_fp32 = scale_fp32[:, None]
@@ -135,6 +211,17 @@ def widen_4bit(
     size = out.numel() // 2
     if size:
         widen_4bit_kernel[(triton.cdiv(size, BLOCK),)](
-            packed, absmax, code, inner_absmax if nested else absmax, inner_code if nested else absmax, offset if nested else absmax, out,
-            size, SCALED=blocksize // 2, INNER=inner_blocksize, NESTED=nested, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+            packed,
+            absmax,
+            code,
+            inner_absmax if nested else absmax,
+            inner_code if nested else absmax,
+            offset if nested else absmax,
+            out,
+            size,
+            SCALED=blocksize // 2,
+            INNER=inner_blocksize,
+            NESTED=nested,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )

@@ -14,7 +14,12 @@ from ..cpp import CppKernels
 from ..library import library_op
 
 # the output has x's dtype, for a weight of any dtype, unless the caller names another
-RMS_NORM = OpContract("x: X[*n H], weight: W[H] -> X[*n H]", inside="fp32", grads={"x": "X", "weight": "W"}, autocast="ignored")
+RMS_NORM = OpContract(
+    "x: X[*n H], weight: W[H] -> X[*n H]",
+    inside="fp32",
+    grads={"x": "X", "weight": "W"},
+    autocast="ignored",
+)
 
 ADD_RMS_NORM = OpContract(
     "x: F[*n H], residual: F[*n H], weight: W[H] -> F[*n H], F[*n H]",
@@ -28,7 +33,12 @@ ADD_RMS_NORM = OpContract(
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    unit_offset: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """In plain PyTorch, right at fp64."""
     h = x.to(wide(x.dtype, weight.dtype))
@@ -44,7 +54,12 @@ _PARTIAL_SUMS, _ROWS = 64, 16
 
 
 def _like_forward(
-    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    unit_offset: bool,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
@@ -52,56 +67,112 @@ def _like_forward(
 
 
 @library_op(
-    "rms_norm_forward_cpp(Tensor x, Tensor? residual, Tensor weight, float eps, bool unit_offset, ScalarType out_dtype) "
-    "-> (Tensor, Tensor, Tensor)",
+    "rms_norm_forward_cpp(Tensor x, Tensor? residual, Tensor weight, float eps, bool unit_offset,"
+    " ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
     fake=_like_forward,
 )
 def _cpp_forward(
-    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    unit_offset: bool,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, 1 / rms of each row, x + residual, empty where there is none)"""
     y, scale, total = _like_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     # rows of adjacent values; the weight in fp32
     x_TH, w_H = x.reshape(-1, x.shape[-1]), weight_H.to(torch.float32).contiguous()
-    x_TH, w_H = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(), w_H + 1.0 if unit_offset else w_H
+    x_TH, w_H = (
+        x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(),
+        (w_H + 1.0 if unit_offset else w_H),
+    )
     other_TH = None if residual is None else residual.reshape(-1, residual.shape[-1])
     if other_TH is not None and other_TH.stride(1) != 1:
         other_TH = other_TH.contiguous()
     KERNELS(
-        "forward", x.dtype, out_dtype, x_TH, other_TH, w_H, y, scale, total,
-        *x_TH.shape, x_TH.stride(0), 0 if other_TH is None else other_TH.stride(0), eps,
-    )  # fmt: skip
+        "forward",
+        x.dtype,
+        out_dtype,
+        x_TH,
+        other_TH,
+        w_H,
+        y,
+        scale,
+        total,
+        *x_TH.shape,
+        x_TH.stride(0),
+        0 if other_TH is None else other_TH.stride(0),
+        eps,
+    )
     return y, scale, total
 
 
 def _like_backward(
-    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+    x: Tensor,
+    weight_H: Tensor,
+    scale: Tensor,
+    dy: Tensor,
+    more: Tensor | None,
+    unit_offset: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), weight_H.new_empty(weight_H.shape if want_dweight else (0,))
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), weight_H.new_empty(
+        weight_H.shape if want_dweight else (0,)
+    )
 
 
 @library_op(
-    "rms_norm_backward_cpp(Tensor x, Tensor weight, Tensor scale, Tensor dy, Tensor? more, bool unit_offset, bool want_dweight) "
-    "-> (Tensor, Tensor)",
+    "rms_norm_backward_cpp(Tensor x, Tensor weight, Tensor scale, Tensor dy, Tensor? more, bool"
+    " unit_offset, bool want_dweight) -> (Tensor, Tensor)",
     fake=_like_backward,
 )
 def _cpp_backward(
-    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+    x: Tensor,
+    weight_H: Tensor,
+    scale: Tensor,
+    dy: Tensor,
+    more: Tensor | None,
+    unit_offset: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype)
     columns, w_H = x.shape[-1], weight_H.to(torch.float32).contiguous()
-    x_TH, dy_TH, w_H = x.reshape(-1, columns), dy.reshape(-1, columns), w_H + 1.0 if unit_offset else w_H
-    x_TH, dy_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(), dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()
+    x_TH, dy_TH, w_H = (
+        x.reshape(-1, columns),
+        dy.reshape(-1, columns),
+        w_H + 1.0 if unit_offset else w_H,
+    )
+    x_TH, dy_TH = (
+        x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(),
+        (dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()),
+    )
     more_TH = None if more is None else more.reshape(-1, columns)
     if more_TH is not None and more_TH.stride(1) != 1:
         more_TH = more_TH.contiguous()
     rows = x_TH.shape[0]
     block = max(_ROWS, -(-rows // _PARTIAL_SUMS))
-    partial_BH = torch.empty((-(-rows // block), columns), dtype=torch.float32) if want_dweight else None
+    partial_BH = (
+        torch.empty((-(-rows // block), columns), dtype=torch.float32) if want_dweight else None
+    )
     KERNELS(
-        "backward", x.dtype, dy.dtype, x_TH, w_H, scale.contiguous(), dy_TH, more_TH, dx, partial_BH,
-        rows, columns, x_TH.stride(0), dy_TH.stride(0), 0 if more_TH is None else more_TH.stride(0), block,
-    )  # fmt: skip
+        "backward",
+        x.dtype,
+        dy.dtype,
+        x_TH,
+        w_H,
+        scale.contiguous(),
+        dy_TH,
+        more_TH,
+        dx,
+        partial_BH,
+        rows,
+        columns,
+        x_TH.stride(0),
+        dy_TH.stride(0),
+        0 if more_TH is None else more_TH.stride(0),
+        block,
+    )
     # summed in fp32, and narrowed once
     return dx, weight_H.new_empty(0) if partial_BH is None else partial_BH.sum(0).to(weight_H.dtype)
 
@@ -110,7 +181,13 @@ def _cpp_backward(
 
 
 def _forward(
-    path: Path, x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    path: Path,
+    x: Tensor,
+    residual: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    unit_offset: bool,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y, 1 / rms of each row, x + residual or None)"""
     if path == "cpp":
@@ -119,7 +196,8 @@ def _forward(
     if path == "triton":
         from . import triton
 
-        # a longer row runs as plain PyTorch: no model has one, and a kernel with a loop would read it twice
+        # a longer row runs as plain PyTorch: no model has one, and a kernel with a loop would read
+        # it twice
         if triton.fits(x):
             return triton.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     total = None if residual is None else x + residual
@@ -130,7 +208,14 @@ def _forward(
 
 
 def _backward(
-    path: Path, x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+    path: Path,
+    x: Tensor,
+    weight_H: Tensor,
+    scale: Tensor,
+    dy: Tensor,
+    more: Tensor | None,
+    unit_offset: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and weight; `more` is added to that of x."""
     if path == "cpp":
@@ -148,14 +233,26 @@ def _backward(
     dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
     dx = (dx if more is None else dx + more.to(dtype)).to(x.dtype)
     # summed in the wide dtype, and narrowed once
-    return dx, (d * normed).reshape(-1, x.shape[-1]).sum(0).to(weight_H.dtype) if want_dweight else None
+    return dx, (
+        (d * normed).reshape(-1, x.shape[-1]).sum(0).to(weight_H.dtype) if want_dweight else None
+    )
 
 
 class RmsNorm(torch.autograd.Function):
-    """Saves its inputs and one fp32 a row; never writes to the incoming gradient, which a residual connection shares."""
+    """Saves its inputs and one fp32 a row; never writes to the incoming gradient, which a residual
+    connection shares.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype, path: Path) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_H: Tensor,
+        eps: float,
+        unit_offset: bool,
+        out_dtype: torch.dtype,
+        path: Path,
+    ) -> Tensor:
         y, scale, _ = _forward(path, x, None, weight_H, eps, unit_offset, out_dtype)
         ctx.save_for_backward(x, weight_H, scale)
         ctx.path, ctx.unit_offset = path, unit_offset
@@ -165,11 +262,20 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("rms_norm")
         x, weight_H, scale = ctx.saved_tensors
-        dx, dweight_H = _backward(ctx.path, x, weight_H, scale, dy, None, ctx.unit_offset, ctx.needs_input_grad[1])
+        dx, dweight_H = _backward(
+            ctx.path, x, weight_H, scale, dy, None, ctx.unit_offset, ctx.needs_input_grad[1]
+        )
         return dx, dweight_H, None, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    unit_offset: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """x / rms(x) * weight, in one pass; Gemma's form, x / rms(x) * (1 + weight), with unit_offset.
 
     x        X[*n H]   any float dtype, unchanged by autocast
@@ -188,22 +294,41 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
 
 
 def _wrong_weight(x: Tensor, weight: Tensor) -> ShapeError:
-    return ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
+    return ShapeError(
+        f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}",
+        code="SH001",
+    )
 
 
 class AddRmsNorm(torch.autograd.Function):
-    """Saves the sum and one fp32 a row; the sum's two gradients, by the norm and past it, leave as one."""
+    """Saves the sum and one fp32 a row; the sum's two gradients, by the norm and past it, leave as
+    one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype, path: Path
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight_H: Tensor,
+        eps: float,
+        unit_offset: bool,
+        out_dtype: torch.dtype,
+        path: Path,
     ) -> tuple[Tensor, Tensor]:
         y, scale, made = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
         total = x if made is None else made
         ctx.save_for_backward(total, weight_H, scale)
         ctx.path, ctx.unit_offset = path, unit_offset
-        # PyTorch lets leaves keep what they are given through a view: of one tensor, each would accumulate into the other's .grad
-        ctx.apart = residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad
+        # PyTorch lets leaves keep what they are given through a view: of one tensor, each would
+        # accumulate into the other's .grad
+        ctx.apart = (
+            residual is not None
+            and x.is_leaf
+            and residual.is_leaf
+            and x.requires_grad
+            and residual.requires_grad
+        )
         ctx.set_materialize_grads(False)
         return y, total
 
@@ -216,9 +341,19 @@ class AddRmsNorm(torch.autograd.Function):
         if dy is None:
             dx, dweight_H = dtotal, None
         else:
-            dx, dweight_H = _backward(ctx.path, total, weight_H, scale, dy, dtotal, ctx.unit_offset, needs_weight)
+            dx, dweight_H = _backward(
+                ctx.path, total, weight_H, scale, dy, dtotal, ctx.unit_offset, needs_weight
+            )
         dresidual = dx.clone() if ctx.apart and dx is not None else dx
-        return dx if needs_x else None, dresidual if needs_residual else None, dweight_H, None, None, None, None
+        return (
+            dx if needs_x else None,
+            dresidual if needs_residual else None,
+            dweight_H,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def add_rms_norm(
@@ -230,16 +365,22 @@ def add_rms_norm(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), in one pass forward and one backward; the sum has the promoted dtype of the two.
+    """(rms_norm(x + residual), x + residual), in one pass forward and one backward; the sum has the
+    promoted dtype of the two.
 
-    x, residual  X[*n H]; None adds nothing: (rms_norm(x), x), for a layer whose residual goes past the norm
+    x, residual  X[*n H]; None adds nothing: (rms_norm(x), x), for a layer whose residual goes past
+                 the norm
     ->           (normed X[*n H] or out_dtype, sum X[*n H]), each differentiable
     inside       as `rms_norm`, of the sum rounded to X
-    grads        x: X   residual: X   weight: W; the sum's two gradients are added in fp32 and rounded once
+    grads        x: X   residual: X   weight: W; the sum's two gradients are added in fp32 and
+                 rounded once
     Raises       ShapeError SH001
     """
     if residual is not None and x.shape != residual.shape:
-        raise ShapeError(f"x is {list(x.shape)} and residual is {list(residual.shape)}, declared one shape", code="SH001")
+        raise ShapeError(
+            f"x is {list(x.shape)} and residual is {list(residual.shape)}, declared one shape",
+            code="SH001",
+        )
     if residual is not None and residual.dtype != x.dtype:
         x, residual = x + residual, None
     if weight.shape != x.shape[-1:]:

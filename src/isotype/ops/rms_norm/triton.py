@@ -1,7 +1,9 @@
-"""RMSNorm kernels: a program a tile of whole rows; short rows (a head's, 64 to 256) share one. H hidden.
+"""RMSNorm kernels: a program a tile of whole rows; short rows (a head's, 64 to 256) share one. H
+hidden.
 
-The weight's gradient, where it is wanted, is summed in fp32 by programs that each take a run of tiles, and then over the programs: in an
-order that shapes and the device decide, without atomics. A frozen weight, as under LoRA, costs none of that.
+The weight's gradient, where it is wanted, is summed in fp32 by programs that each take a run of
+tiles, and then over the programs: in an order that shapes and the device decide, without atomics. A
+frozen weight, as under LoRA, costs none of that.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from ..launch import multiprocessors, on_its_device, warps
 
-# Values a tile has at least, so that every thread has 16: a row of 128 alone leaves threads with one load of 2 bytes
+# Values a tile has at least, so that every thread has 16: a row of 128 alone leaves threads with
+# one load of 2 bytes
 TILE = 2048
-# A longer row does not fit in registers: at 32,768 columns the backward spills 20 to 120 values a thread
+# A longer row does not fit in registers: at 32,768 columns the backward spills 20 to 120 values a
+# thread
 LONGEST = 16384
 # Programs a multiprocessor that sum the weight's gradient
 PROGRAMS = 4
@@ -23,9 +27,20 @@ PROGRAMS = 4
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x, residual, weight, out, scale, total, rows, hidden, eps,
-    OFFSET: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    out,
+    scale,
+    total,
+    rows,
+    hidden,
+    eps,
+    OFFSET: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (h < hidden)[None, :]
@@ -33,22 +48,41 @@ def rms_norm_forward_kernel(
     x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     if ADDS:
         # what is normed is the sum as it is stored
-        sums = (x_fp32 + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        sums = (x_fp32 + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(
+            total.dtype.element_ty
+        )
         tl.store(total + at, sums, mask=inside)
         x_fp32 = sums.to(tl.float32)
     w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
     if OFFSET:
         w_fp32 += 1.0
     scale_fp32 = 1.0 / tl.sqrt(tl.sum(x_fp32 * x_fp32, 1) / hidden + eps)  # [ROWS]
-    tl.store(out + at, (x_fp32 * scale_fp32[:, None] * w_fp32[None, :]).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + at,
+        (x_fp32 * scale_fp32[:, None] * w_fp32[None, :]).to(out.dtype.element_ty),
+        mask=inside,
+    )
     tl.store(scale + row, scale_fp32, mask=row < rows)
 
 
 @triton.jit
 def rms_norm_backward_kernel(
-    x, weight, scale, dy, more, dx, partial, rows, hidden, tiles_each,
-    OFFSET: tl.constexpr, MORE: tl.constexpr, DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    scale,
+    dy,
+    more,
+    dx,
+    partial,
+    rows,
+    hidden,
+    tiles_each,
+    OFFSET: tl.constexpr,
+    MORE: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     if DWEIGHT:
@@ -59,8 +93,11 @@ def rms_norm_backward_kernel(
         at = row[:, None] * hidden + h[None, :]
         x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]  # [ROWS, 1]
-        # loaded again for every tile: it is in the cache. Held, it would take one register per value (at 16,384 columns 48 values spilled)
+        scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[
+            :, None
+        ]  # [ROWS, 1]
+        # loaded again for every tile: it is in the cache. Held, it would take one register per
+        # value (at 16,384 columns 48 values spilled)
         w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
         if OFFSET:
             w_fp32 += 1.0
@@ -90,7 +127,12 @@ def tile_of(hidden: int) -> tuple[int, int]:
 
 @on_its_device
 def rms_norm_forward(
-    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    unit_offset: bool,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y, 1 / rms of each row, x + residual or None)"""
     x, weight_H = x.contiguous(), weight_H.contiguous()
@@ -102,15 +144,33 @@ def rms_norm_forward(
         rows, hidden = scale.numel(), x.shape[-1]
         rows_each, block = tile_of(hidden)
         rms_norm_forward_kernel[(triton.cdiv(rows, rows_each),)](
-            x, x if residual is None else residual, weight_H, out, scale, x if total is None else total, rows, hidden, eps,
-            OFFSET=unit_offset, ADDS=residual is not None, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
-        )  # fmt: skip
+            x,
+            x if residual is None else residual,
+            weight_H,
+            out,
+            scale,
+            x if total is None else total,
+            rows,
+            hidden,
+            eps,
+            OFFSET=unit_offset,
+            ADDS=residual is not None,
+            ROWS=rows_each,
+            BLOCK=block,
+            num_warps=warps(rows_each * block),
+        )
     return out, scale, total
 
 
 @on_its_device
 def rms_norm_backward(
-    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+    x: Tensor,
+    weight_H: Tensor,
+    scale: Tensor,
+    dy: Tensor,
+    more: Tensor | None,
+    unit_offset: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor | None]:
     x, weight_H, dy = x.contiguous(), weight_H.contiguous(), dy.contiguous()
     more = None if more is None else more.contiguous()
@@ -120,14 +180,33 @@ def rms_norm_backward(
     rows, hidden = scale.numel(), x.shape[-1]
     rows_each, block = tile_of(hidden)
     tiles = triton.cdiv(rows, rows_each)
-    tiles_each = triton.cdiv(tiles, min(tiles, PROGRAMS * multiprocessors(x.device))) if want_dweight else 1
+    tiles_each = (
+        triton.cdiv(tiles, min(tiles, PROGRAMS * multiprocessors(x.device))) if want_dweight else 1
+    )
     programs = triton.cdiv(tiles, tiles_each)
-    partial = torch.empty(programs, hidden, dtype=torch.float32, device=x.device) if want_dweight else scale
-    # at 16,384 columns 16 warps spill 2 values a thread (Triton 3.6, sm_90), and 32 where the weight's gradient is summed too; 32 warps
-    # spill none, and 17
+    partial = (
+        torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
+        if want_dweight
+        else scale
+    )
+    # at 16,384 columns 16 warps spill 2 values a thread (Triton 3.6, sm_90), and 32 where the
+    # weight's gradient is summed too; 32 warps spill none, and 17
     rms_norm_backward_kernel[(programs,)](
-        x, weight_H, scale, dy, x if more is None else more, dx, partial, rows, hidden, tiles_each,
-        OFFSET=unit_offset, MORE=more is not None, DWEIGHT=want_dweight, ROWS=rows_each, BLOCK=block,
+        x,
+        weight_H,
+        scale,
+        dy,
+        x if more is None else more,
+        dx,
+        partial,
+        rows,
+        hidden,
+        tiles_each,
+        OFFSET=unit_offset,
+        MORE=more is not None,
+        DWEIGHT=want_dweight,
+        ROWS=rows_each,
+        BLOCK=block,
         num_warps=32 if rows_each * block > 8192 else warps(rows_each * block),
-    )  # fmt: skip
+    )
     return dx, partial.sum(0).to(weight_H.dtype) if want_dweight else None

@@ -1,4 +1,6 @@
-"""`rope`: rotary position embedding. B batch, N and M heads, S positions, D head size, R rotated pairs."""
+"""`rope`: rotary position embedding. B batch, N and M heads, S positions, D head size, R rotated
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..backend import Path, applied, autocast_off, empty_rows_like, fused_runs, path_for, refuse_second_derivative, wide
+from ..backend import (
+    Path,
+    applied,
+    autocast_off,
+    empty_rows_like,
+    fused_runs,
+    path_for,
+    refuse_second_derivative,
+    wide,
+)
 from ..contract import OpContract
 from ..cpp import CppKernels
 from ..library import library_op
@@ -26,11 +37,17 @@ ROPE = OpContract(
 
 
 def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
-    """`x` rotated by the tables, in plain PyTorch, right at fp64; the dimensions past 2R pass through."""
+    """`x` rotated by the tables, in plain PyTorch, right at fp64; the dimensions past 2R pass
+    through.
+    """
     dtype = wide(x_BNSD.dtype, cos_BSR.dtype)
     # torch.cat takes part in autocast, and raises for a dtype that is not autocast's
     with autocast_off(x_BNSD):
-        cos, sin, pairs = cos_BSR.unsqueeze(1).to(dtype), sin_BSR.unsqueeze(1).to(dtype), cos_BSR.shape[-1]
+        cos, sin, pairs = (
+            cos_BSR.unsqueeze(1).to(dtype),
+            sin_BSR.unsqueeze(1).to(dtype),
+            cos_BSR.shape[-1],
+        )
         turned, rest = x_BNSD[..., : 2 * pairs].to(dtype), x_BNSD[..., 2 * pairs :]
         if interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
@@ -41,13 +58,19 @@ def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleav
         return torch.cat((turned.to(x_BNSD.dtype), rest), -1)
 
 
-def rope_reference(q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def rope_reference(
+    q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     return _reference(q, k, cos_BSR, sin_BSR, interleaved, False)
 
 
-def _reference(q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+def _reference(
+    q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor]:
     sin_BSR = -sin_BSR if back else sin_BSR
-    return rotate_reference(q, cos_BSR, sin_BSR, interleaved), rotate_reference(k, cos_BSR, sin_BSR, interleaved)
+    return rotate_reference(q, cos_BSR, sin_BSR, interleaved), rotate_reference(
+        k, cos_BSR, sin_BSR, interleaved
+    )
 
 
 # --- the C++ kernels of cpu.cpp
@@ -59,18 +82,38 @@ def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_rows_like(q), empty_rows_like(k)
 
 
-@library_op("rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)", fake=_fake_pair)
-def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
-    cos_BSR, sin_BSR = cos_BSR.to(torch.float32).contiguous(), sin_BSR.to(torch.float32).contiguous()
+@library_op(
+    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor,"
+    " Tensor)",
+    fake=_fake_pair,
+)
+def rotate(
+    q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor]:
+    cos_BSR, sin_BSR = (
+        cos_BSR.to(torch.float32).contiguous(),
+        sin_BSR.to(torch.float32).contiguous(),
+    )
     made: list[Tensor] = []
     for x in (q_BNSD, k_BMSD):
         y = torch.empty_like(x)
         y = y if y.stride(-1) == 1 else empty_rows_like(x)
         x = x if x.stride(-1) == 1 else x.contiguous()
         KERNELS(
-            "rotate", x.dtype, x, y, cos_BSR, sin_BSR, *x.shape, cos_BSR.shape[-1], *x.stride()[:3], *y.stride()[:3], cos_BSR.shape[0],
-            interleaved, back,
-        )  # fmt: skip
+            "rotate",
+            x.dtype,
+            x,
+            y,
+            cos_BSR,
+            sin_BSR,
+            *x.shape,
+            cos_BSR.shape[-1],
+            *x.stride()[:3],
+            *y.stride()[:3],
+            cos_BSR.shape[0],
+            interleaved,
+            back,
+        )
         made.append(y)
     return made[0], made[1]
 
@@ -78,15 +121,27 @@ def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, int
 # --- the op
 
 
-@library_op("rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)", fake=_fake_pair)
-def _rotate_pair(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+@library_op(
+    "rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor,"
+    " Tensor)",
+    fake=_fake_pair,
+)
+def _rotate_pair(
+    q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor]:
     from . import triton
 
     return triton.rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
 
 
 def _rotated(
-    q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool, path: Path
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    cos_BSR: Tensor,
+    sin_BSR: Tensor,
+    interleaved: bool,
+    back: bool,
+    path: Path,
 ) -> tuple[Tensor, Tensor]:
     if path == "cpp":
         return rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
@@ -101,11 +156,20 @@ def _rotated(
 
 
 class Rotate(torch.autograd.Function):
-    """Saves only the tables: the gradient of a rotation is the inverse rotation, made by the same kernels."""
+    """Saves only the tables: the gradient of a rotation is the inverse rotation, made by the same
+    kernels.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool, path: Path
+        ctx: Any,
+        q_BNSD: Tensor,
+        k_BMSD: Tensor,
+        cos_BSR: Tensor,
+        sin_BSR: Tensor,
+        interleaved: bool,
+        back: bool,
+        path: Path,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BSR, sin_BSR)
         ctx.path, ctx.interleaved, ctx.back = path, interleaved, back
@@ -115,11 +179,15 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("rope")
         cos_BSR, sin_BSR = ctx.saved_tensors
-        dq_BNSD, dk_BMSD = _rotated(dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, not ctx.back, ctx.path)
+        dq_BNSD, dk_BMSD = _rotated(
+            dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, not ctx.back, ctx.path
+        )
         return dq_BNSD, dk_BMSD, None, None, None, None, None
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """q and k rotated by position, in fp32 inside; dimensions past 2R pass through.
 
     q             Q[B N S D]   any float dtype, unchanged by autocast
@@ -133,10 +201,23 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     cos = cos.unsqueeze(0) if cos.dim() == 2 else cos
     sin = sin.unsqueeze(0) if sin.dim() == 2 else sin
     for name, x in (("q", q), ("k", k)):
-        if x.dim() != 4 or cos.shape != sin.shape or cos.shape[0] not in (1, x.shape[0]) or cos.shape[1] != x.shape[2]:
-            raise ShapeError(f"{name} {list(x.shape)} and tables {list(cos.shape)}: expected [B N S D] and [B S R] or [S R]", code="SH001")
+        if (
+            x.dim() != 4
+            or cos.shape != sin.shape
+            or cos.shape[0] not in (1, x.shape[0])
+            or cos.shape[1] != x.shape[2]
+        ):
+            raise ShapeError(
+                f"{name} {list(x.shape)} and tables {list(cos.shape)}: expected [B N S D] and [B S"
+                " R] or [S R]",
+                code="SH001",
+            )
         if 2 * cos.shape[-1] > x.shape[-1]:
-            raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
+            raise ShapeError(
+                f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need"
+                f" {2 * cos.shape[-1]}",
+                code="SH001",
+            )
     path = path_for(KERNELS, q, k)
     if not q.is_cpu and path in ("plain", "cpp") and fused_runs(q):
         # a plan for a GPU: the pair is one library op with its own fake results

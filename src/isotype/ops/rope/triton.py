@@ -1,4 +1,5 @@
-"""The rotation of q and k in one launch: one program a (batch, position) and a tile of heads of either, which share a row of the tables.
+"""The rotation of q and k in one launch: one program a (batch, position) and a tile of heads of
+either, which share a row of the tables.
 
 B batch, N query heads, M key heads, S positions, D head size.
 """
@@ -12,15 +13,30 @@ from torch import Tensor
 from ..backend import empty_rows_like
 from ..launch import on_its_device
 
-# Pairs a program has at most: 16 a thread at 4 warps, which is two loads of 16 bytes in bf16 for each half
+# Pairs a program has at most: 16 a thread at 4 warps, which is two loads of 16 bytes in bf16 for
+# each half
 TILE = 2048
 
 
 @triton.jit
 def rotate_tile(
-    x, out, x_start, out_start, x_head, out_head, tile, heads, size, pairs, cos_fp32, sin_fp32,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    x_start,
+    out_start,
+    x_head,
+    out_head,
+    tile,
+    heads,
+    size,
+    pairs,
+    cos_fp32,
+    sin_fp32,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+):
     """HEADS heads of one position, from x to out; cos and sin are [1, BLOCK]."""
     head = tile.to(tl.int64) * HEADS + tl.arange(0, HEADS)
     here = (head < heads)[:, None]
@@ -28,19 +44,38 @@ def rotate_tile(
     source = x + x_start + head[:, None] * x_head
     target = out + out_start + head[:, None] * out_head
     if INTERLEAVED:
-        # a pair's two values are neighbours: loaded and stored as one run, so that a load is 16 bytes wide and not 2
+        # a pair's two values are neighbours: loaded and stored as one run, so that a load is 16
+        # bytes wide and not 2
         both = tl.arange(0, 2 * BLOCK)[None, :]
         turned = here & (both < 2 * pairs)
         x_fp32 = tl.load(source + both, mask=turned, other=0.0).to(tl.float32)  # [HEADS, 2 BLOCK]
         a_fp32, b_fp32 = tl.split(tl.reshape(x_fp32, (HEADS, BLOCK, 2)))
-        y_fp32 = tl.join(a_fp32 * cos_fp32 - b_fp32 * sin_fp32, b_fp32 * cos_fp32 + a_fp32 * sin_fp32)
-        tl.store(target + both, tl.reshape(y_fp32, (HEADS, 2 * BLOCK)).to(out.dtype.element_ty), mask=turned)
+        y_fp32 = tl.join(
+            a_fp32 * cos_fp32 - b_fp32 * sin_fp32, b_fp32 * cos_fp32 + a_fp32 * sin_fp32
+        )
+        tl.store(
+            target + both,
+            tl.reshape(y_fp32, (HEADS, 2 * BLOCK)).to(out.dtype.element_ty),
+            mask=turned,
+        )
     else:
         turned = here & (r < pairs)[None, :]
-        a_fp32 = tl.load(source + r[None, :], mask=turned, other=0.0).to(tl.float32)  # [HEADS, BLOCK]
-        b_fp32 = tl.load(source + pairs + r[None, :], mask=turned, other=0.0).to(tl.float32)  # [HEADS, BLOCK]
-        tl.store(target + r[None, :], (a_fp32 * cos_fp32 - b_fp32 * sin_fp32).to(out.dtype.element_ty), mask=turned)
-        tl.store(target + pairs + r[None, :], (b_fp32 * cos_fp32 + a_fp32 * sin_fp32).to(out.dtype.element_ty), mask=turned)
+        a_fp32 = tl.load(source + r[None, :], mask=turned, other=0.0).to(
+            tl.float32
+        )  # [HEADS, BLOCK]
+        b_fp32 = tl.load(source + pairs + r[None, :], mask=turned, other=0.0).to(
+            tl.float32
+        )  # [HEADS, BLOCK]
+        tl.store(
+            target + r[None, :],
+            (a_fp32 * cos_fp32 - b_fp32 * sin_fp32).to(out.dtype.element_ty),
+            mask=turned,
+        )
+        tl.store(
+            target + pairs + r[None, :],
+            (b_fp32 * cos_fp32 + a_fp32 * sin_fp32).to(out.dtype.element_ty),
+            mask=turned,
+        )
     if REST:
         # what is not rotated passes through
         d = (2 * pairs + tl.arange(0, REST))[None, :]
@@ -50,12 +85,42 @@ def rotate_tile(
 
 @triton.jit
 def rotate_kernel(
-    q, k, q_out, k_out, cos, sin,
-    q_batch, q_head, q_position, k_batch, k_head, k_position, q_out_batch, q_out_head, q_out_position, k_out_batch, k_out_head,
-    k_out_position, q_heads, k_heads, q_tiles, positions, size, pairs,
-    cos_batch, cos_position, cos_pair, sin_batch, sin_position, sin_pair,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    q_out,
+    k_out,
+    cos,
+    sin,
+    q_batch,
+    q_head,
+    q_position,
+    k_batch,
+    k_head,
+    k_position,
+    q_out_batch,
+    q_out_head,
+    q_out_position,
+    k_out_batch,
+    k_out_head,
+    k_out_position,
+    q_heads,
+    k_heads,
+    q_tiles,
+    positions,
+    size,
+    pairs,
+    cos_batch,
+    cos_position,
+    cos_pair,
+    sin_batch,
+    sin_position,
+    sin_pair,
+    INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+):
     index = tl.program_id(0).to(tl.int64)
     batch, position = index // positions, index % positions
     tile = tl.program_id(1)
@@ -67,21 +132,62 @@ def rotate_kernel(
     if BACK:
         sin_fp32 = -sin_fp32
     if tile < q_tiles:
-        start, to = batch * q_batch + position * q_position, batch * q_out_batch + position * q_out_position
+        start, to = (
+            batch * q_batch + position * q_position,
+            batch * q_out_batch + position * q_out_position,
+        )
         rotate_tile(
-            q, q_out, start, to, q_head, q_out_head, tile, q_heads, size, pairs, cos_fp32, sin_fp32, INTERLEAVED, HEADS, BLOCK, REST
-        )  # fmt: skip
-    else:
-        start, to = batch * k_batch + position * k_position, batch * k_out_batch + position * k_out_position
-        rotate_tile(
-            k, k_out, start, to, k_head, k_out_head, tile - q_tiles, k_heads, size, pairs, cos_fp32, sin_fp32, INTERLEAVED, HEADS, BLOCK,
+            q,
+            q_out,
+            start,
+            to,
+            q_head,
+            q_out_head,
+            tile,
+            q_heads,
+            size,
+            pairs,
+            cos_fp32,
+            sin_fp32,
+            INTERLEAVED,
+            HEADS,
+            BLOCK,
             REST,
-        )  # fmt: skip
+        )
+    else:
+        start, to = (
+            batch * k_batch + position * k_position,
+            batch * k_out_batch + position * k_out_position,
+        )
+        rotate_tile(
+            k,
+            k_out,
+            start,
+            to,
+            k_head,
+            k_out_head,
+            tile - q_tiles,
+            k_heads,
+            size,
+            pairs,
+            cos_fp32,
+            sin_fp32,
+            INTERLEAVED,
+            HEADS,
+            BLOCK,
+            REST,
+        )
 
 
 @on_its_device
 def rotate_pair(
-    q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool, back: bool
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    cos_BSR: Tensor,
+    sin_BSR: Tensor,
+    *,
+    interleaved: bool,
+    back: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotates both in one launch; the tables are read in place, with any strides."""
     q_out, k_out = empty_rows_like(q_BNSD), empty_rows_like(k_BMSD)
@@ -93,11 +199,31 @@ def rotate_pair(
     block, rest = triton.next_power_of_2(max(1, pairs)), size - 2 * pairs
     heads_each = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, TILE // block))
     q_tiles, k_tiles = triton.cdiv(q_heads, heads_each), triton.cdiv(k_heads, heads_each)
-    tables = [s for t in (cos_BSR, sin_BSR) for s in (0 if t.shape[0] == 1 else t.stride(0), t.stride(1), t.stride(2))]
+    tables = [
+        s
+        for t in (cos_BSR, sin_BSR)
+        for s in (0 if t.shape[0] == 1 else t.stride(0), t.stride(1), t.stride(2))
+    ]
     rotate_kernel[(batch * positions, q_tiles + k_tiles)](
-        q_BNSD, k_BMSD, q_out, k_out, cos_BSR, sin_BSR, *(s for t in (q_BNSD, k_BMSD, q_out, k_out) for s in t.stride()[:3]),
-        q_heads, k_heads, q_tiles, positions, size, pairs, *tables,
-        INTERLEAVED=interleaved, BACK=back, HEADS=heads_each, BLOCK=block, REST=triton.next_power_of_2(rest) if rest else 0,
+        q_BNSD,
+        k_BMSD,
+        q_out,
+        k_out,
+        cos_BSR,
+        sin_BSR,
+        *(s for t in (q_BNSD, k_BMSD, q_out, k_out) for s in t.stride()[:3]),
+        q_heads,
+        k_heads,
+        q_tiles,
+        positions,
+        size,
+        pairs,
+        *tables,
+        INTERLEAVED=interleaved,
+        BACK=back,
+        HEADS=heads_each,
+        BLOCK=block,
+        REST=triton.next_power_of_2(rest) if rest else 0,
         num_warps=max(1, min(4, heads_each * block // 512)),
-    )  # fmt: skip
+    )
     return q_out, k_out

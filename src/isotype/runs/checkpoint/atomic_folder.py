@@ -1,4 +1,6 @@
-"""Writes a folder atomically: into a temporary folder beside the target, which is synced, sealed with checksums, and then renamed."""
+"""Writes a folder atomically: into a temporary folder beside the target, which is synced, sealed
+with checksums, and then renamed.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,20 @@ _HELPS = {
 
 
 def write_folder(
-    target: Path, fill: Callable[[Path], object], *, check: Callable[[Path], None] | None = None, then: str = "resume"
+    target: Path,
+    fill: Callable[[Path], object],
+    *,
+    check: Callable[[Path], None] | None = None,
+    then: str = "resume",
 ) -> None:
-    """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was there.
+    """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was
+    there.
 
-    check  looks at the finished folder; where it raises, or the program is killed in it, `target` is unchanged
+    check  looks at the finished folder; where it raises, or the program is killed in it, `target`
+           is unchanged
     then   what the user does once the folder can be written
-    Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed and `target` is unchanged
+    Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed
+            and `target` is unchanged
     """
     with _aside_of(target, then=then) as aside:
         _new(aside)
@@ -57,8 +66,11 @@ class Processes(Protocol):
     def first_does(self, work: Callable[[], None], *, patiently: bool = False) -> None: ...
 
 
-def write_folder_together(target: Path, fill: Callable[[Path], Sequence[Path]], processes: Processes) -> None:
-    """As `write_folder`, by several processes that all call it: each writes files of its own, and the first one seals and renames.
+def write_folder_together(
+    target: Path, fill: Callable[[Path], Sequence[Path]], processes: Processes
+) -> None:
+    """As `write_folder`, by several processes that all call it: each writes files of its own, and
+    the first one seals and renames.
 
     fill  writes into the folder and returns the files that it wrote
     Raises  in all processes what one of them raised
@@ -66,7 +78,9 @@ def write_folder_together(target: Path, fill: Callable[[Path], Sequence[Path]], 
     with _aside_of(target, removing=processes.first) as aside:
         processes.first_does(lambda: _new(aside))
         own = {file.name: _synced(file) for file in fill(aside)}
-        sums = {name: sum_ for of_process in processes.gather(own) for name, sum_ in of_process.items()}
+        sums = {
+            name: sum_ for of_process in processes.gather(own) for name, sum_ in of_process.items()
+        }
 
         def close() -> None:
             seal(aside, sums)
@@ -87,7 +101,11 @@ def _aside_of(target: Path, *, removing: bool = True, then: str = "resume") -> I
         reason = refused(error)
         if reason is None:
             raise
-        raise RunError(f"could not write {target}: {reason}", code="CK001", fix=f"{writable_again(reason)}, then {then}") from error
+        raise RunError(
+            f"could not write {target}: {reason}",
+            code="CK001",
+            fix=f"{writable_again(reason)}, then {then}",
+        ) from error
 
 
 def _new(folder: Path) -> None:
@@ -109,7 +127,8 @@ def refused(error: BaseException) -> str | None:
     """The operating system's message about a failed read or write; None for other errors."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror or error}"
-    # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error 28)`
+    # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error
+    # 28)`
     return str(error) if isinstance(error, Exception) and _OS_ERROR.search(str(error)) else None
 
 
@@ -117,11 +136,15 @@ def writable_again(reason: str) -> str:
     """What helps against a failed write, by the message of the operating system."""
     if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
         return "another program removed or renamed a folder of the run: put it back"
-    return next((does for number, does in _HELPS.items() if os.strerror(number) in reason), "make it writable")
+    return next(
+        (does for number, does in _HELPS.items() if os.strerror(number) in reason),
+        "make it writable",
+    )
 
 
 def seal(folder: Path, known: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. Files get its mode: safetensors makes them 600.
+    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. Files get its mode:
+    safetensors makes them 600.
 
     known  those of files that other processes have written and synced
     """
@@ -143,7 +166,9 @@ def _synced(file: Path) -> dict[str, Any]:
 
 
 def fault(folder: Path, needs: Sequence[str] = ()) -> str | None:
-    """Why a sealed folder cannot be trusted, or None when every file, those of `needs` among them, has its size and checksum."""
+    """Why a sealed folder cannot be trusted, or None when every file, those of `needs` among them,
+    has its size and checksum.
+    """
     try:
         sums = json.loads((folder / SEAL).read_text())["files"]
         for name in needs:
@@ -188,7 +213,8 @@ def write_text(target: Path, text: str) -> None:
     """Replaces a small file atomically: a reader sees either the old text or the new text."""
     aside = target.with_name(f".{target.name}.partial")
     try:
-        # creates a new file, so that a leftover of a killed run or a link in its place is never written through
+        # creates a new file, so that a leftover of a killed run or a link in its place is never
+        # written through
         aside.unlink(missing_ok=True)
         with aside.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -198,4 +224,6 @@ def write_text(target: Path, text: str) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True)
         reason = f"{error.strerror or error}"
-        raise RunError(f"could not write {target}: {reason}", code="CK001", fix=writable_again(reason)) from error
+        raise RunError(
+            f"could not write {target}: {reason}", code="CK001", fix=writable_again(reason)
+        ) from error

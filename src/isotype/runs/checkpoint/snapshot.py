@@ -1,7 +1,9 @@
-"""The state for a bit-identical resume: trainable weights, optimizer, random state of every process, progress. Only tensors and JSON.
+"""The state for a bit-identical resume: trainable weights, optimizer, random state of every
+process, progress. Only tensors and JSON.
 
-With the same number of processes a resumed run is bit-identical. With another number it draws other random numbers. The first process's
-state is where a run of one process has its own, so that either can go on with the other's checkpoint.
+With the same number of processes a resumed run is bit-identical. With another number it draws other
+random numbers. The first process's state is where a run of one process has its own, so that either
+can go on with the other's checkpoint.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from ...precision.parts import is_sharded, local_part, local_rows
 from .atomic_folder import Processes
 from .store import Rows
 
-# states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes', schedulefree's
+# states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes',
+# schedulefree's
 _LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2", "z")
 OTHERS = "random_of_other_processes"  # in state.json: of the ranks from 1 on
 
 
 @dataclass
 class Progress:
-    """How far a run is. `evaluated`: a hash of the evaluation rows that `best_loss` and `without_gain` are of; `units`: tokens or pictures
-    seen."""
+    """How far a run is. `evaluated`: a hash of the evaluation rows that `best_loss` and
+    `without_gain` are of; `units`: tokens or pictures seen.
+    """
 
     step: int = 0
     position: int = 0
@@ -43,13 +47,23 @@ class Progress:
 
     @classmethod
     def from_file(cls, values: Mapping[str, Any]) -> Progress:
-        """Reads the values of a checkpoint. Older runs name `units` `tokens`, and have the seconds of their samples.
+        """Reads the values of a checkpoint. Older runs name `units` `tokens`, and have the seconds
+        of their samples.
 
         Raises  TypeError for a value that no run writes
         """
-        named = {("units" if name == "tokens" else name): value for name, value in values.items() if name != "sampled_seconds"}
+        named = {
+            ("units" if name == "tokens" else name): value
+            for name, value in values.items()
+            if name != "sampled_seconds"
+        }
         made = cls(**named)
-        kinds = {"best_loss": (float,), "trained_seconds": (float, int), "best_step": (int, type(None)), "evaluated": (str, type(None))}
+        kinds = {
+            "best_loss": (float,),
+            "trained_seconds": (float, int),
+            "best_step": (int, type(None)),
+            "evaluated": (str, type(None)),
+        }
         for name, value in vars(made).items():
             if type(value) not in kinds.get(name, (int,)) or (name not in kinds and value < 0):
                 raise TypeError(f"progress.{name} is {value!r}")
@@ -70,12 +84,18 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     import numpy as np
 
     tensors = {"rng.torch": torch.get_rng_state()}
-    # asking would take a context (some 500 MB) on every GPU of the machine, also for a run on the CPU
+    # asking would take a context (some 500 MB) on every GPU of the machine, also for a run on the
+    # CPU
     if torch.cuda.is_initialized():
-        tensors |= {f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        tensors |= {
+            f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())
+        }
     kind, words, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
-    return tensors, {"python": [version, list(internal), gauss], "numpy": [kind, [int(w) for w in words], *rest]}
+    return tensors, {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, [int(w) for w in words], *rest],
+    }
 
 
 def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -103,8 +123,11 @@ def gathered_random_state(world: Processes) -> tuple[dict[str, Tensor], dict[str
     return tensors, {"random": state, OTHERS: others}
 
 
-def restore_random_state_of_rank(tensors: dict[str, Tensor], state: Mapping[str, Any], rank: int, *, seed: tuple[int, int]) -> int:
-    """Puts back the state that this rank had; a rank that had none draws from `seed`, the run's and the step's.
+def restore_random_state_of_rank(
+    tensors: dict[str, Tensor], state: Mapping[str, Any], rank: int, *, seed: tuple[int, int]
+) -> int:
+    """Puts back the state that this rank had; a rank that had none draws from `seed`, the run's and
+    the step's.
 
     ->  the number of processes that wrote the checkpoint
     """
@@ -113,7 +136,10 @@ def restore_random_state_of_rank(tensors: dict[str, Tensor], state: Mapping[str,
         restore_random_state(tensors, state["random"])
     elif rank <= len(others):
         own = others[rank - 1]
-        raw = {name: torch.tensor(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in own["tensors"].items()}
+        raw = {
+            name: torch.tensor(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            for name, text in own["tensors"].items()
+        }
         restore_random_state(raw, own["state"])
     else:
         seed_of_rank(*seed, rank)
@@ -121,7 +147,9 @@ def restore_random_state_of_rank(tensors: dict[str, Tensor], state: Mapping[str,
 
 
 def seed_of_rank(seed: int, step: int, rank: int) -> None:
-    """Draws of their own for each process, the same in every run: dropout must differ between rows, whichever process computes them."""
+    """Draws of their own for each process, the same in every run: dropout must differ between rows,
+    whichever process computes them.
+    """
     seed_generators(int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4]))
 
 
@@ -139,11 +167,15 @@ def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = set(model.state_dict(keep_vars=True))
     tensors = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
     return tensors | {
-        f"buffer.{name}": b for name, b in model.named_buffers() if name in persistent and "quant" not in name and "absmax" not in name
+        f"buffer.{name}": b
+        for name, b in model.named_buffers()
+        if name in persistent and "quant" not in name and "absmax" not in name
     }
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's state under the names of its parameters: (tensors, JSON)."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -157,46 +189,67 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """tensors  as `CheckpointStore.load` gives them: of a sharded parameter, its own rows. Raises  RunError CK003 when the checkpoint
-    belongs to another model or adapter."""
+    """tensors  as `CheckpointStore.load` gives them: of a sharded parameter, its own rows. Raises
+                RunError CK003 when the checkpoint
+    belongs to another model or adapter.
+    """
     own = trainable_tensors(model)
     saved = {name: t for name, t in tensors.items() if name.startswith(("model.", "buffer."))}
     if set(own) != set(saved):
         first = sorted(set(own) ^ set(saved))[0]
         raise RunError(
-            f"this checkpoint belongs to another model or adapter: {first.partition('.')[2]} is only on one side",
-            code="CK003", fix="resume with the configuration it was made with",
-        )  # fmt: skip
+            f"this checkpoint belongs to another model or adapter: {first.partition('.')[2]} is"
+            " only on one side",
+            code="CK003",
+            fix="resume with the configuration it was made with",
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             part = local_part(tensor)
             if part.shape != saved[name].shape or part.dtype != saved[name].dtype:
                 raise RunError(
-                    f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in the checkpoint and "
-                    f"{part.dtype}{list(part.shape)} in the run", code="CK003", fix="resume with the configuration it was made with",
-                )  # fmt: skip
-            if name.endswith((".start_A", ".start_B")) and not torch.equal(part, saved[name].to(part.device)):
+                    f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in"
+                    f" the checkpoint and {part.dtype}{list(part.shape)} in the run",
+                    code="CK003",
+                    fix="resume with the configuration it was made with",
+                )
+            if name.endswith((".start_A", ".start_B")) and not torch.equal(
+                part, saved[name].to(part.device)
+            ):
                 # the base's residual belongs to them
                 raise RunError(
-                    "adapter.start: this machine decomposes the base's weights in another way than the one that began the run",
-                    code="CK003", fix="resume where it began, or train on from its adapter: adapter.start_from",
-                )  # fmt: skip
+                    "adapter.start: this machine decomposes the base's weights in another way than"
+                    " the one that began the run",
+                    code="CK003",
+                    fix="resume where it began, or train on from its adapter: adapter.start_from",
+                )
             part.copy_(saved[name])
 
 
 def averaged(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
-    """The tensors of a checkpoint with the averages of a schedule-free optimizer in the place of its weights; without one, as they are.
+    """The tensors of a checkpoint with the averages of a schedule-free optimizer in the place of
+    its weights; without one, as they are.
 
-    A weight y lies between the average x and the state z: y = beta1 x + (1 - beta1) z (Defazio et al. 2024, "The road less scheduled").
+    A weight y lies between the average x and the state z: y = beta1 x + (1 - beta1) z (Defazio et
+    al. 2024, "The road less scheduled").
     """
     names = [
-        name.removesuffix(".z").removeprefix("optimizer.") for name in tensors if name.startswith("optimizer.") and name.endswith(".z")
+        name.removesuffix(".z").removeprefix("optimizer.")
+        for name in tensors
+        if name.startswith("optimizer.") and name.endswith(".z")
     ]
-    return tensors | {f"model.{name}": tensors[f"model.{name}"].lerp(tensors[f"optimizer.{name}.z"], 1 - 1 / beta1) for name in names}
+    return tensors | {
+        f"model.{name}": (
+            tensors[f"model.{name}"].lerp(tensors[f"optimizer.{name}.z"], 1 - 1 / beta1)
+        )
+        for name in names
+    }
 
 
 def rows_here(model: nn.Module) -> Rows:
-    """Which rows of a checkpoint's tensors this process holds, by the names of `trainable_tensors` and `optimizer_tensors`."""
+    """Which rows of a checkpoint's tensors this process holds, by the names of `trainable_tensors`
+    and `optimizer_tensors`.
+    """
     sharded = {full: local_rows(p) for full, p in model.named_parameters() if is_sharded(p)}
 
     def rows(name: str) -> range | None:
@@ -210,23 +263,37 @@ def rows_here(model: nn.Module) -> Rows:
 
 
 def parts_here(tensors: dict[str, Tensor], *, first: bool) -> dict[str, Tensor]:
-    """What this process writes: its rows of each sharded tensor; the first one also what every process holds whole."""
-    return {name: local_part(tensor) for name, tensor in tensors.items() if first or is_sharded(tensor)}
+    """What this process writes: its rows of each sharded tensor; the first one also what every
+    process holds whole.
+    """
+    return {
+        name: local_part(tensor) for name, tensor in tensors.items() if first or is_sharded(tensor)
+    }
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
-    """Restores the optimizer's states, on the devices of their parameters. Raises RunError CK003 for a state of another shape."""
+def restore_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, Tensor],
+    plain: dict[str, Any],
+) -> None:
+    """Restores the optimizer's states, on the devices of their parameters. Raises RunError CK003
+    for a state of another shape.
+    """
     parameters = dict(model.named_parameters())
-    copies: dict[tuple[int, torch.device], Tensor] = {}  # one a tensor: what several parameters shared they share again
+    # one a tensor: what several parameters shared they share again
+    copies: dict[tuple[int, torch.device], Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             p = parameters[parameter]
             if key in _LIKE_ITS_PARAMETER and tensor.shape != local_part(p).shape:
                 raise RunError(
-                    f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the checkpoint and the parameter "
-                    f"{list(local_part(p).shape)}", code="CK003", fix="resume with the configuration it was made with",
-                )  # fmt: skip
+                    f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the"
+                    f" checkpoint and the parameter {list(local_part(p).shape)}",
+                    code="CK003",
+                    fix="resume with the configuration it was made with",
+                )
             if key in _LIKE_ITS_PARAMETER and is_sharded(p):
                 state = optimizer.state[p][key] = torch.zeros_like(p.detach(), dtype=tensor.dtype)
                 local_part(state).copy_(tensor)

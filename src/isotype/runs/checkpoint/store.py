@@ -1,8 +1,10 @@
-"""The checkpoints of a run, `checkpoints/step_N/`: retains the newest few and the best, and finds the newest complete one.
+"""The checkpoints of a run, `checkpoints/step_N/`: retains the newest few and the best, and finds
+the newest complete one.
 
-Each process of a sharded run writes its rows of a tensor, and any number of processes reads them: `tensors.safetensors` has the first
-process's rows, and every tensor that is not sharded; `tensors.1.safetensors` has the next rows, and so on. A tensor in several files is
-their rows in this order.
+Each process of a sharded run writes its rows of a tensor, and any number of processes reads them:
+`tensors.safetensors` has the first process's rows, and every tensor that is not sharded;
+`tensors.1.safetensors` has the next rows, and so on. A tensor in several files is their rows in
+this order.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ SAME = "same_tensors"  # in STATE: name -> the name in TENSORS under which the s
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name and everything else as JSON: no pickle, so a checkpoint from a stranger runs no code."""
+    """Tensors by name and everything else as JSON: no pickle, so a checkpoint from a stranger runs
+    no code.
+    """
 
     step: int
     tensors: dict[str, Tensor] = field(repr=False)
@@ -48,7 +52,9 @@ class CheckpointStore:
         """Steps with a folder, whole or not, oldest first."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(m[1]) for p in self.folder.iterdir() if (m := _STEP.match(p.name)) and p.is_dir())
+        return sorted(
+            int(m[1]) for p in self.folder.iterdir() if (m := _STEP.match(p.name)) and p.is_dir()
+        )
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -64,9 +70,11 @@ class CheckpointStore:
         write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
 
     def tidy(self, best: int | None) -> None:
-        """Cleans up for a resumed run: removes half-written files, and marks as best the checkpoint that the resumed one names (`best`).
+        """Cleans up for a resumed run: removes half-written files, and marks as best the checkpoint
+        that the resumed one names (`best`).
 
-        The mark is wrong after a kill between writing a checkpoint and marking it, or when the newest checkpoint is damaged.
+        The mark is wrong after a kill between writing a checkpoint and marking it, or when the
+        newest checkpoint is damaged.
         """
         for rest in self.folder.glob(".step_*"):
             shutil.rmtree(rest, ignore_errors=True)
@@ -77,23 +85,40 @@ class CheckpointStore:
                 (self.folder / "best.json").unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint, *, best: bool = False) -> None:
-        """Writes the checkpoint, marks it, then removes old ones. Raises RunError CK001 when the disk is full or read-only."""
+        """Writes the checkpoint, marks it, then removes old ones. Raises RunError CK001 when the
+        disk is full or read-only.
+        """
         write_folder(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside))
         self._written(checkpoint.step, best)
 
-    def save_together(self, checkpoint: Checkpoint, processes: Processes, *, part: int, parts: int, best: bool = False) -> None:
-        """The same by the processes of a sharded run, which all call it; each has its own rows of the sharded tensors.
+    def save_together(
+        self,
+        checkpoint: Checkpoint,
+        processes: Processes,
+        *,
+        part: int,
+        parts: int,
+        best: bool = False,
+    ) -> None:
+        """The same by the processes of a sharded run, which all call it; each has its own rows of
+        the sharded tensors.
 
-        part, parts  which file this process writes, and how many there are; a process whose part is not below `parts` writes none
+        part, parts  which file this process writes, and how many there are; a process whose part is
+                     not below `parts` writes none
         """
-        write_folder_together(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside, part, parts), processes)
+        write_folder_together(
+            self.path(checkpoint.step),
+            lambda aside: _write(checkpoint, aside, part, parts),
+            processes,
+        )
         processes.first_does(lambda: self._written(checkpoint.step, best))
 
     def _written(self, step: int, best: bool) -> None:
         """Marks a new checkpoint, then removes old ones."""
         if best:
             self.mark_best(step)
-        # a later one was damaged, else the run had gone on from there: it must not take the place of a whole one
+        # a later one was damaged, else the run had gone on from there: it must not take the place
+        # of a whole one
         kept = {*[other for other in self.steps() if other <= step][-self.keep :], self.best}
         for other in self.steps():
             if other not in kept:
@@ -104,7 +129,9 @@ class CheckpointStore:
         return fault(self.path(step), needs=(TENSORS, STATE))
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """(step of the newest complete checkpoint, messages about damaged newer ones). The step is None if none is complete."""
+        """(step of the newest complete checkpoint, messages about damaged newer ones). The step is
+        None if none is complete.
+        """
         passed: list[str] = []
         for step in reversed(self.steps()):
             reason = self.fault(step)
@@ -128,14 +155,27 @@ class CheckpointStore:
                     tensors = read_parts(path, needed(state), rows or (lambda name: None))
                     return Checkpoint(step, under_every_name(tensors, same), state)
                 reason = f"{STATE} is not an object"
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+                SafetensorError,
+            ) as error:
                 reason = f"cannot be read: {error}"
             except RuntimeError as error:
-                # torch's word for a file that went while it was opened: a running run has removed its oldest checkpoint
+                # torch's word for a file that went while it was opened: a running run has removed
+                # its oldest checkpoint
                 if (path / TENSORS).is_file():
                     raise
                 reason = f"{TENSORS} is gone: {error}"
-        raise RunError(f"checkpoint {path}: {reason}", code="CK002", fix=f"remove {path} and resume: the one before is taken")
+        raise RunError(
+            f"checkpoint {path}: {reason}",
+            code="CK002",
+            fix=f"remove {path} and resume: the one before is taken",
+        )
 
 
 def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) -> list[Path]:
@@ -153,7 +193,8 @@ def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) 
 
 TENSORS = "tensors.safetensors"
 PARTS = "parts"  # in the checkpoint's state: the number of files
-Rows: TypeAlias = Callable[[str], "range | None"]  # the rows of a tensor that a process reads; None: all
+# the rows of a tensor that a process reads; None: all
+Rows: TypeAlias = Callable[[str], "range | None"]
 
 
 def file_of(part: int) -> str:
@@ -191,7 +232,9 @@ def _joined(pieces: list[Any], rows: range | None) -> Tensor:
 
 
 def needed(state: dict[str, Any]) -> int:
-    """The number of files of a checkpoint with this state, taken out of it. Raises TypeError for a value that no run writes."""
+    """The number of files of a checkpoint with this state, taken out of it. Raises TypeError for a
+    value that no run writes.
+    """
     parts = state.pop(PARTS, 1)
     if type(parts) is not int or parts < 1:
         raise TypeError(f"{PARTS} is {parts!r}")
@@ -199,7 +242,9 @@ def needed(state: dict[str, Any]) -> int:
 
 
 def stored_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors on the CPU that share no memory, other name -> the name under which the same tensor is saved)."""
+    """(tensors on the CPU that share no memory, other name -> the name under which the same tensor
+    is saved).
+    """
     saved: dict[str, Tensor] = {}
     same: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -218,5 +263,7 @@ def stored_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def under_every_name(tensors: dict[str, Tensor], same: Mapping[str, str]) -> dict[str, Tensor]:
-    """Undoes `stored_once`: the names of one tensor hold the same object again. Raises KeyError for a name without a tensor."""
+    """Undoes `stored_once`: the names of one tensor hold the same object again. Raises KeyError for
+    a name without a tensor.
+    """
     return tensors | {name: tensors[saved] for name, saved in same.items()}

@@ -1,7 +1,8 @@
 """What a denoiser is given: rows of the data with the numbers drawn for them, as tensors.
 
-Everything drawn for a row is a function of the seed and of its position in the stream. So 4 x 2 rows are the same as 1 x 8, a resumed run
-draws the same numbers as an uninterrupted one, and nothing that happens between steps changes it.
+Everything drawn for a row is a function of the seed and of its position in the stream. So 4 x 2
+rows are the same as 1 x 8, a resumed run draws the same numbers as an uninterrupted one, and
+nothing that happens between steps changes it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from .pixels import Size
 
 @dataclass(frozen=True)
 class Row:
-    """Keys of the store; one of each kind is drawn each time: `latents` of each window, `mirrored` of its mirror image (empty where
-    pictures are not mirrored), `text` of each caption. `empty`: of the empty caption. `weight`: of its loss."""
+    """Keys of the store; one of each kind is drawn each time: `latents` of each window, `mirrored`
+    of its mirror image (empty where pictures are not mirrored), `text` of each caption. `empty`: of
+    the empty caption. `weight`: of its loss.
+    """
 
     latents: tuple[str, ...]
     mirrored: tuple[str, ...]
@@ -51,7 +54,8 @@ class Batch:
     weights         F[N]         of each picture's loss; None: 1
     cut             fp32[N 4]    of `pixels.cut_of`; None: whole pictures of the size of the latents
     lengths                      tokens of each caption, where they differ
-    control         F[N C H W]   latents of the pictures before the edit; None: of a model that does not edit
+    control         F[N C H W]   latents of the pictures before the edit; None: of a model that does
+                    not edit
     """
 
     latents: Tensor
@@ -77,14 +81,19 @@ class Batch:
         return self.rows
 
     def __str__(self) -> str:
-        return f"{counted(self.rows, 'picture')} of {' x '.join(map(str, self.latents.shape[1:]))} latents"
+        return (
+            f"{counted(self.rows, 'picture')} of {' x '.join(map(str, self.latents.shape[1:]))}"
+            " latents"
+        )
 
     def to(self, device: torch.device) -> Batch:
         def moved(value: Any) -> Any:
             return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
         text = {name: moved(tensor) for name, tensor in self.text.items()}
-        return Batch(**{one.name: moved(getattr(self, one.name)) for one in fields(self)} | {"text": text})
+        return Batch(
+            **{one.name: moved(getattr(self, one.name)) for one in fields(self)} | {"text": text}
+        )
 
 
 Thing = TypeVar("Thing")
@@ -101,7 +110,8 @@ def by_size(things: Iterable[Thing], size_of: Callable[[Thing], Size]) -> dict[S
 class PictureStream(RowStream[Row]):
     """Rows with their positions; the position is the whole state, as in any stream of rows.
 
-    together  number of rows of a step. So many consecutive rows have the same size while there are enough; the others come last
+    together  number of rows of a step. So many consecutive rows have the same size while there are
+              enough; the others come last
     """
 
     def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, together: int = 1) -> None:
@@ -133,7 +143,9 @@ def generator_of(purpose: str, seed: int, position: int) -> torch.Generator:
 
 
 class DrawnRow(NamedTuple):
-    """A row with what was drawn for it. latents, noise, control: fp32[C H W]; mask: fp32[1 H W] or None; cut: fp32[4]."""
+    """A row with what was drawn for it. latents, noise, control: fp32[C H W]; mask: fp32[1 H W] or
+    None; cut: fp32[4].
+    """
 
     latents: Tensor
     noise: Tensor
@@ -147,25 +159,36 @@ class DrawnRow(NamedTuple):
 
 def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool = False) -> Batch:
     """Rows of one size as a batch. `own_lengths`: texts are padded to the longest, and get a mask."""
-    masked, weighted = any(row.mask is not None for row in rows), any(row.weight != 1.0 for row in rows)
+    masked, weighted = (
+        any(row.mask is not None for row in rows),
+        any(row.weight != 1.0 for row in rows),
+    )
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     controls = [row.control for row in rows if row.control is not None]
     return Batch(
-        torch.stack([row.latents for row in rows]).to(dtype), torch.stack([row.noise for row in rows]).to(dtype),
+        torch.stack([row.latents for row in rows]).to(dtype),
+        torch.stack([row.noise for row in rows]).to(dtype),
         torch.tensor([row.sigma for row in rows], dtype=torch.float64).to(dtype),
-        _padded([row.text["text"] for row in rows]) if own_lengths else {
-            name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text
-        },
+        (
+            _padded([row.text["text"] for row in rows])
+            if own_lengths
+            else {name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text}
+        ),
         torch.stack(masks).to(dtype) if masked else None,
         torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
         torch.stack([row.cut for row in rows]),
         tuple(len(row.text["text"]) for row in rows) if own_lengths else (),
         torch.stack(controls).to(dtype) if controls else None,
-    )  # fmt: skip
+    )
 
 
 def _padded(texts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """`text` F[N S D] of texts F[S D], zero behind a shorter one, and `mask` F[N S], 1 where there is a token."""
+    """`text` F[N S D] of texts F[S D], zero behind a shorter one, and `mask` F[N S], 1 where there
+    is a token.
+    """
     lengths = torch.tensor([len(text) for text in texts])
     padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-    return {"text": padded, "mask": (torch.arange(padded.shape[1]) < lengths[:, None]).to(padded.dtype)}
+    return {
+        "text": padded,
+        "mask": (torch.arange(padded.shape[1]) < lengths[:, None]).to(padded.dtype),
+    }

@@ -1,9 +1,12 @@
-"""The denoiser as it is trained: nf4 layers, adapter, exact noise levels, Isotype's ops, precision; with its weights or on the meta device.
+"""The denoiser as it is trained: nf4 layers, adapter, exact noise levels, Isotype's ops, precision;
+with its weights or on the meta device.
 
-diffusers quantises on a GPU only. Here bitsandbytes' layers are made from the loaded weights, one at a time, on the device of the run.
+diffusers quantises on a GPU only. Here bitsandbytes' layers are made from the loaded weights, one
+at a time, on the device of the run.
 
-Flux computes `timestep.to(hidden_states.dtype) * 1000`: in bf16 1000 noise levels become 498, up to 3.5 of 1000 off. The instance's forward
-records the exact level, and the sinusoidal embedding uses it. No class is changed.
+Flux computes `timestep.to(hidden_states.dtype) * 1000`: in bf16 1000 noise levels become 498, up to
+3.5 of 1000 off. The instance's forward records the exact level, and the sinusoidal embedding uses
+it. No class is changed.
 """
 
 from __future__ import annotations
@@ -41,41 +44,72 @@ from .text_encoders import put_encoders, targets_in
 
 
 def built(
-    denoiser: Any, family: Family, config: RunConfig, precision: Precision, *, device_type: str, part: Part | None = None
+    denoiser: Any,
+    family: Family,
+    config: RunConfig,
+    precision: Precision,
+    *,
+    device_type: str,
+    part: Part | None = None,
 ) -> tuple[nn.Module, Manifest]:
-    """The model that is trained, and what Isotype replaced in it. `part`: what this process will keep of it, where several share it."""
+    """The model that is trained, and what Isotype replaced in it. `part`: what this process will
+    keep of it, where several share it.
+    """
     denoiser.requires_grad_(config.adapter.kind == "none")
     if config.adapter.kind == "none":
         model: nn.Module = denoiser
     else:
-        model = attach_adapter(denoiser, config.adapter, seed=config.train.seed, task_type=None, targets=targets(denoiser, family, config))
-    return model, put_under(model, denoiser, family, config, precision, device_type=device_type, part=part)
+        model = attach_adapter(
+            denoiser,
+            config.adapter,
+            seed=config.train.seed,
+            task_type=None,
+            targets=targets(denoiser, family, config),
+        )
+    return model, put_under(
+        model, denoiser, family, config, precision, device_type=device_type, part=part
+    )
 
 
 def put_under(
-    model: nn.Module, denoiser: nn.Module, family: Family, config: RunConfig, precision: Precision, *, device_type: str,
+    model: nn.Module,
+    denoiser: nn.Module,
+    family: Family,
+    config: RunConfig,
+    precision: Precision,
+    *,
+    device_type: str,
     part: Part | None = None,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Puts exact noise levels, ops and precision on a denoiser that has its adapter already."""
     family.prepare(denoiser)
     if family.time_scale is not None:
         keep_time_exact(denoiser, family.time_scale)
     if config.model.optimize:
-        manifest = optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
+        manifest = optimize(
+            model, precision, device_type=device_type, lora_branch=config.model.lora_branch
+        )
     else:
         manifest = Manifest(notes=["model.optimize: false"])
     if family.time_scale is not None and precision.compute != "fp32":
-        manifest.notes.append(f"{type(denoiser).__name__} rounds its noise level to {precision.compute}: this instance takes it in fp32")
+        manifest.notes.append(
+            f"{type(denoiser).__name__} rounds its noise level to {precision.compute}: this"
+            " instance takes it in fp32"
+        )
     if unused := family.unused(denoiser):
         manifest.unused = unused
-        manifest.notes.append(f"{type(denoiser).__name__} drops the result of {', '.join(unused)}: nothing is learnt there")
+        manifest.notes.append(
+            f"{type(denoiser).__name__} drops the result of {', '.join(unused)}: nothing is learnt"
+            " there"
+        )
     apply_precision(model, precision, device_type=device_type, part=part)
     return manifest
 
 
 def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
-    """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's blocks; and of its text
-    encoders, where they are trained."""
+    """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's
+    blocks; and of its text encoders, where they are trained.
+    """
     given = config.adapter.targets
     if given != "all-linear":
         own = [given] if isinstance(given, str) else list(given)
@@ -92,11 +126,15 @@ def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.
     if precision.base == "nf4":
         quantise(loaded, folder.family, precision, device)
     elif precision.packed:
-        pack_layers(loaded, set(quantised_layers(loaded, folder.family, precision).values()), precision.base)
+        pack_layers(
+            loaded, set(quantised_layers(loaded, folder.family, precision).values()), precision.base
+        )
     return loaded.to(device)
 
 
-def frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> Any:
+def frozen_base(
+    folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device
+) -> Any:
     """`frozen_denoiser`, with the text encoders in it where the run trains them."""
     loaded = frozen_denoiser(folder, precision, device)
     if config.adapter.text_encoders:
@@ -125,68 +163,100 @@ def frozen_outline(folder: PipelineFolder, config: RunConfig, precision: Precisi
 
 def _with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConfig) -> Any:
     if config.adapter.text_encoders:
-        put_encoders(outline, folder, dict(zip(folder.family.text_encoders, folder.encoder_outlines())))
+        put_encoders(
+            outline, folder, dict(zip(folder.family.text_encoders, folder.encoder_outlines()))
+        )
     return outline
 
 
 def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear]:
     """name -> each linear layer below a module whose class is one of `classes`."""
-    blocks = tuple(f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes)
-    return {name: module for name, module in denoiser.named_modules() if isinstance(module, nn.Linear) and name.startswith(blocks)}
+    blocks = tuple(
+        f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes
+    )
+    return {
+        name: module
+        for name, module in denoiser.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(blocks)
+    }
 
 
 def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dict[str, nn.Linear]:
-    """name -> each linear layer that a packed base packs: those of the blocks, but for what the model keeps in fp32."""
+    """name -> each linear layer that a packed base packs: those of the blocks, but for what the
+    model keeps in fp32.
+    """
     in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
     layers = block_layers(denoiser, family.blocks_of(denoiser))
     return {name: layer for name, layer in layers.items() if not is_kept_in_fp32(name, in_fp32)}
 
 
 def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.device) -> None:
-    """Puts nf4 layers with doubly quantised scales in place of the blocks' linear layers. Raises UsageError without bitsandbytes."""
+    """Puts nf4 layers with doubly quantised scales in place of the blocks' linear layers. Raises
+    UsageError without bitsandbytes.
+    """
     for name, linear in quantised_layers(denoiser, family, precision).items():
         packed, nf4 = _put_nf4(denoiser, name, linear, precision)
-        packed.weight = nf4(linear.weight.data, requires_grad=False, quant_type="nf4", module=packed)
+        packed.weight = nf4(
+            linear.weight.data, requires_grad=False, quant_type="nf4", module=packed
+        )
         packed.bias = linear.bias
         packed.to(device)  # quantises
 
 
 def _put_nf4(denoiser: Any, name: str, like: nn.Linear, precision: Precision) -> tuple[Any, Any]:
-    """Puts bitsandbytes' layer, yet without a weight, in the place of `like`; returns it and the class of its weight."""
+    """Puts bitsandbytes' layer, yet without a weight, in the place of `like`; returns it and the
+    class of its weight.
+    """
     require_bitsandbytes()
     import bitsandbytes
 
     packed = bitsandbytes.nn.Linear4bit(
-        like.in_features, like.out_features, bias=like.bias is not None, compute_dtype=to_torch(precision.compute), quant_type="nf4",
+        like.in_features,
+        like.out_features,
+        bias=like.bias is not None,
+        compute_dtype=to_torch(precision.compute),
+        quant_type="nf4",
         device="meta",
-    )  # fmt: skip
+    )
     parent, _, last = name.rpartition(".")
     setattr(denoiser.get_submodule(parent), last, packed)
     denoiser.is_loaded_in_4bit = True  # PEFT asks
     return packed, bitsandbytes.nn.Params4bit
 
 
-# --- a denoiser that was published quantised: read by its own tensors, on any device. diffusers' quantisers need a GPU for bitsandbytes,
-# and a package for each of the others. `quantization_config` in its config.json says the library, the files which layers are packed
+# --- a denoiser that was published quantised: read by its own tensors, on any device. diffusers'
+# quantisers need a GPU for bitsandbytes, and a package for each of the others.
+# `quantization_config` in its config.json says the library, the files which layers are packed
 
 _NF4 = ".quant_state.bitsandbytes__nf4"
 _AGAIN = "get the folder again, or give the pipeline that it was quantised from"
 
 
 def _published_outline(folder: PipelineFolder, found: Quantisation, precision: Precision) -> Any:
-    """The denoiser on the meta device, packed as the headers of its files have it. Raises UsageError."""
+    """The denoiser on the meta device, packed as the headers of its files have it. Raises
+    UsageError.
+    """
     denoiser = folder.denoiser_outline()
     layers = _wait(denoiser, folder, found)
     if found.packing is None:
         double = bool(found.double)
-        quantise_outline(denoiser, to_torch(precision.compute), layers={denoiser.get_submodule(name) for name in layers}, double=double)
+        quantise_outline(
+            denoiser,
+            to_torch(precision.compute),
+            layers={denoiser.get_submodule(name) for name in layers},
+            double=double,
+        )
     else:
         pack(denoiser, found.packing)
     return denoiser
 
 
-def _published(folder: PipelineFolder, found: Quantisation, precision: Precision, device: torch.device) -> Any:
-    """The denoiser on `device`, frozen, its packed layers with the bytes of their files. Raises UsageError."""
+def _published(
+    folder: PipelineFolder, found: Quantisation, precision: Precision, device: torch.device
+) -> Any:
+    """The denoiser on `device`, frozen, its packed layers with the bytes of their files. Raises
+    UsageError.
+    """
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -200,18 +270,25 @@ def _published(folder: PipelineFolder, found: Quantisation, precision: Precision
         for name, layer in layers.items():
             packed, nf4 = _put_nf4(denoiser, name, layer, precision)
             weight = f"{name}.weight"
-            beside = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{weight}.")}
-            packed.weight = tensors[weight] = nf4.from_prequantized(tensors[weight], beside, device=device, module=packed)
+            beside = {
+                key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{weight}.")
+            }
+            packed.weight = tensors[weight] = nf4.from_prequantized(
+                tensors[weight], beside, device=device, module=packed
+            )
     tensors = {name: t for name, t in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
     for name, buffer in denoiser.named_buffers():
         if buffer.is_floating_point() and name in tensors:
-            tensors[name] = tensors[name].float()  # tables of positions stay exact, as in `widen_buffers`
+            # tables of positions stay exact, as in `widen_buffers`
+            tensors[name] = tensors[name].float()
     dtype = to_torch(precision.unquantised)
     in_fp32 = names_kept_in_fp32(denoiser, dtype)
     for name, parameter in denoiser.named_parameters():
         waits = name.rpartition(".")[0] in layers and not name.endswith(".bias")
         if not waits and parameter.is_floating_point() and name in tensors:
-            tensors[name] = tensors[name].to(torch.float32 if is_kept_in_fp32(name, in_fp32) else dtype)
+            tensors[name] = tensors[name].to(
+                torch.float32 if is_kept_in_fp32(name, in_fp32) else dtype
+            )
     unread = denoiser.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     absent = [name for name, p in denoiser.named_parameters() if p.is_meta]
     if absent or unread:
@@ -223,22 +300,33 @@ def _published(folder: PipelineFolder, found: Quantisation, precision: Precision
 
 
 def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> dict[str, nn.Linear]:
-    """Each packed layer by its name; where the packing is read here, layers that wait for their tensors take their places."""
+    """Each packed layer by its name; where the packing is read here, layers that wait for their
+    tensors take their places.
+    """
     where = f"model.name: {folder.path / folder.denoiser_part}"
     parts = parts_of_files(folder.denoiser_files())
     owners = packed_owners(parts) if found.packing is not None else {}
-    names = list(owners) or [name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)]
+    names = list(owners) or [
+        name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)
+    ]
     layers = dict[str, nn.Linear]()
     modules = dict(denoiser.named_modules())
     for name in names:
         layer = modules.get(name)
         if not isinstance(layer, nn.Linear):
-            raise UsageError(f"{where}: {name} is packed, and is no linear layer of a {type(denoiser).__name__}", fix=_AGAIN)
+            raise UsageError(
+                f"{where}: {name} is packed, and is no linear layer of a {type(denoiser).__name__}",
+                fix=_AGAIN,
+            )
         layers[name] = layer
         if found.packing is not None:
             wait_at(denoiser, name, layer, owners[name], found.packing, f"{where}: {name}")
     if not layers:
-        raise UsageError(f"{where}: config.json says that it is quantised ({found}), and its files have no packed tensor", fix=_AGAIN)
+        raise UsageError(
+            f"{where}: config.json says that it is quantised ({found}), and its files have no"
+            " packed tensor",
+            fix=_AGAIN,
+        )
     return layers
 
 
@@ -248,7 +336,8 @@ _LEVELS = "_isotype_noise_levels"
 class _ExactLevels:
     """Forward pre-hook of sinusoidal embeddings. An object, so that deepcopy and pickling keep it.
 
-    given  what one forward pass was given, in the order in which a denoiser embeds it; empty between passes
+    given  what one forward pass was given, in the order in which a denoiser embeds it; empty
+           between passes
     """
 
     def __init__(self, scale: float) -> None:
@@ -258,13 +347,16 @@ class _ExactLevels:
         if not self.given:
             return None
         level = self.given.pop(0)
-        if len(args[0]) == 2 * len(level):  # Qwen-Image-Edit 2511 (`zero_cond_t`): of the picture before the edit it is 0
+        # Qwen-Image-Edit 2511 (`zero_cond_t`): of the picture before the edit it is 0
+        if len(args[0]) == 2 * len(level):
             level = torch.cat([level, level * 0])
         return (level.to(torch.float32) * self.scale, *args[1:])
 
 
 def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
-    """Makes the sinusoidal embeddings of `denoiser` take its `timestep` and `guidance` in fp32, times `scale`. Before `apply_precision`."""
+    """Makes the sinusoidal embeddings of `denoiser` take its `timestep` and `guidance` in fp32,
+    times `scale`. Before `apply_precision`.
+    """
     levels = _ExactLevels(scale)
     denoiser.__dict__[_LEVELS] = levels
     InstanceMethod(_exact_forward, denoiser).put()
@@ -293,7 +385,9 @@ def watch_time(model: nn.Module, observed: dict[tuple[str, str], str]) -> None:
 
 def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
     levels: _ExactLevels = getattr(denoiser, _LEVELS)
-    levels.given = [kwargs[name] for name in ("timestep", "guidance") if kwargs.get(name) is not None]
+    levels.given = [
+        kwargs[name] for name in ("timestep", "guidance") if kwargs.get(name) is not None
+    ]
     try:
         return type(denoiser).forward(denoiser, *args, **kwargs)
     finally:
@@ -302,8 +396,9 @@ def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """made: bytes of everything that its operators make, views included; blocks: FLOPs of each block, in products, convolutions and
-    attention"""
+    """made: bytes of everything that its operators make, views included; blocks: FLOPs of each
+    block, in products, convolutions and attention
+    """
 
     made: int
     blocks: Sequence[float] = ()
@@ -326,5 +421,7 @@ class _Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.made += sum(t.numel() * t.element_size() for t in tree_leaves(made) if isinstance(t, torch.Tensor))
+        self.made += sum(
+            t.numel() * t.element_size() for t in tree_leaves(made) if isinstance(t, torch.Tensor)
+        )
         return made

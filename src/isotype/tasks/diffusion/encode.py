@@ -1,7 +1,9 @@
-"""Encodes captions and pictures once with the pipeline's encoders, into a store. The encoders are freed before the denoiser is loaded.
+"""Encodes captions and pictures once with the pipeline's encoders, into a store. The encoders are
+freed before the denoiser is loaded.
 
-Latents and text embeddings lie each under a key of everything that shaped it, in memory or in a folder of limited size. A file is written
-under another name and renamed, so that a killed run leaves complete entries only, which the next run uses.
+Latents and text embeddings lie each under a key of everything that shaped it, in memory or in a
+folder of limited size. A file is written under another name and renamed, so that a killed run
+leaves complete entries only, which the next run uses.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ from .text_encoders import tokens_of
 
 
 class Said(NamedTuple):
-    """What a text encoder is given: a caption, and the picture before the edit where the family's encoder sees it."""
+    """What a text encoder is given: a caption, and the picture before the edit where the family's
+    encoder sees it.
+    """
 
     caption: str
     control: Content | None = None
@@ -61,7 +65,9 @@ VERSION = 3  # raise it whenever the same picture or caption gives other tensors
 
 def key_of(parts: Any) -> str:
     """The name of an entry: a hash of what shaped it."""
-    return hashlib.sha256(json.dumps([VERSION, parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps([VERSION, parts], sort_keys=True, default=str).encode()
+    ).hexdigest()[:32]
 
 
 class Store:
@@ -76,7 +82,9 @@ class Store:
     def of(cls, setting: str) -> Store:
         """The store of `images.cache`. In `auto` it lies beside the cache of tokens."""
         folder = cache_folder(setting)
-        return cls(folder.parent / "pictures" if folder is not None and setting == "auto" else folder)
+        return cls(
+            folder.parent / "pictures" if folder is not None and setting == "auto" else folder
+        )
 
     def has(self, key: str) -> bool:
         """Whether there is a whole entry; one that is damaged is removed, so that it is made again."""
@@ -108,7 +116,8 @@ class Store:
             os.replace(aside, path)
         except OSError as error:
             raise UsageError(
-                f"images.cache: {self.folder}: {error.strerror or error}", fix="free space, images.cache: FOLDER, or images.cache: none"
+                f"images.cache: {self.folder}: {error.strerror or error}",
+                fix="free space, images.cache: FOLDER, or images.cache: none",
             ) from None
         finally:
             aside.unlink(missing_ok=True)
@@ -122,17 +131,21 @@ class Store:
             return load(self._path(key).read_bytes())
         except (OSError, SafetensorError, ValueError) as error:
             raise RunError(
-                f"images.cache: {self._path(key)}: {str(error).splitlines()[0]}", fix="resume: what is missing is made again"
+                f"images.cache: {self._path(key)}: {str(error).splitlines()[0]}",
+                fix="resume: what is missing is made again",
             ) from None
 
     def hold_to_bound(self) -> None:
-        """Removes entries of other runs until the folder is within its bound. Raises UsageError where this run alone takes more."""
+        """Removes entries of other runs until the folder is within its bound. Raises UsageError
+        where this run alone takes more.
+        """
         if self.folder is None or not self._used:
             return
         total = sum(self._path(key).stat().st_size for key in self._used)
         if total > bound():
             raise UsageError(
-                f"images.cache: {self.folder}: this run's latents and embeddings take {total / 1e9:.1f} GB of {bound() / 1e9:.1f}",
+                f"images.cache: {self.folder}: this run's latents and embeddings take"
+                f" {total / 1e9:.1f} GB of {bound() / 1e9:.1f}",
                 fix=f"ISOTYPE_CACHE_GB={total / 1e9 + 1:.0f}, or a smaller images.resolution",
             )
         evict(self.folder, keep=self._path(next(iter(self._used))))
@@ -148,7 +161,9 @@ def libraries() -> dict[str, str]:
     import PIL
     import transformers
 
-    return {library.__name__: library.__version__ for library in (torch, diffusers, transformers, PIL)}
+    return {
+        library.__name__: library.__version__ for library in (torch, diffusers, transformers, PIL)
+    }
 
 
 Key = TypeVar("Key", str, Said)
@@ -166,8 +181,10 @@ class Encoder:
     """One run's encoding.
 
     text_length  longest caption in T5 tokens
-    tokens       captions are kept as the tokens of encoders that are trained (`text_encoders.tokens_of`)
-    observed     (role, tensor) -> dtype, of what ran; `made` and `found` count the entries made now and those found in the store
+    tokens       captions are kept as the tokens of encoders that are trained
+                 (`text_encoders.tokens_of`)
+    observed     (role, tensor) -> dtype, of what ran; `made` and `found` count the entries made now
+                 and those found in the store
     """
 
     folder: PipelineFolder
@@ -186,14 +203,27 @@ class Encoder:
 
     def captions(self, said: Sequence[Said]) -> dict[Said, str]:
         """The key of the embeddings of each."""
-        wanted = [part for part in self.folder.family.encoders if not (self.tokens and part in self.folder.family.text_encoders)]
+        wanted = [
+            part
+            for part in self.folder.family.encoders
+            if not (self.tokens and part in self.folder.family.text_encoders)
+        ]
         parts = [part for part in wanted if (self.folder.path / part).is_dir()]
         shaped = {
-            "what": "tokens" if self.tokens else "text", "pipeline": self.folder.family.pipeline,
-            "length": self.text_length, "dtype": self.precision.text_encoder,
-            "device": self.device.type, "parts": {part: fingerprint(self.folder.files(part)) for part in parts}, **libraries(),
-        }  # fmt: skip
-        keys = {one: key_of([shaped, one.caption, *([one.control.fingerprint()] if one.control else [])]) for one in said}
+            "what": "tokens" if self.tokens else "text",
+            "pipeline": self.folder.family.pipeline,
+            "length": self.text_length,
+            "dtype": self.precision.text_encoder,
+            "device": self.device.type,
+            "parts": {part: fingerprint(self.folder.files(part)) for part in parts},
+            **libraries(),
+        }
+        keys = {
+            one: key_of(
+                [shaped, one.caption, *([one.control.fingerprint()] if one.control else [])]
+            )
+            for one in said
+        }
         missing = self._missing(keys)
         if missing:
             (self._keep_tokens if self.tokens else self._encode_captions)(missing, keys)
@@ -201,13 +231,25 @@ class Encoder:
 
     def _keep_tokens(self, missing: Sequence[Said], keys: Mapping[Said, str]) -> None:
         family = self.folder.family
-        pipe = self.folder.pipeline(torch.float32, vae=None, **dict.fromkeys((self.folder.denoiser_part, *family.text_encoders)))
+        pipe = self.folder.pipeline(
+            torch.float32,
+            vae=None,
+            **dict.fromkeys((self.folder.denoiser_part, *family.text_encoders)),
+        )
         for one in missing:
-            self.store.put(keys[one], {what: tensor[0] for what, tensor in tokens_of(pipe, [one.caption], family).items()})
+            self.store.put(
+                keys[one],
+                {
+                    what: tensor[0]
+                    for what, tensor in tokens_of(pipe, [one.caption], family).items()
+                },
+            )
 
     def _encode_captions(self, missing: Sequence[Said], keys: Mapping[Said, str]) -> None:
         family = self.folder.family
-        pipe = self.folder.pipeline(to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None})
+        pipe = self.folder.pipeline(
+            to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None}
+        )
         # a pipeline that lacks an encoder asks the denoiser for its widths
         setattr(pipe, self.folder.denoiser_part, self.folder.denoiser_outline())
         if family.sees_control:
@@ -225,7 +267,9 @@ class Encoder:
                     some, pictures = _readable(some)
                     made = family.encode_instructions(pipe, [one.caption for one in some], pictures)
                 else:
-                    made = family.encode_text(pipe, [one.caption for one in some], max_length=self.text_length)
+                    made = family.encode_text(
+                        pipe, [one.caption for one in some], max_length=self.text_length
+                    )
                 for what, tensor in made.items() if some else ():
                     self._note("text_encoder", f"{what} embeddings", tensor[0].dtype)
                 for i, one in enumerate(some):
@@ -234,13 +278,24 @@ class Encoder:
         release(self.device)
 
     def pictures(
-        self, pictures: Sequence[Picture], text: Mapping[Said, str], sizes: RunSizes, bad: BadPictures, *, seed: int
+        self,
+        pictures: Sequence[Picture],
+        text: Mapping[Said, str],
+        sizes: RunSizes,
+        bad: BadPictures,
+        *,
+        seed: int,
     ) -> list[list[Row]]:
-        """The rows of each picture, one for each repeat; none for a bad one, which is added to `bad`."""
+        """The rows of each picture, one for each repeat; none for a bad one, which is added to
+        `bad`.
+        """
         shaped = {
-            "what": "latents", "dtype": self.precision.vae, "device": self.device.type, "vae": fingerprint(self.folder.files("vae")),
+            "what": "latents",
+            "dtype": self.precision.vae,
+            "device": self.device.type,
+            "vae": fingerprint(self.folder.files("vae")),
             **libraries(),
-        }  # fmt: skip
+        }
         rows: list[list[Row]] = []
         todo = dict[str, _Todo]()
         for picture in watched(pictures, "reading pictures"):
@@ -250,19 +305,34 @@ class Encoder:
                 bad.add(picture.where, _reason(error))
                 rows.append([])
                 continue
-            plain, mirrored = ([key for key, one in windows.items() if one.mirrored is side] for side in (False, True))
+            plain, mirrored = (
+                [key for key, one in windows.items() if one.mirrored is side]
+                for side in (False, True)
+            )
             todo |= windows
             row = Row(
-                tuple(plain), tuple(mirrored), tuple(text[self.said(caption, picture.control)] for caption in picture.captions),
-                next(iter(windows.values())).window.size, picture.weight, text.get(self.said("", picture.control), ""),
-            )  # fmt: skip
+                tuple(plain),
+                tuple(mirrored),
+                tuple(text[self.said(caption, picture.control)] for caption in picture.captions),
+                next(iter(windows.values())).window.size,
+                picture.weight,
+                text.get(self.said("", picture.control), ""),
+            )
             rows.append([row] * picture.repeats)
         missing = self._missing({key: key for key in todo})
-        refused = self._encode_pictures({key: todo[key] for key in missing}, bad) if missing else set()
-        return [[row for row in some if refused.isdisjoint(row.latents + row.mirrored)] for some in rows]
+        refused = (
+            self._encode_pictures({key: todo[key] for key in missing}, bad) if missing else set()
+        )
+        return [
+            [row for row in some if refused.isdisjoint(row.latents + row.mirrored)] for some in rows
+        ]
 
-    def _windows(self, picture: Picture, shaped: Mapping[str, Any], run: RunSizes, seed: int) -> dict[str, _Todo]:
-        """Key -> what is stored under it: every window of a picture, and its mirror image. Raises BadPicture, OSError."""
+    def _windows(
+        self, picture: Picture, shaped: Mapping[str, Any], run: RunSizes, seed: int
+    ) -> dict[str, _Todo]:
+        """Key -> what is stored under it: every window of a picture, and its mirror image. Raises
+        BadPicture, OSError.
+        """
         content = picture.content.fingerprint()
         mask = picture.mask.fingerprint() if picture.mask is not None else None
         control = []
@@ -271,16 +341,25 @@ class Encoder:
             control = [picture.control.fingerprint()]
         images = run.images
         sizes = run.at[next(iter(picture.resolutions), images.resolution)]
-        size = sizes[0] if len(sizes) == 1 else bucket_of(*shown_size(picture.content.read()), sizes)
+        size = (
+            sizes[0] if len(sizes) == 1 else bucket_of(*shown_size(picture.content.read()), sizes)
+        )
         return {
-            key_of([shaped, content, mask, astuple(window), mirrored, *control]): _Todo(picture, window, mirrored)
+            key_of([shaped, content, mask, astuple(window), mirrored, *control]): _Todo(
+                picture, window, mirrored
+            )
             for mirrored in ((False, True) if images.flip else (False,))
             for window in windows(size, images.crop, seed=seed, content=content)
         }
 
     def _encode_pictures(self, todo: Mapping[str, _Todo], bad: BadPictures) -> set[str]:
         """Returns the keys of those that cannot be used."""
-        vae = self.folder.vae(to_torch(self.precision.vae)).to(self.device).eval().requires_grad_(False)
+        vae = (
+            self.folder.vae(to_torch(self.precision.vae))
+            .to(self.device)
+            .eval()
+            .requires_grad_(False)
+        )
         self._note("vae", "weights", next(vae.parameters()).dtype)
         refused = set()
         with torch.no_grad():
@@ -289,21 +368,33 @@ class Encoder:
                     content = picture.content.read()
                     x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)
                     cut_4 = cut_of(*shown_size(content), window, mirrored=mirrored)
-                    mask_1HW = mask_pixels(picture.mask.read(), window) if picture.mask is not None else None
+                    mask_1HW = (
+                        mask_pixels(picture.mask.read(), window)
+                        if picture.mask is not None
+                        else None
+                    )
                     with of_control():
-                        before_CHW = pixels(picture.control.read(), window) if picture.control is not None else None
+                        before_CHW = (
+                            pixels(picture.control.read(), window)
+                            if picture.control is not None
+                            else None
+                        )
                 except (BadPicture, OSError) as error:
                     bad.add(picture.where, _reason(error))
                     refused.add(key)
                     continue
-                mean_1CHW, std_1CHW = self.folder.family.latents.encode(vae, x_1CHW.flip(-1) if mirrored else x_1CHW)
+                mean_1CHW, std_1CHW = self.folder.family.latents.encode(
+                    vae, x_1CHW.flip(-1) if mirrored else x_1CHW
+                )
                 self._note("vae", "pixels", x_1CHW.dtype)
                 entry = {"mean": mean_1CHW[0], "std": std_1CHW[0], "cut": cut_4}
                 if before_CHW is not None:
                     before_1CHW = (before_CHW.flip(-1) if mirrored else before_CHW)[None].to(x_1CHW)
                     entry["control"] = self.folder.family.latents.encode(vae, before_1CHW)[0][0]
                 if mask_1HW is not None:
-                    small_1HW = adaptive_avg_pool2d(mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1]))
+                    small_1HW = adaptive_avg_pool2d(
+                        mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1])
+                    )
                     entry["mask"] = small_1HW.flip(-1) if mirrored else small_1HW
                 self.store.put(key, entry)
         del vae
@@ -320,7 +411,9 @@ class Encoder:
 
 
 def _readable(some: Sequence[Said]) -> tuple[list[Said], list[Any]]:
-    """Captions whose pictures can be opened, and these (PIL). The row of another one is found bad when its picture is encoded."""
+    """Captions whose pictures can be opened, and these (PIL). The row of another one is found bad
+    when its picture is encoded.
+    """
     found = []
     for one in some:
         with suppress(BadPicture, OSError):

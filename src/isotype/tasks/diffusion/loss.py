@@ -1,7 +1,8 @@
 """What a denoiser is trained to predict, its loss, and its evaluation at fixed noise levels.
 
-It predicts the velocity of flow matching, or the noise or v of a DDPM schedule. The loss of a batch is a mean over each picture, summed
-over pictures. An evaluation draws the same levels and noise in every run of the same seed.
+It predicts the velocity of flow matching, or the noise or v of a DDPM schedule. The loss of a batch
+is a mean over each picture, summed over pictures. An evaluation draws the same levels and noise in
+every run of the same seed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from .families import Asked, Family
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """shift        s in s t / (1 + (s - 1) t), of the run's largest pictures; 1 leaves levels as drawn
+    """shift        s in s t / (1 + (s - 1) t), of the run's largest pictures; 1 leaves levels as
+                    drawn
     mean, deviation  of the logit, for `logit_normal`; mode: the scale of `mode`
     least, most      levels are between these
     Source           Esser et al. 2024, 3.1, for `logit_normal` and `mode`
@@ -41,9 +43,13 @@ class NoiseLevels:
     most: float = 1.0
 
     def draw(self, generator: torch.Generator, shift: float) -> float:
-        """One level in (0, 1) of the training distribution, shifted. Uses one number of the generator."""
+        """One level in (0, 1) of the training distribution, shifted. Uses one number of the
+        generator.
+        """
         if self.timesteps == "logit_normal":
-            logit = self.mean + self.deviation * torch.randn((), generator=generator, dtype=torch.float64)
+            logit = self.mean + self.deviation * torch.randn(
+                (), generator=generator, dtype=torch.float64
+            )
             t = float(torch.sigmoid(logit))
         else:
             t = float(torch.rand((), generator=generator, dtype=torch.float64))
@@ -56,8 +62,8 @@ class NoiseLevels:
 def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
     """The shift of a run with flow matching.
 
-    scheduler  the content of scheduler_config.json: `shift` (`flow_shift` of DPMSolver), or with `use_dynamic_shifting` one that grows with
-               the picture
+    scheduler  the content of scheduler_config.json: `shift` (`flow_shift` of DPMSolver), or with
+               `use_dynamic_shifting` one that grows with the picture
     tokens     latent tokens of a training picture
     Source     diffusers' FlowMatchEulerDiscreteScheduler and `calculate_shift` of its Flux pipeline
     """
@@ -65,7 +71,10 @@ def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens:
         return float(section.shift)
     if not scheduler.get("use_dynamic_shifting"):
         return float(scheduler.get("shift", scheduler.get("flow_shift", 1.0)))
-    low, high = float(scheduler.get("base_image_seq_len", 256)), float(scheduler.get("max_image_seq_len", 4096))
+    low, high = (
+        float(scheduler.get("base_image_seq_len", 256)),
+        float(scheduler.get("max_image_seq_len", 4096)),
+    )
     least, most = float(scheduler.get("base_shift", 0.5)), float(scheduler.get("max_shift", 1.15))
     mu = least + (most - least) * (tokens - low) / (high - low)
     return math.exp(mu) if scheduler.get("time_shift_type", "exponential") == "exponential" else mu
@@ -76,7 +85,8 @@ _DECLARED = {"epsilon": EPSILON, "v_prediction": V, "flow_prediction": FLOW_MATC
 
 
 class Objective(ABC):
-    """Shapes: N pictures, C latent channels, H x W latent pixels. A noise level lies in [0, 1]; 0 is the latent itself.
+    """Shapes: N pictures, C latent channels, H x W latent pixels. A noise level lies in [0, 1]; 0
+    is the latent itself.
 
     kind    `flow_matching`, `epsilon` or `v`
     levels  how a training picture's level is drawn
@@ -86,17 +96,22 @@ class Objective(ABC):
     levels: NoiseLevels
 
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
-        """One noise level of the training distribution, for a picture of so many latent tokens; by default the run's largest. Uses one
-        number of the generator."""
+        """One noise level of the training distribution, for a picture of so many latent tokens; by
+        default the run's largest. Uses one number of the generator.
+        """
         return self.levels.draw(generator, self.levels.shift)
 
     @abstractmethod
-    def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
+    def mixed(
+        self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(noisy latents, target), both F[N C H W] in the latents' dtype"""
 
     @abstractmethod
     def time(self, level_N: Tensor) -> Tensor:
-        """What the denoiser gets as its time: F[N] in [0, 1] for flow matching, else int64[N], the number of the schedule's step"""
+        """What the denoiser gets as its time: F[N] in [0, 1] for flow matching, else int64[N], the
+        number of the schedule's step
+        """
 
     def weights(self, level_N: Tensor) -> Tensor | None:
         """fp32[N]: the factor of each picture's loss; None: 1"""
@@ -104,9 +119,17 @@ class Objective(ABC):
 
     def __str__(self) -> str:
         levels = self.levels
-        bounds = "" if (levels.least, levels.most) == (0.0, 1.0) else f" from {levels.least:g} to {levels.most:g}"
+        bounds = (
+            ""
+            if (levels.least, levels.most) == (0.0, 1.0)
+            else f" from {levels.least:g} to {levels.most:g}"
+        )
         form = {
-            "logit_normal": "" if (levels.mean, levels.deviation) == (0.0, 1.0) else f" ({levels.mean:g}, {levels.deviation:g})",
+            "logit_normal": (
+                ""
+                if (levels.mean, levels.deviation) == (0.0, 1.0)
+                else f" ({levels.mean:g}, {levels.deviation:g})"
+            ),
             "mode": f" {levels.mode:g}",
         }.get(levels.timesteps, "")
         return f"{self.kind}, noise levels {levels.timesteps}{form}{bounds}"
@@ -125,9 +148,14 @@ class FlowMatching(Objective):
     kind: str = field(default=FLOW_MATCHING, init=False)
 
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
-        return self.levels.draw(generator, self.levels.shift if tokens is None or self.shift_at is None else self.shift_at(tokens))
+        return self.levels.draw(
+            generator,
+            self.levels.shift if tokens is None or self.shift_at is None else self.shift_at(tokens),
+        )
 
-    def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
+    def mixed(
+        self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
         sigma = _by_picture(level_N, latents_NCHW)
         return (1 - sigma) * latents_NCHW + sigma * noise_NCHW, noise_NCHW - latents_NCHW
 
@@ -140,10 +168,11 @@ class FlowMatching(Objective):
 
 @dataclass(frozen=True)
 class Ddpm(Objective):
-    """A step t of a schedule: signal_t latent + spread_t noise. The denoiser predicts the noise (epsilon), or
-    v = signal_t noise - spread_t latent.
+    """A step t of a schedule: signal_t latent + spread_t noise. The denoiser predicts the noise
+    (epsilon), or v = signal_t noise - spread_t latent.
 
-    signal, spread  fp32[T]  sqrt(a_t) and sqrt(1 - a_t), with a_t the cumulative products of the schedule
+    signal, spread  fp32[T]  sqrt(a_t) and sqrt(1 - a_t), with a_t the cumulative products of the
+                    schedule
     factors         fp32[T]  the weight of a loss at t; None: 1
     Source          Ho et al. 2020; v: Salimans and Ho 2022
     """
@@ -158,11 +187,17 @@ class Ddpm(Objective):
         steps = len(self.signal)
         return min(steps - 1, int(super().draw(generator) * steps)) / steps
 
-    def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
-        parts = (self._at(level_N, table).to(latents_NCHW.dtype) for table in (self.signal, self.spread))
+    def mixed(
+        self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        parts = (
+            self._at(level_N, table).to(latents_NCHW.dtype) for table in (self.signal, self.spread)
+        )
         signal, spread = (_by_picture(part, latents_NCHW) for part in parts)
         noisy = signal * latents_NCHW + spread * noise_NCHW
-        return noisy, noise_NCHW if self.kind == EPSILON else signal * noise_NCHW - spread * latents_NCHW
+        return noisy, (
+            noise_NCHW if self.kind == EPSILON else signal * noise_NCHW - spread * latents_NCHW
+        )
 
     def time(self, level_N: Tensor) -> Tensor:
         return (level_N.float() * len(self.signal)).round().long().clamp(0, len(self.signal) - 1)
@@ -179,7 +214,8 @@ class Ddpm(Objective):
 
 
 def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
-    """min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v: the same weight of the predicted latent.
+    """min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v: the same weight of the
+    predicted latent.
 
     Source  Hang et al. 2023
     """
@@ -195,36 +231,59 @@ def declared(scheduler: Mapping[str, Any]) -> str | None:
     return _DECLARED.get(str(scheduler.get("prediction_type", "epsilon")))
 
 
-def objective_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, offered: tuple[str, ...], tokens: int) -> Objective:
+def objective_of(
+    section: DiffusionSection,
+    scheduler: Mapping[str, Any],
+    *,
+    offered: tuple[str, ...],
+    tokens: int,
+) -> Objective:
     """The objective of a run.
 
     scheduler  the content of scheduler_config.json
     offered    the objectives that the model family has
     tokens     latent tokens of the largest training picture
-    Raises     UsageError where the file declares another objective than the configuration, or a key would have no effect
+    Raises     UsageError where the file declares another objective than the configuration, or a key
+               would have no effect
     """
     found = declared(scheduler)
     if found not in offered:
         told = scheduler.get("prediction_type", scheduler.get("_class_name"))
-        raise UsageError(f"scheduler_config.json declares {told}, and this model family is trained with {' or '.join(offered)}")
+        raise UsageError(
+            f"scheduler_config.json declares {told}, and this model family is trained with"
+            f" {' or '.join(offered)}"
+        )
     if section.objective not in ("auto", found):
         raise UsageError(
-            f"diffusion.objective: {section.objective}, but scheduler_config.json declares {found}: samples would be drawn with that",
+            f"diffusion.objective: {section.objective}, but scheduler_config.json declares {found}:"
+            " samples would be drawn with that",
             fix="diffusion.objective: auto, or change prediction_type in the scheduler's file",
         )
     flow = found == FLOW_MATCHING
     if flow and section.weighting != "none":
         raise UsageError(
-            f"diffusion.weighting: {section.weighting} is not defined for flow matching", fix="diffusion.timesteps: logit_normal"
+            f"diffusion.weighting: {section.weighting} is not defined for flow matching",
+            fix="diffusion.timesteps: logit_normal",
         )
     if not flow and section.shift != "auto":
-        raise UsageError(f"diffusion.shift: {section.shift} has no effect with {found}", fix="remove diffusion.shift")
-    timesteps = section.timesteps if section.timesteps != "auto" else "logit_normal" if flow else "uniform"
+        raise UsageError(
+            f"diffusion.shift: {section.shift} has no effect with {found}",
+            fix="remove diffusion.shift",
+        )
+    timesteps = (
+        section.timesteps if section.timesteps != "auto" else "logit_normal" if flow else "uniform"
+    )
     _refuse_without_effect(section, timesteps, flow=flow)
     shift = shift_of(section, scheduler, tokens=tokens) if flow else 1.0
     levels = NoiseLevels(
-        timesteps, shift, section.logit_mean, section.logit_std, section.mode_scale, section.least_noise, section.most_noise
-    )  # fmt: skip
+        timesteps,
+        shift,
+        section.logit_mean,
+        section.logit_std,
+        section.mode_scale,
+        section.least_noise,
+        section.most_noise,
+    )
     if flow:
         return FlowMatching(levels, lambda tokens: shift_of(section, scheduler, tokens=tokens))
     from diffusers import DDPMScheduler
@@ -232,7 +291,11 @@ def objective_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, off
     made: Any = DDPMScheduler.from_config(dict(scheduler))
     alphas_T: Tensor = made.alphas_cumprod.double()
     weighted = section.weighting == "min_snr"
-    factors = min_snr(alphas_T / (1 - alphas_T), section.snr_gamma, kind=found).float() if weighted else None
+    factors = (
+        min_snr(alphas_T / (1 - alphas_T), section.snr_gamma, kind=found).float()
+        if weighted
+        else None
+    )
     return Ddpm(found, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
 
 
@@ -247,9 +310,14 @@ def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, flow: b
         ("noise_offset", "epsilon or v as the objective", not flow),
     ):
         if getattr(section, key) != getattr(default, key) and not given:
-            raise UsageError(f"diffusion.{key}: has no effect without {needed}", fix=f"remove diffusion.{key}")
+            raise UsageError(
+                f"diffusion.{key}: has no effect without {needed}", fix=f"remove diffusion.{key}"
+            )
     if section.least_noise >= section.most_noise:
-        raise UsageError(f"diffusion.least_noise: {section.least_noise:g} is not below diffusion.most_noise: {section.most_noise:g}")
+        raise UsageError(
+            f"diffusion.least_noise: {section.least_noise:g} is not below diffusion.most_noise:"
+            f" {section.most_noise:g}"
+        )
 
 
 def _by_picture(values_N: Tensor, like: Tensor) -> Tensor:
@@ -257,13 +325,22 @@ def _by_picture(values_N: Tensor, like: Tensor) -> Tensor:
 
 
 def picture_losses(
-    model: nn.Module, family: Family, objective: Objective, batch: Batch, asked: Asked, *, dtype: str, huber: float | None = None
+    model: nn.Module,
+    family: Family,
+    objective: Objective,
+    batch: Batch,
+    asked: Asked,
+    *,
+    dtype: str,
+    huber: float | None = None,
 ) -> Tensor:
-    """Squared error of what the denoiser predicts, averaged over each picture's latent pixels (as far as its mask shows them), times the
-    weights of the objective and of the picture. `huber`: c of the smooth error in its place.
+    """Squared error of what the denoiser predicts, averaged over each picture's latent pixels (as
+    far as its mask shows them), times the weights of the objective and of the picture. `huber`: c
+    of the smooth error in its place.
 
     ->      float[N]  in `dtype`, `precision.loss`
-    inside  the denoiser under the model's precision; the difference, its square and the mean in `dtype`
+    inside  the denoiser under the model's precision; the difference, its square and the mean in
+            `dtype`
     """
     noisy, target = objective.mixed(batch.latents, batch.noise, batch.sigma)
     predicted = family.predict(model, noisy, objective.time(batch.sigma), batch.text, asked)
@@ -299,18 +376,24 @@ def evaluate(
     losses: Callable[[nn.Module, Batch], Tensor],
     world: World = ALONE,
 ) -> Evaluation:
-    """Mean loss over `draws` noise levels of each row, in the middle of equal parts of [0, 1], and by part (`t250_500`); sums are in fp64.
+    """Mean loss over `draws` noise levels of each row, in the middle of equal parts of [0, 1], and
+    by part (`t250_500`); sums are in fp64.
 
     batch_of  makes a batch of (number of the draw, row, noise level), rows of one size
     losses    float[N] of a batch, in its rows' order
-    world     its processes take the batches in turn, and all return the same. All make as many passes, since the forward of a shared model
-              is one of all processes: where the batches do not come out even, the last passes compute the first row once more, and count
+    world     its processes take the batches in turn, and all return the same. All make as many
+              passes, since the forward of a shared model is one of all processes: where the batches
+              do not come out even, the last passes compute the first row once more, and count
               nothing
     """
     parts = [f"t{round(1000 * k / draws)}_{round(1000 * (k + 1) / draws)}" for k in range(draws)]
-    drawn = [(i * draws + k, row, (k + 0.5) / draws) for i, row in enumerate(rows) for k in range(draws)]
+    drawn = [
+        (i * draws + k, row, (k + 0.5) / draws) for i, row in enumerate(rows) for k in range(draws)
+    ]
     sizes = sorted(by_size(drawn, lambda one: one[1].size).items())
-    passes = [same[i : i + batch_size] for _, same in sizes for i in range(0, len(same), batch_size)]
+    passes = [
+        same[i : i + batch_size] for _, same in sizes for i in range(0, len(same), batch_size)
+    ]
     sums = dict.fromkeys(parts, 0.0)
     with eval_mode(model):
         for turn in range(0, len(passes), world.size):
@@ -320,4 +403,8 @@ def evaluate(
                 sums[parts[number % draws]] += loss
     sums = dict(zip(sums, world.sum(list(sums.values()))))
     count = max(1, len(rows))
-    return Evaluation(sum(sums.values()) / (count * draws), len(rows), {name: total / count for name, total in sums.items()})
+    return Evaluation(
+        sum(sums.values()) / (count * draws),
+        len(rows),
+        {name: total / count for name, total in sums.items()},
+    )

@@ -1,6 +1,8 @@
-"""The pictures of one source: a folder with captions beside them or in a metadata file, or the rows of a JSONL, CSV or Parquet file.
+"""The pictures of one source: a folder with captions beside them or in a metadata file, or the rows
+of a JSONL, CSV or Parquet file.
 
-A picture's bytes are in a file or in a cell of a Parquet file. They are read when they are needed, and never held.
+A picture's bytes are in a file or in a cell of a Parquet file. They are read when they are needed,
+and never held.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from ...errors import UsageError
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash of the content of files. Each file is read once per process unless its size or time changes."""
+    """A hash of the content of files. Each file is read once per process unless its size or time
+    changes.
+    """
     digest = hashlib.sha256()
     for path in sorted(files):
         stat = path.stat()
@@ -47,7 +51,9 @@ class InFile:
 
 @dataclass(frozen=True)
 class InParquet:
-    """A cell that holds a picture: bytes, or a struct with `bytes` as `datasets` writes it. `row` from 0 within the row group."""
+    """A cell that holds a picture: bytes, or a struct with `bytes` as `datasets` writes it. `row`
+    from 0 within the row group.
+    """
 
     path: Path
     column: str
@@ -108,8 +114,12 @@ Complain = Callable[[str, str], None]
 """Takes the place of a bad row and the reason."""
 
 
-def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: str = "error") -> Iterator[Picture]:
-    """Each picture with the captions of its text file, a caption a line. `uncaptioned`: `images.uncaptioned`."""
+def pictures_beside_captions(
+    folder: Path, complain: Complain, *, uncaptioned: str = "error"
+) -> Iterator[Picture]:
+    """Each picture with the captions of its text file, a caption a line. `uncaptioned`:
+    `images.uncaptioned`.
+    """
     files = files_of(folder)
     stems: dict[Path, Path] = {}
     for path in pictures_among(files):
@@ -117,7 +127,9 @@ def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: s
         if other is not path:
             complain(str(path), f"{other.name} has the same caption file: rename one")
             continue
-        if uncaptioned != "error" and not any(path.with_suffix(suffix).is_file() for suffix in CAPTIONS):
+        if uncaptioned != "error" and not any(
+            path.with_suffix(suffix).is_file() for suffix in CAPTIONS
+        ):
             if uncaptioned == "empty":
                 yield Picture(InFile(path), ("",), str(path))
             continue
@@ -129,7 +141,10 @@ def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: s
             yield Picture(InFile(path), captions, str(path))
     for path in files:
         if path.suffix.lower() in NOT_READ:
-            complain(str(path), f"{path.suffix[1:].upper()} is not read here: convert it to JPEG, PNG or WebP")
+            complain(
+                str(path),
+                f"{path.suffix[1:].upper()} is not read here: convert it to JPEG, PNG or WebP",
+            )
             stems.setdefault(path.with_suffix(""), path)
     for path in files:
         if path.suffix in CAPTIONS and path.with_suffix("") not in stems:
@@ -137,16 +152,23 @@ def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: s
 
 
 def captions_beside(picture: Path) -> tuple[str, ...]:
-    """The captions of a picture's text file, a line each; an empty file holds the empty caption. Raises BadPicture."""
+    """The captions of a picture's text file, a line each; an empty file holds the empty caption.
+    Raises BadPicture.
+    """
     read: dict[str, tuple[str, ...]] = {}
     for text in (text for suffix in CAPTIONS if (text := picture.with_suffix(suffix)).is_file()):
         try:
-            lines = [" ".join(line.split()) for line in text.read_bytes().decode("utf-8-sig").splitlines()]
+            lines = [
+                " ".join(line.split())
+                for line in text.read_bytes().decode("utf-8-sig").splitlines()
+            ]
         except UnicodeDecodeError:
             raise BadPicture(f"{text.name} is not text (UTF-8)") from None
         read[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
     if not read:
-        raise BadPicture(f"no caption: {picture.stem}.txt is missing (images.uncaptioned: empty or skip)")
+        raise BadPicture(
+            f"no caption: {picture.stem}.txt is missing (images.uncaptioned: empty or skip)"
+        )
     if len(set(read.values())) > 1:
         raise BadPicture(f"{' and '.join(read)} disagree: remove one")
     return next(iter(read.values()))
@@ -168,8 +190,13 @@ def metadata_of(folder: Path) -> Path | None:
 
 
 def named_in(folder: Path) -> dict[str, Path]:
-    """Name without suffix, relative to the folder -> picture: the masks or controls of pictures of that name."""
-    return {p.relative_to(folder).with_suffix("").as_posix(): p for p in pictures_among(files_of(folder))}
+    """Name without suffix, relative to the folder -> picture: the masks or controls of pictures of
+    that name.
+    """
+    return {
+        p.relative_to(folder).with_suffix("").as_posix(): p
+        for p in pictures_among(files_of(folder))
+    }
 
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -193,9 +220,15 @@ ROW_ENDINGS = (*JSON_ENDINGS, ".csv", ".tsv", ".parquet")
 
 
 def pictures_of_rows(
-    file: Path, columns: Mapping[str, str] | None, key: str, complain: Complain, *, pairs: bool = False
+    file: Path,
+    columns: Mapping[str, str] | None,
+    key: str,
+    complain: Complain,
+    *,
+    pairs: bool = False,
 ) -> Iterator[Picture]:
-    """The pictures of a file's rows, in order of their first row. Paths are relative to the file's folder.
+    """The pictures of a file's rows, in order of their first row. Paths are relative to the file's
+    folder.
 
     columns  the file's own names for `image`, `text`, `mask`, `control`
     key      the setting that names the file, for messages
@@ -216,7 +249,11 @@ def pictures_of_rows(
             complain(record.place, str(error))
             continue
         before = found.get(name)
-        found[name] = picture if before is None else replace(before, captions=tuple(dict.fromkeys(before.captions + picture.captions)))
+        found[name] = (
+            picture
+            if before is None
+            else replace(before, captions=tuple(dict.fromkeys(before.captions + picture.captions)))
+        )
     yield from found.values()
 
 
@@ -236,13 +273,20 @@ def _places(file: Path) -> Iterator[tuple[int, int]]:
 
 
 def _names(
-    file: Path, row: Mapping[str, Any], columns: Mapping[str, str] | None, key: str, common: Mapping[str, tuple[str, ...]]
+    file: Path,
+    row: Mapping[str, Any],
+    columns: Mapping[str, str] | None,
+    key: str,
+    common: Mapping[str, tuple[str, ...]],
 ) -> dict[str, str]:
     """Our key -> the file's column."""
     columns = columns or {}
     for ours, theirs in columns.items():
         if theirs not in row:
-            raise UsageError(f"{key}: {file}: no column {theirs!r} (columns.{ours}): it has {', '.join(map(str, row))}")
+            raise UsageError(
+                f"{key}: {file}: no column {theirs!r} (columns.{ours}): it has"
+                f" {', '.join(map(str, row))}"
+            )
     names = dict(columns)
     for ours, tried in common.items():
         found = next((name for name in tried if name in row and name not in names.values()), None)
@@ -251,13 +295,16 @@ def _names(
     for ours in ("image", "text"):
         if ours not in names:
             raise UsageError(
-                f"{key}: {file}: no column for the {ours} ({', '.join(common[ours])}): it has {', '.join(map(str, row))}",
+                f"{key}: {file}: no column for the {ours} ({', '.join(common[ours])}): it has"
+                f" {', '.join(map(str, row))}",
                 fix=f"images.columns: {{{ours}: NAME}}",
             )
     return names
 
 
-def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]) -> tuple[Any, Picture]:
+def _picture(
+    record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]
+) -> tuple[Any, Picture]:
     """What names the picture (with the one before the edit), and the picture. Raises BadPicture."""
     row, key = record.value, names["text"]
     texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
@@ -266,7 +313,11 @@ def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[
     captions = tuple(dict.fromkeys(" ".join(one.split()) for one in texts))
     content = _content(row.get(names["image"]), names["image"], file, cells)
     mask, control = (
-        _content(row[names[ours]], names[ours], file, cells) if ours in names and row.get(names[ours]) not in (None, "") else None
+        (
+            _content(row[names[ours]], names[ours], file, cells)
+            if ours in names and row.get(names[ours]) not in (None, "")
+            else None
+        )
         for ours in ("mask", "control")
     )
     name = str(content.path) if isinstance(content, InFile) else record.place
@@ -277,13 +328,21 @@ def _content(given: Any, column: str, file: Path, cells: tuple[int, int]) -> Con
     """A cell's picture. Raises BadPicture."""
     if isinstance(given, dict) and isinstance(given.get("path"), str) and not given.get("bytes"):
         given = given["path"]
-    if isinstance(given, bytes) or (isinstance(given, dict) and isinstance(given.get("bytes"), bytes)):
+    if isinstance(given, bytes) or (
+        isinstance(given, dict) and isinstance(given.get("bytes"), bytes)
+    ):
         return InParquet(file, column, *cells)
     if isinstance(given, list):
-        raise BadPicture(f"{column}: {len(given)} pictures in a row: an edit with several pictures before it is not offered; keep one")
+        raise BadPicture(
+            f"{column}: {len(given)} pictures in a row: an edit with several pictures before it is"
+            " not offered; keep one"
+        )
     if not isinstance(given, str) or not given.strip():
         raise BadPicture(f"{column}: expected a picture's file, got {given!r:.60}")
     found = content_of(given, file.parent)
     if isinstance(found, bytes):
-        raise BadPicture(f"{column}: a data: URL, which is not read here: write it to a file, or the rows to Parquet")
+        raise BadPicture(
+            f"{column}: a data: URL, which is not read here: write it to a file, or the rows to"
+            " Parquet"
+        )
     return InFile(found)

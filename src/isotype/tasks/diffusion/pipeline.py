@@ -1,6 +1,8 @@
-"""A diffusers pipeline, a folder or on the hub: its family, its parts, and loading them one at a time, in safetensors only.
+"""A diffusers pipeline, a folder or on the hub: its family, its parts, and loading them one at a
+time, in safetensors only.
 
-Of one on the hub settings and tokenizers are fetched first, the weights of a part when it is loaded. A plan fetches no weights.
+Of one on the hub settings and tokenizers are fetched first, the weights of a part when it is
+loaded. A plan fetches no weights.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ _AGAIN = "get the folder again from where it came, or save it anew with save_pre
 @dataclass(frozen=True)
 class PipelineFolder:
     """index      the content of model_index.json
-    on_hub     the pipeline's name on the hub, where `path` is its copy here: weights are fetched when they are needed
-    own        the denoiser's configuration, where it is not the folder's (`model.init: random`); then `fresh` is where its weights are
-    file       a checkpoint in one file that has the denoiser, and with `whole` the other parts too; `path` has settings and tokenizers
+    on_hub     the pipeline's name on the hub, where `path` is its copy here: weights are fetched
+               when they are needed
+    own        the denoiser's configuration, where it is not the folder's (`model.init: random`);
+               then `fresh` is where its weights are
+    file       a checkpoint in one file that has the denoiser, and with `whole` the other parts too;
+               `path` has settings and tokenizers
     """
 
     path: Path
@@ -51,13 +56,19 @@ class PipelineFolder:
 
     @classmethod
     def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
-        """`name`: a folder, or a name on the hub. Raises UsageError for a pipeline of another family, or one that lacks a part."""
+        """`name`: a folder, or a name on the hub. Raises UsageError for a pipeline of another
+        family, or one that lacks a part.
+        """
         path = Path(name).expanduser()
         require_diffusers()
         on_hub, file, whole = None, None, False
         if path.is_file():
             file, beside = path, path.with_suffix("")
-            path = beside if (beside / PIPELINE_FILE).is_file() else settings_of(repository_of(file), None)
+            path = (
+                beside
+                if (beside / PIPELINE_FILE).is_file()
+                else settings_of(repository_of(file), None)
+            )
             whole = path != beside or not any((path / "vae").glob("*.safetensors"))
         elif not path.is_dir():
             path, on_hub = settings_of(name, revision), name
@@ -69,18 +80,28 @@ class PipelineFolder:
         if kind in REFUSED:
             raise UsageError(f"model.name: {path}: {kind} is not trained: {REFUSED[kind]}")
         if kind not in FAMILIES:
-            raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
+            raise UsageError(
+                f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}"
+            )
         family = FAMILIES[kind]()
         if (why := family.refusal(index)) is not None:
             raise UsageError(f"model.name: {path}: {kind} is not trained here: {why}")
         folder = cls(path, family, index, on_hub, file=file, whole=whole)
-        wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
+        wanted = (
+            family.denoiser,
+            "vae",
+            "scheduler",
+            *(part for part in family.encoders if index.get(part, [None, None])[1] is not None),
+        )
         for part in wanted:
             if index.get(part, [None, None])[1] is None or not (path / part).is_dir():
                 raise UsageError(f"model.name: {path}: the pipeline has no {part}", fix=_AGAIN)
         if file is not None:
             dtype_of(file)
-            kinds = {family.denoiser: folder.denoiser_class(), **({"vae": folder.vae_class()} if whole else {})}
+            kinds = {
+                family.denoiser: folder.denoiser_class(),
+                **({"vae": folder.vae_class()} if whole else {}),
+            }
             refuse_other_family(file, kinds, path, family.pipeline)
         return folder
 
@@ -105,21 +126,41 @@ class PipelineFolder:
     def refuse_lacking_weights(self) -> None:
         """Raises  UsageError for a folder on this disk in which a part has no weights that are read"""
         parts = (
-            () if self.on_hub or self.whole else (*([] if self.own or self.file else [self.denoiser_part]), "vae", *self.family.encoders)
+            ()
+            if self.on_hub or self.whole
+            else (
+                *([] if self.own or self.file else [self.denoiser_part]),
+                "vae",
+                *self.family.encoders,
+            )
         )
         for part in parts:
             here = self.path / part
-            is_model = here.is_dir() and (here / "config.json").is_file() and self.index.get(part, [None, None])[1] is not None
+            is_model = (
+                here.is_dir()
+                and (here / "config.json").is_file()
+                and self.index.get(part, [None, None])[1] is not None
+            )
             if is_model and not any(here.glob("*.safetensors")):
                 packed, others = any(here.glob("*.gguf")), sorted(here.glob("*.bin"))
-                why = NO_GGUF if packed else f"no .safetensors{f', and {others[0].name} can run code' if others else ''}"
-                raise UsageError(f"model.name: {here}: {why}", fix=INSTEAD_OF_GGUF if packed else _AGAIN)
+                why = (
+                    NO_GGUF
+                    if packed
+                    else (
+                        f"no .safetensors{f', and {others[0].name} can run code' if others else ''}"
+                    )
+                )
+                raise UsageError(
+                    f"model.name: {here}: {why}", fix=INSTEAD_OF_GGUF if packed else _AGAIN
+                )
 
     def config(self, part: str) -> dict[str, Any]:
         """The part's own configuration. Raises UsageError."""
         if self.own is not None and part == self.denoiser_part:
             return dict(self.own)
-        file = self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+        file = (
+            self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+        )
         try:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             return found
@@ -129,7 +170,9 @@ class PipelineFolder:
     def clip_length(self) -> int:
         """Tokens that the CLIP tokenizer pads a caption to."""
         try:
-            told = json.loads((self.path / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8"))
+            told = json.loads(
+                (self.path / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8")
+            )
             return int(told["model_max_length"])
         except (OSError, ValueError, LookupError, TypeError):
             return 77  # CLIP's own
@@ -140,7 +183,12 @@ class PipelineFolder:
 
         from ...model.processor import load_processor
 
-        return load_processor(str(self.path / "processor"), None, AutoConfig.from_pretrained(self.path / "text_encoder"), tokenizer)
+        return load_processor(
+            str(self.path / "processor"),
+            None,
+            AutoConfig.from_pretrained(self.path / "text_encoder"),
+            tokenizer,
+        )
 
     @property
     def published(self) -> Quantisation | None:
@@ -155,7 +203,11 @@ class PipelineFolder:
         folder = self.path / self.denoiser_part
         index = folder / f"{WEIGHTS}.index.json"
         with self._explained(self.denoiser_part):
-            names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
+            names = (
+                set(json.loads(index.read_text())["weight_map"].values())
+                if index.is_file()
+                else {WEIGHTS}
+            )
         if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
             raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_AGAIN)
         return [folder / name for name in sorted(names)]
@@ -174,8 +226,12 @@ class PipelineFolder:
         """The denoiser with its weights. Raises UsageError."""
         with self._explained(self.denoiser_part):
             if self.own is None and self.file is not None:
-                return read_model(self.file, self.denoiser_class(), self.path, self.denoiser_part, dtype)
-            loaded = self.denoiser_class().from_pretrained(str(self._weights_of_denoiser()), dtype=dtype, use_safetensors=True)
+                return read_model(
+                    self.file, self.denoiser_class(), self.path, self.denoiser_part, dtype
+                )
+            loaded = self.denoiser_class().from_pretrained(
+                str(self._weights_of_denoiser()), dtype=dtype, use_safetensors=True
+            )
             self.widen_buffers(loaded)
             return loaded
 
@@ -187,18 +243,27 @@ class PipelineFolder:
         return self.fresh
 
     def widen_buffers(self, denoiser: torch.nn.Module) -> None:
-        """Puts floating buffers back in fp32, with the numbers of the files: loading in a narrower dtype rounds them, and tables of
-        positions must stay exact."""
-        narrow = {name for name, b in denoiser.named_buffers() if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)}
+        """Puts floating buffers back in fp32, with the numbers of the files: loading in a narrower
+        dtype rounds them, and tables of positions must stay exact.
+        """
+        narrow = {
+            name
+            for name, b in denoiser.named_buffers()
+            if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)
+        }
         if not narrow:
             return
         if self.own is None and self.file is not None:
-            exact = dict(self.denoiser(dtype_of(self.file)).named_buffers())  # fp32, whatever the weights are
+            # fp32, whatever the weights are
+            exact = dict(self.denoiser(dtype_of(self.file)).named_buffers())
         else:
             exact = {}
             for file in self._weights_of_denoiser().glob("*.safetensors"):
                 with safe_open(file, framework="pt") as opened:
-                    exact |= {name: opened.get_tensor(name).float() for name in narrow.intersection(opened.keys())}
+                    exact |= {
+                        name: opened.get_tensor(name).float()
+                        for name in narrow.intersection(opened.keys())
+                    }
         for name in narrow & exact.keys():
             module, _, last = name.rpartition(".")
             denoiser.get_submodule(module)._buffers[last] = exact[name]
@@ -210,7 +275,11 @@ class PipelineFolder:
 
     def dense_config(self) -> dict[str, Any]:
         """The denoiser's configuration, without how its files are quantised."""
-        return {key: value for key, value in self.config(self.denoiser_part).items() if key != "quantization_config"}
+        return {
+            key: value
+            for key, value in self.config(self.denoiser_part).items()
+            if key != "quantization_config"
+        }
 
     def encoder_outlines(self) -> list[Any]:
         """The text encoders without weights: on the meta device."""
@@ -228,19 +297,25 @@ class PipelineFolder:
     def text_encoders(self, dtype: torch.dtype) -> dict[str, Any]:
         """Part -> each encoder that can be trained, with its weights, frozen. Raises UsageError."""
         pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
-        return {part: getattr(pipe, part).eval().requires_grad_(False) for part in self.family.text_encoders}
+        return {
+            part: getattr(pipe, part).eval().requires_grad_(False)
+            for part in self.family.text_encoders
+        }
 
     def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
-        """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the folder's.
+        """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the
+        folder's.
 
-        Raises  UsageError for a configuration of another class, with a key that the class does not have, or that it does not take
+        Raises  UsageError for a configuration of another class, with a key that the class does not
+                have, or that it does not take
         """
         if own is None:
             return replace(self, own=self.dense_config())
         kind = self.denoiser_class()
         if own.get("_class_name") != kind.__name__:
             raise UsageError(
-                f"model.config: _class_name: {own.get('_class_name')}, but the {self.denoiser_part} of {self.path} is a {kind.__name__}",
+                f"model.config: _class_name: {own.get('_class_name')}, but the {self.denoiser_part}"
+                f" of {self.path} is a {kind.__name__}",
                 fix=f"_class_name: {kind.__name__}, or model.name: a pipeline of that class",
             )
         known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
@@ -251,11 +326,16 @@ class PipelineFolder:
             with torch.device("meta"):
                 kind.from_config(dict(own))
         except Exception as error:  # whatever a class raises for values that do not fit
-            raise UsageError(f"model.config: {kind.__name__}: {str(error).splitlines()[0] or type(error).__name__}") from error
+            raise UsageError(
+                f"model.config: {kind.__name__}:"
+                f" {str(error).splitlines()[0] or type(error).__name__}"
+            ) from error
         return replace(self, own=own)
 
     def draw_denoiser(self, folder: Path, *, seed: int) -> PipelineFolder:
-        """This pipeline with its fresh denoiser in `folder`, where its weights are drawn unless they are there already."""
+        """This pipeline with its fresh denoiser in `folder`, where its weights are drawn unless
+        they are there already.
+        """
         if fault(folder) is not None:
             torch.manual_seed(seed)
             with self._explained(self.denoiser_part):
@@ -268,35 +348,58 @@ class PipelineFolder:
         with self._explained("vae"):
             if self.file is not None and self.whole:
                 return read_model(self.file, self.vae_class(), self.path, "vae", dtype)
-            return self.vae_class().from_pretrained(self.path, subfolder="vae", dtype=dtype, use_safetensors=True)
+            return self.vae_class().from_pretrained(
+                self.path, subfolder="vae", dtype=dtype, use_safetensors=True
+            )
 
     def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
-        """The pipeline with `parts` instead of those in the folder; None for parts that are not needed."""
+        """The pipeline with `parts` instead of those in the folder; None for parts that are not
+        needed.
+        """
         import diffusers
 
         self._fetch(*(part for part in self.family.encoders if part not in parts))
-        parts = {**dict.fromkeys(name for name in self.family.not_needed if name in self.index), **parts}
+        parts = {
+            **dict.fromkeys(name for name in self.family.not_needed if name in self.index),
+            **parts,
+        }
         kind = getattr(diffusers, self.family.pipeline)
         with self._explained("pipeline"):
             if self.whole:
-                made = kind.from_single_file(str(self.file), config=str(self.path), local_files_only=True, dtype=dtype, **parts)
-                for part in self.family.encoders:  # diffusers leaves what the file lacks on the meta device
+                made = kind.from_single_file(
+                    str(self.file),
+                    config=str(self.path),
+                    local_files_only=True,
+                    dtype=dtype,
+                    **parts,
+                )
+                # diffusers leaves what the file lacks on the meta device
+                for part in self.family.encoders:
                     encoder = getattr(made, part, None)
-                    for name, tensor in encoder.named_parameters() if isinstance(encoder, torch.nn.Module) else ():
+                    for name, tensor in (
+                        encoder.named_parameters() if isinstance(encoder, torch.nn.Module) else ()
+                    ):
                         if tensor.is_meta:
-                            raise UsageError(f"model.name: {self.file}: it does not have {name} of the {part}", fix=_AGAIN)
+                            raise UsageError(
+                                f"model.name: {self.file}: it does not have {name} of the {part}",
+                                fix=_AGAIN,
+                            )
             else:
                 made = kind.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
         made.set_progress_bar_config(disable=True)
         return made
 
-    def pipeline_for_sampling(self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    def pipeline_for_sampling(
+        self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
         """The pipeline around a denoiser, without its text encoders but for those that are given."""
         parts = {**dict.fromkeys(self.family.encoders), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
 
     def save_others(self, folder: Path) -> None:
-        """Saves VAE and text encoders of a whole pipeline in one file, each in its own folder in `folder`, in the file's dtype."""
+        """Saves VAE and text encoders of a whole pipeline in one file, each in its own folder in
+        `folder`, in the file's dtype.
+        """
         if self.file is None or not self.whole:
             return
         dtype = dtype_of(self.file)
@@ -317,8 +420,13 @@ class PipelineFolder:
         except Exception as error:  # a damaged or malicious file can raise any exception
             if out_of_memory(error) is not None:
                 raise
-            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise UsageError(f"model.name: {self.file or self.path}: {part}: {said[:300]}", fix=_AGAIN) from error
+            said = next(
+                (line.strip() for line in str(error).splitlines() if line.strip()),
+                type(error).__name__,
+            )
+            raise UsageError(
+                f"model.name: {self.file or self.path}: {part}: {said[:300]}", fix=_AGAIN
+            ) from error
 
 
 def require_diffusers() -> None:
@@ -327,17 +435,22 @@ def require_diffusers() -> None:
         import diffusers
         import PIL  # noqa: F401
     except ImportError:
-        raise UsageError("a diffusion run needs diffusers and Pillow", fix="pip install 'isotype[diffusion]'") from None
+        raise UsageError(
+            "a diffusion run needs diffusers and Pillow", fix="pip install 'isotype[diffusion]'"
+        ) from None
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
 
 
 SETTINGS = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
-VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]  # the same weights in another dtype or form, beside the main file
+# the same weights in another dtype or form, beside the main file
+VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]
 
 
 def settings_of(name: str, revision: str | None) -> Path:
-    """The folder of the local cache that holds the pipeline's settings and tokenizers. Raises UsageError."""
+    """The folder of the local cache that holds the pipeline's settings and tokenizers. Raises
+    UsageError.
+    """
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -347,21 +460,35 @@ def settings_of(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
     except Exception as error:  # whatever the hub's library raises
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            raise UsageError(f"model.name: {name}: no {PIPELINE_FILE} on the hub: not a diffusers pipeline") from error
+            raise UsageError(
+                f"model.name: {name}: no {PIPELINE_FILE} on the hub: not a diffusers pipeline"
+            ) from error
         raise loading_error(name, "model.name:", error) from error
 
 
 def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
-    """Fetches the safetensors of some parts into `folder`, a snapshot in the cache, unless they are there. Raises UsageError."""
+    """Fetches the safetensors of some parts into `folder`, a snapshot in the cache, unless they are
+    there. Raises UsageError.
+    """
     from huggingface_hub import constants, snapshot_download
 
     if not parts or is_away():
         return  # where a file is missing the error of loading it says so
-    if not all(any((folder / part).glob("*.safetensors")) for part in parts if (folder / part / "config.json").is_file()):
-        say(f"{name}: {', '.join(parts)}: fetched from the hub, once; it is kept in {constants.HF_HUB_CACHE}")
+    if not all(
+        any((folder / part).glob("*.safetensors"))
+        for part in parts
+        if (folder / part / "config.json").is_file()
+    ):
+        say(
+            f"{name}: {', '.join(parts)}: fetched from the hub, once; it is kept in"
+            f" {constants.HF_HUB_CACHE}"
+        )
     try:
         snapshot_download(
-            name, revision=folder.name, allow_patterns=[f"{part}/*.safetensors" for part in parts], ignore_patterns=VARIANTS
-        )  # fmt: skip
+            name,
+            revision=folder.name,
+            allow_patterns=[f"{part}/*.safetensors" for part in parts],
+            ignore_patterns=VARIANTS,
+        )
     except Exception as error:  # whatever the hub's library raises
         raise loading_error(name, "model.name:", error) from error

@@ -1,5 +1,6 @@
-"""The sizes of a run's pictures, and a picture file as the tensor that a VAE takes: its aspect bucket, the windows in it, and its pixels
-as a viewer shows them (EXIF rotation, alpha on white, CMYK, 16 bit).
+"""The sizes of a run's pictures, and a picture file as the tensor that a VAE takes: its aspect
+bucket, the windows in it, and its pixels as a viewer shows them (EXIF rotation, alpha on white,
+CMYK, 16 bit).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ...errors import UsageError
 
 LEAST = 16  # pixels of a training picture's side
 SMALL = 192  # pixels of the longer side in the report
-_STEPS = 16  # a bucket's sides are multiples of a 16th of the resolution, as far as the model's own multiple allows
+# a bucket's sides are multiples of a 16th of the resolution, as far as the model's own multiple
+# allows
+_STEPS = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +49,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a picture that is scaled to `size`: between 0 (left or top) and 1 (right or bottom) of the room that is left over."""
+    """The part of a picture that is scaled to `size`: between 0 (left or top) and 1 (right or
+    bottom) of the room that is left over.
+    """
 
     size: Size
     left: float = 0.5
@@ -54,7 +59,8 @@ class Window:
 
 
 def buckets(resolution: int, *, max_aspect: float, multiple: int) -> list[Size]:
-    """The shapes of pictures, the square first: sides are multiples of `multiple`, areas at most `resolution` squared.
+    """The shapes of pictures, the square first: sides are multiples of `multiple`, areas at most
+    `resolution` squared.
 
     multiple  pixels in a token of the model, in each direction
     """
@@ -83,7 +89,9 @@ class RunSizes:
         found = dict[int, str]()
         for source in self.sources:
             for size in source.resolution or (self.images.resolution,):
-                found.setdefault(size, f"{source.key}.resolution" if source.resolution else "images.resolution")
+                found.setdefault(
+                    size, f"{source.key}.resolution" if source.resolution else "images.resolution"
+                )
         return [(key, size) for size, key in sorted(found.items())]
 
     @property
@@ -101,8 +109,13 @@ class RunSizes:
 
     @cached_property
     def at(self) -> dict[int, list[Size]]:
-        """The shapes of training pictures at each resolution, the square first: it has the most tokens."""
-        return {side: buckets(side, max_aspect=self.images.max_aspect, multiple=self.multiple) for _, side in self.resolutions}
+        """The shapes of training pictures at each resolution, the square first: it has the most
+        tokens.
+        """
+        return {
+            side: buckets(side, max_aspect=self.images.max_aspect, multiple=self.multiple)
+            for _, side in self.resolutions
+        }
 
     @property
     def all(self) -> set[Size]:
@@ -117,27 +130,41 @@ class RunSizes:
         multiple = self.multiple
         for key, size in (*self.resolutions, *beside):
             if size % multiple:
-                raise UsageError(f"{key}: {size} is not a multiple of {multiple}", fix=f"{key}: {max(multiple, size - size % multiple)}")
+                raise UsageError(
+                    f"{key}: {size} is not a multiple of {multiple}",
+                    fix=f"{key}: {max(multiple, size - size % multiple)}",
+                )
         if most is None:
             return
         for key, size in self.resolutions:
             if size // multiple > most:
-                raise UsageError(f"{key}: {size} is more than this model has positions for", fix=f"at most {most * multiple}")
+                raise UsageError(
+                    f"{key}: {size} is more than this model has positions for",
+                    fix=f"at most {most * multiple}",
+                )
         if (longest := max(max(s.height, s.width) for s in self.all)) // multiple > most:
             raise UsageError(
-                f"images.max_aspect: {self.images.max_aspect:g}: a side of {longest} is more than this model has positions for",
+                f"images.max_aspect: {self.images.max_aspect:g}: a side of {longest} is more than"
+                " this model has positions for",
                 fix=f"sides of at most {most * multiple}: a smaller max_aspect or resolution",
             )
 
 
 def bucket_of(width: int, height: int, sizes: Sequence[Size]) -> Size:
-    """The shape nearest to a picture's, by the logarithm of width over height; of two equally near ones the larger."""
+    """The shape nearest to a picture's, by the logarithm of width over height; of two equally near
+    ones the larger.
+    """
     aspect = math.log(width / height)
-    return min(sizes, key=lambda size: (round(abs(math.log(size.width / size.height) - aspect), 9), -size.area))
+    return min(
+        sizes,
+        key=lambda size: (round(abs(math.log(size.width / size.height) - aspect), 9), -size.area),
+    )
 
 
 def windows(size: Size, crop: Literal["center"] | int, *, seed: int, content: str) -> list[Window]:
-    """The windows of a picture that are trained on. Those at random depend on the seed and the picture's content only."""
+    """The windows of a picture that are trained on. Those at random depend on the seed and the
+    picture's content only.
+    """
     if crop == "center":
         return [Window(size)]
     digest = hashlib.sha256(f"crop:{seed}:{content}".encode()).digest()
@@ -170,38 +197,54 @@ def of_control() -> Iterator[None]:
 
 
 def refuse_other_shape(after: bytes, before: bytes) -> None:
-    """Raises  BadPicture where the halves of an edit differ in shape by more than a pixel: both are scaled to the same window"""
+    """Raises  BadPicture where the halves of an edit differ in shape by more than a pixel: both are
+    scaled to the same window
+    """
     width, height = shown_size(after)
     with of_control():
         other_width, other_height = shown_size(before)
     if abs(width * other_height - other_width * height) > max(width, height):
         raise BadPicture(
-            f"{width} x {height} pixels, and the picture before the edit has {other_width} x {other_height}: cut one to the other's shape"
+            f"{width} x {height} pixels, and the picture before the edit has {other_width} x"
+            f" {other_height}: cut one to the other's shape"
         )
 
 
 def pixels(content: bytes, window: Window) -> Tensor:
-    """fp32[3 H W] in [-1, 1]: scaled to cover the window's size, what is over is cut off. Raises BadPicture."""
+    """fp32[3 H W] in [-1, 1]: scaled to cover the window's size, what is over is cut off. Raises
+    BadPicture.
+    """
     image = opened(content)
     if min(image.size) < LEAST:
-        raise BadPicture(f"{image.width} x {image.height} pixels: too small to learn from, at least {LEAST} a side")
+        raise BadPicture(
+            f"{image.width} x {image.height} pixels: too small to learn from, at least {LEAST} a"
+            " side"
+        )
     levels_HWC = np.array(_fitted(image, window))
     return torch.from_numpy(levels_HWC).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
 
 def cut_of(width: int, height: int, window: Window, *, mirrored: bool) -> Tensor:
-    """fp32[4]: the picture's own height and width, and top and left of its window in the scaled picture, mirrored or not, in pixels."""
+    """fp32[4]: the picture's own height and width, and top and left of its window in the scaled
+    picture, mirrored or not, in pixels.
+    """
     size = window.size
-    if width * size.height >= height * size.width:  # scaled to the window's height: what is over lies beside it
+    # scaled to the window's height: what is over lies beside it
+    if width * size.height >= height * size.width:
         room_above, room_beside = 0, width * size.height // height - size.width
     else:
         room_above, room_beside = height * size.width // width - size.height, 0
     left = round(room_beside * window.left)
-    return torch.tensor([height, width, round(room_above * window.top), room_beside - left if mirrored else left], dtype=torch.float32)
+    return torch.tensor(
+        [height, width, round(room_above * window.top), room_beside - left if mirrored else left],
+        dtype=torch.float32,
+    )
 
 
 def mask_pixels(content: bytes, window: Window) -> Tensor:
-    """fp32[1 H W] in [0, 1], of a grey picture: 1 where it is white. Raises BadPicture, also where nothing is white."""
+    """fp32[1 H W] in [0, 1], of a grey picture: 1 where it is white. Raises BadPicture, also where
+    nothing is white.
+    """
     mask = np.array(_fitted(opened(content).convert("L"), window), dtype=np.float32) / 255.0
     if not mask.any():
         raise BadPicture("the mask is black all over: nothing would be learnt")
@@ -212,21 +255,32 @@ def _fitted(image: Any, window: Window) -> Any:
     from PIL import Image, ImageOps
 
     size = (window.size.width, window.size.height)
-    return ImageOps.fit(image, size, method=Image.Resampling.LANCZOS, centering=(window.left, window.top))
+    return ImageOps.fit(
+        image, size, method=Image.Resampling.LANCZOS, centering=(window.left, window.top)
+    )
 
 
 def as_png(picture_CHW: Tensor) -> bytes:
     """The PNG of fp32[3 H W] in [-1, 1]."""
     from PIL import Image
 
-    levels = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    levels = (
+        ((picture_CHW.clamp(-1, 1) + 1) * 127.5)
+        .round()
+        .to(torch.uint8)
+        .permute(1, 2, 0)
+        .cpu()
+        .numpy()
+    )
     out = io.BytesIO()
     Image.fromarray(levels).save(out, format="PNG")
     return out.getvalue()
 
 
 def small(content: bytes) -> str:
-    """A picture's file as a data: URL, scaled down to `SMALL` pixels of its longer side. Raises BadPicture."""
+    """A picture's file as a data: URL, scaled down to `SMALL` pixels of its longer side. Raises
+    BadPicture.
+    """
     image = opened(content)
     image.thumbnail((SMALL, SMALL))
     out = io.BytesIO()

@@ -1,4 +1,6 @@
-"""Settings of a run that do not fit its pipeline, or each other: each is refused before anything is loaded."""
+"""Settings of a run that do not fit its pipeline, or each other: each is refused before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,33 @@ from ...precision.quantised_base import check_base
 from ...wording import counted
 from .denoiser import base_outline, block_layers
 from .pipeline import PipelineFolder
-from .result import NO_DORA, is_lokr, refuse_adapter_of_another_model, refuse_unread, settings_of, shapes_of
+from .result import (
+    NO_DORA,
+    is_lokr,
+    refuse_adapter_of_another_model,
+    refuse_unread,
+    settings_of,
+    shapes_of,
+)
 from .sample import Prompt, refuse_prompts
 from .text_encoders import PREFIX
 
 
 def refuse_unfit(
-    config: RunConfig, folder: PipelineFolder, precision: Precision, sources: Sequence[PictureSource], prompts: Sequence[Prompt]
+    config: RunConfig,
+    folder: PipelineFolder,
+    precision: Precision,
+    sources: Sequence[PictureSource],
+    prompts: Sequence[Prompt],
 ) -> None:
     """Raises  UsageError. folder: with the denoiser of the run."""
     family, adapter = folder.family, config.adapter
     check_branch(config, precision)
     if config.train.ema is None and config.precision.ema is not None:
-        raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
+        raise UsageError(
+            f"precision.ema: {config.precision.ema} has no effect without train.ema",
+            fix="train.ema: 0.999",
+        )
     folder.refuse_lacking_weights()
     check_base(folder.published, precision, str(config.model.name))
     _refuse_text_encoders(config, folder, precision)
@@ -38,23 +54,31 @@ def refuse_unfit(
         _refuse_encoders(adapter.targets, folder)
     if adapter.kind == "lokr" and precision.packed:
         raise UsageError(
-            f"adapter.kind: lokr: the base is packed ({precision.base}), and PEFT's LoKr needs plain weights", fix="adapter.kind: lora"
+            f"adapter.kind: lokr: the base is packed ({precision.base}), and PEFT's LoKr needs"
+            " plain weights",
+            fix="adapter.kind: lora",
         )
     if config.run.adapter_format == "comfyui":
         if adapter.kind == "none":
-            raise UsageError("run.adapter_format: has no effect with adapter.kind: none", fix="remove run.adapter_format")
+            raise UsageError(
+                "run.adapter_format: has no effect with adapter.kind: none",
+                fix="remove run.adapter_format",
+            )
         refuse_unread(family)
     if not family.pairs:
         _refuse_controls(config, sources, family.pipeline)
     if family.sees_control and config.images.flip:
         raise UsageError(
-            f"images.flip: the text encoder of {family.pipeline} sees the picture as it is, not its mirror image", fix="images.flip: false"
+            f"images.flip: the text encoder of {family.pipeline} sees the picture as it is, not its"
+            " mirror image",
+            fix="images.flip: false",
         )
     refuse_prompts(prompts, family)
     if config.diffusion.max_text_length is not None and family.max_text_length is None:
         raise UsageError(
-            f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect: "
-            f"{family.pipeline} {'does not cut instructions' if family.sees_control else 'has CLIP encoders only'}",
+            f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect:"
+            f" {family.pipeline}"
+            f" {'does not cut instructions' if family.sees_control else 'has CLIP encoders only'}",
             fix="remove diffusion.max_text_length",
         )
 
@@ -63,12 +87,20 @@ def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeli
     images = config.images
     for source in sources:
         if source.controls is not None:
-            key = "images.controls" if source.controls == images.controls else f"{source.key}.controls"
+            key = (
+                "images.controls"
+                if source.controls == images.controls
+                else f"{source.key}.controls"
+            )
         elif "control" in (source.columns or {}):
-            key = ("images" if source.columns == images.columns else source.key) + ".columns: control"
+            key = (
+                "images" if source.columns == images.columns else source.key
+            ) + ".columns: control"
         else:
             continue
-        raise UsageError(f"{key}: has no effect: {pipeline} does not edit pictures", fix=f"remove {key}")
+        raise UsageError(
+            f"{key}: has no effect: {pipeline} does not edit pictures", fix=f"remove {key}"
+        )
 
 
 def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: Precision) -> None:
@@ -76,26 +108,47 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
     adapter, family = config.adapter, folder.family
     if not adapter.text_encoders:
         if adapter.text_encoder_rate is not None:
-            raise UsageError("adapter.text_encoder_rate: has no effect without adapter.text_encoders", fix="adapter.text_encoders: true")
+            raise UsageError(
+                "adapter.text_encoder_rate: has no effect without adapter.text_encoders",
+                fix="adapter.text_encoders: true",
+            )
         return
     why, fix = None, "adapter.text_encoders: false"
     if not family.text_encoders:
-        why = f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
+        why = (
+            f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
+        )
     elif adapter.kind != "lora":
         why, fix = f"adapter.kind: {adapter.kind} has none for text encoders", "adapter.kind: lora"
     elif adapter.dora:
-        why, fix = "diffusers does not load the lengths of a DoRA into text encoders", "adapter.dora: false"
-    elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(family.text_encoders):
+        why, fix = (
+            "diffusers does not load the lengths of a DoRA into text encoders",
+            "adapter.dora: false",
+        )
+    elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(
+        family.text_encoders
+    ):
         encoders = counted(len(family.text_encoders), "encoder")
-        why = f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has {encoders}"
+        why = (
+            f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has"
+            f" {encoders}"
+        )
         fix = "adapter.text_encoder_rate: one rate for all"
     elif config.model.offload != "none":
-        why, fix = f"model.offload: {config.model.offload} is not offered with it", "model.offload: none"
+        why, fix = (
+            f"model.offload: {config.model.offload} is not offered with it",
+            "model.offload: none",
+        )
     elif precision.text_encoder != precision.compute:
-        why = f"encoders that are trained work in precision.compute ({precision.compute}), not in {precision.text_encoder}"
+        why = (
+            f"encoders that are trained work in precision.compute ({precision.compute}), not in"
+            f" {precision.text_encoder}"
+        )
         fix = f"precision.text_encoder: {precision.compute}"
     for part in family.text_encoders:
-        if why is None and "CLIPTextModel" not in (kind := str(folder.index.get(part, [None, None])[1])):
+        if why is None and "CLIPTextModel" not in (
+            kind := str(folder.index.get(part, [None, None])[1])
+        ):
             why = f"{part} is a {kind}, and only CLIP's encoders are trained"
         elif why is None and folder.config(part).get("use_attention_mask"):
             why = f"{part} takes a mask (use_attention_mask), which is not offered"
@@ -104,7 +157,9 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
 
 
 def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
-    """Raises  UsageError for an adapter to go on from that is another model's, of another kind, or not what the run is to write"""
+    """Raises  UsageError for an adapter to go on from that is another model's, of another kind, or
+    not what the run is to write
+    """
     adapter, what = config.adapter, "adapter.start_from"
     if adapter.start_from is None:
         return
@@ -112,32 +167,54 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
     has = any(f".{PREFIX}" in name for name in shapes_of(start / "adapter_model.safetensors", what))
     if has != adapter.text_encoders:
         of_encoders = "has matrices of text encoders" if has else "has none of text encoders"
-        raise UsageError(f"{what}: {start} {of_encoders}", fix=f"adapter.text_encoders: {str(has).lower()}")
+        raise UsageError(
+            f"{what}: {start} {of_encoders}", fix=f"adapter.text_encoders: {str(has).lower()}"
+        )
     refuse_adapter_of_another_model(base_outline(folder, config), start, what)
     settings = settings_of(start, what)
     if adapter.kind != "none" and is_lokr(start) != (adapter.kind == "lokr"):
         own = str(settings.get("peft_type")).lower()
-        raise UsageError(f"{what}: {start} is a {own}, and adapter.kind is {adapter.kind}", fix=f"adapter.kind: {own}")
+        raise UsageError(
+            f"{what}: {start} is a {own}, and adapter.kind is {adapter.kind}",
+            fix=f"adapter.kind: {own}",
+        )
     if config.run.adapter_format == "comfyui" and settings.get("use_dora"):
-        raise UsageError(f"run.adapter_format: comfyui: {what}: {start}: {NO_DORA}", fix="remove run.adapter_format")
+        raise UsageError(
+            f"run.adapter_format: comfyui: {what}: {start}: {NO_DORA}",
+            fix="remove run.adapter_format",
+        )
 
 
-_ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")  # as diffusers, transformers and kohya's scripts name them
+# as diffusers, transformers and kohya's scripts name them
+_ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")
 
 
 def _refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None:
-    """Raises  UsageError for a name of `adapter.targets` that the denoiser does not have, and that means a text encoder or its layers"""
+    """Raises  UsageError for a name of `adapter.targets` that the denoiser does not have, and that
+    means a text encoder or its layers
+    """
     denoiser = folder.denoiser_outline()
-    unknown = [name for name in ([given] if isinstance(given, str) else given) if not _names_a_layer(name, denoiser)]
+    unknown = [
+        name
+        for name in ([given] if isinstance(given, str) else given)
+        if not _names_a_layer(name, denoiser)
+    ]
     encoders = folder.encoder_outlines() if unknown else []
     for name in unknown:
         if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
             layers = block_layers(denoiser, folder.family.blocks_of(denoiser))
             ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
-            trained = "adapter.text_encoders: true adapts the encoders beside it, or " if folder.family.text_encoders else ""
+            trained = (
+                "adapter.text_encoders: true adapts the encoders beside it, or "
+                if folder.family.text_encoders
+                else ""
+            )
             raise UsageError(
-                f"adapter.targets: {name} names a text encoder, and these are layers of the {folder.denoiser_part}",
-                fix=f"{trained}adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}",
+                f"adapter.targets: {name} names a text encoder, and these are layers of the"
+                f" {folder.denoiser_part}",
+                fix=(
+                    f"{trained}adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}"
+                ),
             )
 
 

@@ -1,4 +1,6 @@
-"""Saves what was trained, also as the file that diffusers reads, and loads that file as a user would."""
+"""Saves what was trained, also as the file that diffusers reads, and loads that file as a user
+would.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,18 @@ MODEL_FILE = "diffusion_pytorch_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 
 
-def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder, *, comfyui: bool = False) -> None:
-    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. That file's metadata has rank,
-    alpha and the other settings: without them diffusers would take the rank as alpha. `comfyui`: one more file, for ComfyUI."""
+def save_lora(
+    model: Any,
+    folder: Path,
+    precision: Precision,
+    pipeline: PipelineFolder,
+    *,
+    comfyui: bool = False,
+) -> None:
+    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load
+    that. That file's metadata has rank, alpha and the other settings: without them diffusers would
+    take the rank as alpha. `comfyui`: one more file, for ComfyUI.
+    """
     from peft import PeftConfig
 
     save_adapter(model, folder, precision)
@@ -42,15 +53,19 @@ def save_lora(model: Any, folder: Path, precision: Precision, pipeline: Pipeline
         write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
     if not pipeline.family.loads_lora or is_lokr(folder):
         return
-    settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}  # else its tensors load in the base's dtype
+    # else its tensors load in the base's dtype
+    settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
         part, own = part_of(name.removeprefix(_PEFT_PREFIX), pipeline.family)
         parts.setdefault(part, {})[own] = tensor
     given: dict[str, Any] = {}
     for part, tensors in parts.items():
-        # of an encoder without `text_model`, whose flat names diffusers makes of the file's, the ends of names fit too
-        names = sorted({name.rpartition(".lora_")[0].removeprefix("text_model.") for name in tensors})
+        # of an encoder without `text_model`, whose flat names diffusers makes of the file's, the
+        # ends of names fit too
+        names = sorted(
+            {name.rpartition(".lora_")[0].removeprefix("text_model.") for name in tensors}
+        )
         own_settings = settings if len(parts) == 1 else settings | {"target_modules": names}
         given |= {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": own_settings}
     pipeline_class(pipeline).save_lora_weights(folder, **given)
@@ -63,7 +78,10 @@ def settings_of(adapter: Path, what: str = "adapter") -> dict[str, Any]:
         found: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
         return found
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{what}: {file}: {str(error).splitlines()[0]}", fix="a PEFT folder, as runs/NAME/adapter") from None
+        raise UsageError(
+            f"{what}: {file}: {str(error).splitlines()[0]}",
+            fix="a PEFT folder, as runs/NAME/adapter",
+        ) from None
 
 
 def is_lokr(adapter: Path) -> bool:
@@ -75,40 +93,61 @@ def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
     """A diffusers model's folder in `save_model`'s dtype."""
     dtype = to_torch(precision.save_model)
     model.save_config(folder)
-    tensors = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu() for name, t in model.state_dict().items()}
+    tensors = {
+        name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu()
+        for name, t in model.state_dict().items()
+    }
     save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"})
 
 
 def load_result(
-    folder: Path, pipeline: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device, part: Part | None = None
+    folder: Path,
+    pipeline: PipelineFolder,
+    config: RunConfig,
+    precision: Precision,
+    device: torch.device,
+    part: Part | None = None,
 ) -> nn.Module:
-    """The saved adapter on a freshly loaded denoiser by `load_lora_weights` (by PEFT where the pipeline has none), or the saved denoiser,
-    under the run's precision.
+    """The saved adapter on a freshly loaded denoiser by `load_lora_weights` (by PEFT where the
+    pipeline has none), or the saved denoiser, under the run's precision.
 
-    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs; UsageError for the adapter of another model
+    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs; UsageError
+            for the adapter of another model
     """
     model: nn.Module
-    encoders = pipeline.text_encoders(to_torch(precision.text_encoder)) if config.adapter.text_encoders else {}
+    encoders = (
+        pipeline.text_encoders(to_torch(precision.text_encoder))
+        if config.adapter.text_encoders
+        else {}
+    )
     if (folder / "adapter_config.json").is_file():
-        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part, config.model.offload))
+        denoiser = frozen_denoiser(
+            pipeline, precision, loaded_on(device, part, config.model.offload)
+        )
         if pipeline.family.loads_lora and not is_lokr(folder):
             put_adapter(denoiser, folder, pipeline, encoders)
             model = NamedAsPeft(denoiser)
         else:
             model = load_adapter(denoiser, folder)
     else:
-        denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
+        denoiser = pipeline.denoiser_class().from_pretrained(
+            str(folder), dtype=to_torch(precision.trainable), use_safetensors=True
+        )
         pipeline.widen_buffers(denoiser)
         model = denoiser
     if encoders:
         put_encoders(denoiser, pipeline, encoders)
     model.to(loaded_on(device, part, config.model.offload))
-    put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
+    put_under(
+        model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part
+    )
     return as_set(model, config.model.offload, device).eval()
 
 
 class NamedAsPeft(nn.Module):
-    """A denoiser that diffusers put an adapter on, whose parameters have the names that PEFT's wrapper gives them."""
+    """A denoiser that diffusers put an adapter on, whose parameters have the names that PEFT's
+    wrapper gives them.
+    """
 
     def __init__(self, denoiser: nn.Module) -> None:
         super().__init__()
@@ -125,18 +164,25 @@ class NamedAsPeft(nn.Module):
 
 
 def _shape_of(
-    ask: Callable[..., torch.Size], model: nn.Module, base_module: nn.Module | None = None, base_weight_param_name: str | None = None
+    ask: Callable[..., torch.Size],
+    model: nn.Module,
+    base_module: nn.Module | None = None,
+    base_weight_param_name: str | None = None,
 ) -> torch.Size:
-    """The shape of a linear layer's weight, which diffusers asks for to compare an adapter of Flux with it; a packed weight is bytes."""
+    """The shape of a linear layer's weight, which diffusers asks for to compare an adapter of Flux
+    with it; a packed weight is bytes.
+    """
     layer = base_module or model.get_submodule(str(base_weight_param_name).rpartition(".")[0])
     if isinstance(layer, PackedLinear):
         return layer.weight.quant_state.shape
     return ask(model=model, base_module=base_module, base_weight_param_name=base_weight_param_name)
 
 
-def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders: Mapping[str, nn.Module]) -> None:
-    """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file lacks uninitialised, and ignores tensors
-    that no part of the model takes. Raises RunError SV001.
+def put_adapter(
+    denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders: Mapping[str, nn.Module]
+) -> None:
+    """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file
+    lacks uninitialised, and ignores tensors that no part of the model takes. Raises RunError SV001.
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
 
@@ -147,24 +193,45 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders:
     pipe = pipeline.pipeline_for_sampling(denoiser, None, encoders)
     if hasattr(pipe, "_calculate_module_shape"):
         kind = type(pipe)
-        pipe.__class__ = type(kind.__name__, (kind,), {"_calculate_module_shape": partial(_shape_of, kind._calculate_module_shape)})
+        pipe.__class__ = type(
+            kind.__name__,
+            (kind,),
+            {"_calculate_module_shape": partial(_shape_of, kind._calculate_module_shape)},
+        )
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = load_file(folder / LORA_FILE)
-    loaded = {f"{pipeline.denoiser_part}.{_in_a_file(name)}": p for name, p in denoiser.named_parameters() if ".lora_" in name}
+    loaded = {
+        f"{pipeline.denoiser_part}.{_in_a_file(name)}": p
+        for name, p in denoiser.named_parameters()
+        if ".lora_" in name
+    }
     for part, encoder in encoders.items():
-        found = ((".".join(part_of(f"{PREFIX}{part}.{_in_a_file(n)}", pipeline.family)), p) for n, p in encoder.named_parameters())
+        found = (
+            (".".join(part_of(f"{PREFIX}{part}.{_in_a_file(n)}", pipeline.family)), p)
+            for n, p in encoder.named_parameters()
+        )
         loaded |= {name: p for name, p in found if ".lora_" in name}
-    _compare(saved, {name: p.detach() for name, p in loaded.items()}, f"{folder / LORA_FILE}: load_lora_weights")
+    _compare(
+        saved,
+        {name: p.detach() for name, p in loaded.items()},
+        f"{folder / LORA_FILE}: load_lora_weights",
+    )
     stored = load_file(folder / "adapter_model.safetensors")
-    peft = {".".join(part_of(name.removeprefix(_PEFT_PREFIX), pipeline.family)): t for name, t in stored.items()}
+    peft = {
+        ".".join(part_of(name.removeprefix(_PEFT_PREFIX), pipeline.family)): t
+        for name, t in stored.items()
+    }
     _compare(saved, peft, f"{folder}: the PEFT file")
     for name, parameter in loaded.items():
         parameter.data = saved[name].to(parameter.device)
         parameter.requires_grad = True
 
 
-def refuse_adapter_of_another_model(denoiser: nn.Module, folder: Path, what: str = "adapter") -> None:
-    """Raises UsageError where a matrix of a PEFT folder belongs to no module of this denoiser, or to one of another size.
+def refuse_adapter_of_another_model(
+    denoiser: nn.Module, folder: Path, what: str = "adapter"
+) -> None:
+    """Raises UsageError where a matrix of a PEFT folder belongs to no module of this denoiser, or
+    to one of another size.
 
     denoiser  with its weights, or on the meta device
     """
@@ -173,7 +240,9 @@ def refuse_adapter_of_another_model(denoiser: nn.Module, folder: Path, what: str
         path, _, side = name.removesuffix(".weight").rpartition(".")
         path = path.removeprefix(_PEFT_PREFIX)
         module = modules.get(path)
-        if side not in ("lora_A", "lora_B") or (module is not None and not isinstance(module, nn.Linear)):
+        if side not in ("lora_A", "lora_B") or (
+            module is not None and not isinstance(module, nn.Linear)
+        ):
             continue
         if module is None:
             why = "no such module"
@@ -184,7 +253,8 @@ def refuse_adapter_of_another_model(denoiser: nn.Module, folder: Path, what: str
         else:
             continue
         raise UsageError(
-            f"{what}: {folder}: an adapter of another model than this {type(denoiser).__name__}: {path}: {why}",
+            f"{what}: {folder}: an adapter of another model than this {type(denoiser).__name__}:"
+            f" {path}: {why}",
             fix="take the base it was trained on",
         )
 
@@ -195,23 +265,32 @@ def shapes_of(file: Path, what: str) -> dict[str, list[int]]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # not a mapping
     except FileNotFoundError:
-        raise UsageError(f"{what}: {file}: no such file", fix="a PEFT folder, as runs/NAME/adapter") from None
+        raise UsageError(
+            f"{what}: {file}: no such file", fix="a PEFT folder, as runs/NAME/adapter"
+        ) from None
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{what}: {file}: {str(error).splitlines()[0]}") from None
 
 
 def _in_a_file(name: str) -> str:
-    """The name of an adapter's parameter as PEFT writes it: without the adapter's own name, and DoRA's lengths as a bare tensor."""
-    return name.replace(".default.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    """The name of an adapter's parameter as PEFT writes it: without the adapter's own name, and
+    DoRA's lengths as a bare tensor.
+    """
+    return name.replace(".default.", ".").replace(
+        ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
+    )
 
 
 def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:
-    apart = sorted(set(saved) ^ set(loaded)) or [n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())]
+    apart = sorted(set(saved) ^ set(loaded)) or [
+        n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())
+    ]
     if apart:
         raise RunError(
-            f"{what} does not agree with what was saved: {apart[0]} ({len(apart)} such)", code="SV001",
+            f"{what} does not agree with what was saved: {apart[0]} ({len(apart)} such)",
+            code="SV001",
             fix="the checkpoints are untouched; report this with env.json",
-        )  # fmt: skip
+        )
 
 
 def pipeline_class(pipeline: PipelineFolder) -> Any:
@@ -220,10 +299,11 @@ def pipeline_class(pipeline: PipelineFolder) -> Any:
     return getattr(diffusers, pipeline.family.pipeline)
 
 
-# --- ComfyUI takes a LoRA's alpha from tensors named `MODULE.alpha` only, and 1 times the product of the matrices without one: the file
-# that diffusers reads, whose alpha is in its metadata, would act there at rank / alpha of its strength. Modules of a U-Net have kohya names
-# (`lora_unet_down_blocks_0_...`), a transformer's those of diffusers after `transformer.`, which ComfyUI maps to its own.
-# Source: ComfyUI's comfy/lora.py and comfy/weight_adapter/lora.py
+# --- ComfyUI takes a LoRA's alpha from tensors named `MODULE.alpha` only, and 1 times the product
+# of the matrices without one: the file that diffusers reads, whose alpha is in its metadata, would
+# act there at rank / alpha of its strength. Modules of a U-Net have kohya names
+# (`lora_unet_down_blocks_0_...`), a transformer's those of diffusers after `transformer.`, which
+# ComfyUI maps to its own. Source: ComfyUI's comfy/lora.py and comfy/weight_adapter/lora.py
 
 COMFYUI_FILE = "comfyui.safetensors"
 NO_DORA = "a DoRA, which is not written for ComfyUI: it scales by other lengths"
@@ -244,11 +324,16 @@ def write_comfyui(adapter: Path, out: Path, family: Family) -> int:
 def refuse_unread(family: Family) -> None:
     """Raises  UsageError for a family whose adapters ComfyUI does not read"""
     if family.not_in_comfyui:
-        raise UsageError(f"comfyui: {family.pipeline}: {family.not_in_comfyui}", fix="pytorch_lora_weights.safetensors, in diffusers")
+        raise UsageError(
+            f"comfyui: {family.pipeline}: {family.not_in_comfyui}",
+            fix="pytorch_lora_weights.safetensors, in diffusers",
+        )
 
 
 def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
-    """name -> F[r in], F[out r] of each module and its alpha, F[]; F is the dtype of the adapter: a program multiplies by alpha / r."""
+    """name -> F[r in], F[out r] of each module and its alpha, F[]; F is the dtype of the adapter: a
+    program multiplies by alpha / r.
+    """
     settings = settings_of(adapter)
     if settings.get("use_dora"):
         raise UsageError(f"comfyui: {adapter}: {NO_DORA}", fix=f"{LORA_FILE}, in diffusers")
@@ -257,11 +342,16 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        named, side = _in_comfyui(module, family), _UNET[side] if family.denoiser == "unet" else side
+        named, side = (
+            _in_comfyui(module, family),
+            (_UNET[side] if family.denoiser == "unet" else side),
+        )
         made[f"{named}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
             rank, alpha = len(tensor), _of_module(module, settings, "alpha_pattern", "lora_alpha")
-            made[f"{named}.alpha"] = torch.tensor(alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0), dtype=tensor.dtype)
+            made[f"{named}.alpha"] = torch.tensor(
+                alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0), dtype=tensor.dtype
+            )
     return made
 
 
@@ -287,11 +377,17 @@ def _in_comfyui(module: str, family: Family) -> str:
 
 
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
-    """The factors with PEFT's scale, alpha / r, in the small one and no alpha: ComfyUI divides an alpha by the rank of a factor that is
-    kept as two matrices, and ignores it where both are whole."""
+    """The factors with PEFT's scale, alpha / r, in the small one and no alpha: ComfyUI divides an
+    alpha by the rank of a factor that is kept as two matrices, and ignores it where both are whole.
+    """
     made: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).rpartition(".")
-        alpha, rank = (_of_module(module, settings, f"{what}_pattern", key) for what, key in (("alpha", "alpha"), ("rank", "r")))
-        made[f"{_in_comfyui(module, family)}.{side}"] = tensor * (alpha / rank if side in ("lokr_w1", "lokr_w1_a") else 1.0)
+        alpha, rank = (
+            _of_module(module, settings, f"{what}_pattern", key)
+            for what, key in (("alpha", "alpha"), ("rank", "r"))
+        )
+        made[f"{_in_comfyui(module, family)}.{side}"] = tensor * (
+            alpha / rank if side in ("lokr_w1", "lokr_w1_a") else 1.0
+        )
     return made

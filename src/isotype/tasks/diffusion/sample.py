@@ -1,4 +1,6 @@
-"""Makes pictures during training, with the model's own pipeline, under the run's precision. They do not change training."""
+"""Makes pictures during training, with the model's own pipeline, under the run's precision. They do
+not change training.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ class Sample:
         return ".png", self.png
 
     def as_json(self) -> dict[str, Any]:
-        return {"prompt": self.prompt, "answer": f"a picture of {self.size} x {self.size}", "reference": None}
+        return {
+            "prompt": self.prompt,
+            "answer": f"a picture of {self.size} x {self.size}",
+            "reference": None,
+        }
 
     def lines(self) -> tuple[str, str]:
         return self.prompt, f"a picture of {self.size} x {self.size}"
@@ -47,7 +53,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One entry of `run.samples`. own: what it sets of `Drawing`. With a seed of its own a picture's noise depends on that alone.
+    """One entry of `run.samples`. own: what it sets of `Drawing`. With a seed of its own a
+    picture's noise depends on that alone.
 
     control  file of the picture before the edit
     """
@@ -66,10 +73,20 @@ class Prompt:
             if key not in _KINDS:
                 raise unknown_key(where, str(key), list(_KINDS))
         if "prompt" not in given:
-            raise UsageError(f"{where}: {dict(given)}: prompt is missing", fix="{prompt: a photo of a dog, seed: 7}")
+            raise UsageError(
+                f"{where}: {dict(given)}: prompt is missing",
+                fix="{prompt: a photo of a dog, seed: 7}",
+            )
         for key, value in given.items():
-            if not isinstance(value, _KINDS[key]) or isinstance(value, bool) or (key in ("size", "steps") and value < 1):
-                raise UsageError(f"{where}: {key}: {value!r}: expected {'text' if _KINDS[key] is str else 'a number'}")
+            if (
+                not isinstance(value, _KINDS[key])
+                or isinstance(value, bool)
+                or (key in ("size", "steps") and value < 1)
+            ):
+                raise UsageError(
+                    f"{where}: {key}: {value!r}: expected"
+                    f" {'text' if _KINDS[key] is str else 'a number'}"
+                )
         own = {key: given[key] for key in ("size", "steps", "guidance", "seed") if key in given}
         control = Path(given["control"]).expanduser() if "control" in given else None
         return cls(given["prompt"], given.get("negative", ""), own, control)
@@ -82,7 +99,15 @@ class Prompt:
         return replace(how, **self.own)
 
 
-_KINDS: dict[str, Any] = {"prompt": str, "control": str, "negative": str, "size": int, "steps": int, "guidance": (int, float), "seed": int}
+_KINDS: dict[str, Any] = {
+    "prompt": str,
+    "control": str,
+    "negative": str,
+    "size": int,
+    "steps": int,
+    "guidance": (int, float),
+    "seed": int,
+}
 
 
 def sample(
@@ -95,7 +120,8 @@ def sample(
     *,
     world: World = ALONE,
 ) -> Iterator[Sample]:
-    """A picture a prompt, each as it is drawn. Its noise depends on the seed and the prompt's position only.
+    """A picture a prompt, each as it is drawn. Its noise depends on the seed and the prompt's
+    position only.
 
     prompts  each with its embeddings and those of what it is guided away from
     world    the processes that share the model and call this together: all draw the same pictures
@@ -105,16 +131,23 @@ def sample(
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
         for i, (prompt, text, negative) in enumerate(prompts):
-            words = [{name: tensor[None].to(device) for name, tensor in one.items()} for one in (text, negative)]
+            words = [
+                {name: tensor[None].to(device) for name, tensor in one.items()}
+                for one in (text, negative)
+            ]
             if "ids" in text:
                 words = [inner_model(model)(None, None, one) for one in words]
             # the pipeline takes its latents' dtype from the text's
-            given, none = ({name: tensor.to(dtype) for name, tensor in one.items()} for one in words)
+            given, none = (
+                {name: tensor.to(dtype) for name, tensor in one.items()} for one in words
+            )
             own = prompt.drawing(how)
             generator = generator_of("sample", own.seed, 0 if "seed" in prompt.own else i)
             before = None
             if prompt.control is not None:
-                x_1CHW = pixels(prompt.control.read_bytes(), Window(Size(own.size, own.size)))[None].to(device, vae.dtype)
+                x_1CHW = pixels(prompt.control.read_bytes(), Window(Size(own.size, own.size)))[
+                    None
+                ].to(device, vae.dtype)
                 before = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
             latents_1CHW = folder.family.sample(pipe, given, none, own, generator, before)
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
@@ -133,15 +166,23 @@ def texts_of(prompts: Sequence[Prompt], encoder: Encoder) -> list[Said]:
 
 
 def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
-    """Raises  UsageError for a prompt of a model that edits without a picture, or with one that cannot be read, and for one of another"""
+    """Raises  UsageError for a prompt of a model that edits without a picture, or with one that
+    cannot be read, and for one of another
+    """
     for prompt in prompts:
         if prompt.control is None and family.pairs:
             raise UsageError(
-                f"run.samples: {prompt.text!r}: {family.pipeline} edits a picture, and control is missing",
-                fix="{prompt: make it red, control: before.png}; isotype sample: --control before.png",
+                f"run.samples: {prompt.text!r}: {family.pipeline} edits a picture, and control is"
+                " missing",
+                fix=(
+                    "{prompt: make it red, control: before.png}; isotype sample: --control"
+                    " before.png"
+                ),
             )
         if prompt.control is not None and not family.pairs:
-            raise UsageError(f"run.samples: control: has no effect: {family.pipeline} does not edit pictures")
+            raise UsageError(
+                f"run.samples: control: has no effect: {family.pipeline} does not edit pictures"
+            )
         if prompt.control is not None:
             try:
                 opened(prompt.control.read_bytes())
@@ -152,4 +193,8 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
 
 def before_edits(prompts: Sequence[Prompt]) -> dict[str, str]:
     """Prompt as the report shows it -> the picture that it edits, small."""
-    return {prompt.shown: small(prompt.control.read_bytes()) for prompt in prompts if prompt.control is not None}
+    return {
+        prompt.shown: small(prompt.control.read_bytes())
+        for prompt in prompts
+        if prompt.control is not None
+    }

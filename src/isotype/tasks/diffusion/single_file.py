@@ -1,8 +1,9 @@
-"""A checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders), whose parts diffusers reads out of it.
+"""A checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders), whose parts
+diffusers reads out of it.
 
-Settings and tokenizers come from a pipeline's folder beside the file, of the file's name without ending, or from the hub, where diffusers
-knows whose the file is. Where the folder beside it has a VAE's weights the file holds the denoiser alone, and the other parts are the
-folder's.
+Settings and tokenizers come from a pipeline's folder beside the file, of the file's name without
+ending, or from the hub, where diffusers knows whose the file is. Where the folder beside it has a
+VAE's weights the file holds the denoiser alone, and the other parts are the folder's.
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_model(file: Path, kind: Any, settings: Path, part: str, dtype: torch.dtype) -> Any:
-    """A part (denoiser or VAE) with the file's weights in `dtype`; its buffers, and what its class keeps in fp32, are the file's numbers in
-    fp32. Raises whatever diffusers does, ValueError for a file without some of its weights."""
+    """A part (denoiser or VAE) with the file's weights in `dtype`; its buffers, and what its class
+    keeps in fp32, are the file's numbers in fp32. Raises whatever diffusers does, ValueError for a
+    file without some of its weights.
+    """
     try:
-        made = kind.from_single_file(str(file), config=str(settings), subfolder=part, local_files_only=True, dtype=dtype_of(file))
+        made = kind.from_single_file(
+            str(file),
+            config=str(settings),
+            subfolder=part,
+            local_files_only=True,
+            dtype=dtype_of(file),
+        )
     except NotImplementedError:  # a weight that stayed on the meta device
         raise ValueError(f"{file.name} does not have all weights of the {part}") from None
     kept = names_kept_in_fp32(made, dtype)
@@ -38,41 +47,70 @@ def read_model(file: Path, kind: Any, settings: Path, part: str, dtype: torch.dt
             module, _, last = name.rpartition(".")
             made.get_submodule(module)._buffers[last] = buffer.float()
     # the file's weights are plain, also beside the settings of a packed denoiser
-    made._internal_dict = type(made.config)({key: value for key, value in made.config.items() if key != "quantization_config"})
+    made._internal_dict = type(made.config)(
+        {key: value for key, value in made.config.items() if key != "quantization_config"}
+    )
     return made
 
 
-def refuse_other_family(file: Path, kinds: Mapping[str, Any], settings: Path, pipeline: str) -> None:
-    """By the names and shapes of the tensors alone. kinds: part -> class of those that the file has.
+def refuse_other_family(
+    file: Path, kinds: Mapping[str, Any], settings: Path, pipeline: str
+) -> None:
+    """By the names and shapes of the tensors alone. kinds: part -> class of those that the file
+    has.
 
     Raises  UsageError where diffusers does not read the parts out of them
     """
     from ...training.console import without_warnings
 
-    tensors = {name: torch.empty(shape, device="meta") for name, (_, shape) in _headers(file).items()}
+    tensors = {
+        name: torch.empty(shape, device="meta") for name, (_, shape) in _headers(file).items()
+    }
     for part, kind in kinds.items():
         try:
             with without_warnings():
-                kind.from_single_file(dict(tensors), config=str(settings), subfolder=part, local_files_only=True, device="meta")
+                kind.from_single_file(
+                    dict(tensors),
+                    config=str(settings),
+                    subfolder=part,
+                    local_files_only=True,
+                    device="meta",
+                )
         except Exception as error:  # a file of another family raises whatever its tensors lead to
-            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            said = next(
+                (line.strip() for line in str(error).splitlines() if line.strip()),
+                type(error).__name__,
+            )
             raise UsageError(
-                f"model.name: {file}: diffusers does not read it as the {part} of a {pipeline}: {said[:200]}",
-                fix=f"the settings of its own family in {file.with_suffix('')}; of a file without VAE and text encoders their weights too",
+                f"model.name: {file}: diffusers does not read it as the {part} of a {pipeline}:"
+                f" {said[:200]}",
+                fix=(
+                    f"the settings of its own family in {file.with_suffix('')}; of a file without"
+                    " VAE and text encoders their weights too"
+                ),
             ) from error
 
 
 def repository_of(file: Path) -> str:
-    """The hub's repository whose settings the file has, by the names of its tensors. Raises UsageError for an unknown family."""
-    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
+    """The hub's repository whose settings the file has, by the names of its tensors. Raises
+    UsageError for an unknown family.
+    """
+    from diffusers.loaders.single_file_utils import (
+        DIFFUSERS_DEFAULT_PIPELINE_PATHS,
+        infer_diffusers_model_type,
+    )
 
     headers = _headers(file)
     try:
-        kind = infer_diffusers_model_type({name: torch.empty(shape, device="meta") for name, (_, shape) in headers.items()})
+        kind = infer_diffusers_model_type(
+            {name: torch.empty(shape, device="meta") for name, (_, shape) in headers.items()}
+        )
     except Exception as error:  # it looks into tensors, which this file may not have
         raise _unknown(file) from error
     known: Any = DIFFUSERS_DEFAULT_PIPELINE_PATHS.get(kind, {})
-    if "pretrained_model_name_or_path" not in known or (kind == "v1" and not any(".input_blocks." in name for name in headers)):
+    if "pretrained_model_name_or_path" not in known or (
+        kind == "v1" and not any(".input_blocks." in name for name in headers)
+    ):
         raise _unknown(file)
     return str(known["pretrained_model_name_or_path"])
 
@@ -80,15 +118,25 @@ def repository_of(file: Path) -> str:
 def _unknown(file: Path) -> UsageError:
     return UsageError(
         f"model.name: {file}: diffusers does not know this file's family by its tensors",
-        fix=f"a pipeline's folder of that family as {file.with_suffix('')}: {PIPELINE_FILE}, the settings and tokenizers of its parts",
+        fix=(
+            f"a pipeline's folder of that family as {file.with_suffix('')}: {PIPELINE_FILE}, the"
+            " settings and tokenizers of its parts"
+        ),
     )
 
 
 def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
     """name -> dtype as the file names it, and shape. Raises UsageError."""
     if file.suffix != ".safetensors":
-        why = "a pickle can run code" if file.suffix in (".ckpt", ".pt", ".pth", ".bin") else "expected one, or a pipeline's folder"
-        raise UsageError(f"model.name: {file}: not a .safetensors file: {why}", fix="the same checkpoint as .safetensors")
+        why = (
+            "a pickle can run code"
+            if file.suffix in (".ckpt", ".pt", ".pth", ".bin")
+            else "expected one, or a pipeline's folder"
+        )
+        raise UsageError(
+            f"model.name: {file}: not a .safetensors file: {why}",
+            fix="the same checkpoint as .safetensors",
+        )
     try:
         with safe_open(file, framework="pt") as opened:
             each = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
@@ -98,7 +146,9 @@ def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def dtype_of(file: Path) -> torch.dtype:
-    """Of its weights, the widest. Raises UsageError for fp8, and for packed weights (whole numbers of 8 bits)."""
+    """Of its weights, the widest. Raises UsageError for fp8, and for packed weights (whole numbers
+    of 8 bits).
+    """
     found = {word for word, _ in _headers(file).values()}
     if narrow := sorted(word for word in found if word.startswith("F8") or word in ("U8", "I8")):
         raise UsageError(
@@ -111,19 +161,30 @@ def dtype_of(file: Path) -> torch.dtype:
 UNET_PREFIX = "model.diffusion_model."
 
 
-def write_with_unet(original: Path, unet: Mapping[str, Tensor], config: Mapping[str, Any], out: Path) -> bool:
-    """Writes the tensors of a single file with another U-Net in it, each where diffusers reads it. False, and nothing written, for a file
-    that has other names than Stable Diffusion's and SDXL's own code.
+def write_with_unet(
+    original: Path, unet: Mapping[str, Tensor], config: Mapping[str, Any], out: Path
+) -> bool:
+    """Writes the tensors of a single file with another U-Net in it, each where diffusers reads it.
+    False, and nothing written, for a file that has other names than Stable Diffusion's and SDXL's
+    own code.
 
     config  the U-Net's own
     """
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
     with safe_open(original, framework="pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
+        names = opened.keys()
+        tensors = {name: opened.get_tensor(name) for name in names}
     if not any(name.startswith(UNET_PREFIX) for name in tensors):
         return False
-    read, places = convert_ldm_unet_checkpoint(tensors, dict(config)), {id(tensor): name for name, tensor in tensors.items()}
-    changed = {places[id(tensor)]: unet[name].reshape(tensor.shape).contiguous() for name, tensor in read.items()}
+    read, places = (
+        convert_ldm_unet_checkpoint(tensors, dict(config)),
+        {id(tensor): name for name, tensor in tensors.items()},
+    )
+    changed = {
+        places[id(tensor)]: unet[name].reshape(tensor.shape).contiguous()
+        for name, tensor in read.items()
+    }
     save_file({**tensors, **changed}, out, metadata=metadata)
     return True

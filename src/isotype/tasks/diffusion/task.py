@@ -29,7 +29,15 @@ from ...training.memory.blocks import as_set
 from ...training.memory.plan import held_memory
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
-from .denoiser import ForwardCost, base_outline, built, frozen_base, frozen_outline, put_under, watch_time
+from .denoiser import (
+    ForwardCost,
+    base_outline,
+    built,
+    frozen_base,
+    frozen_outline,
+    put_under,
+    watch_time,
+)
 from .encode import Encoder, Said, Store, key_of, release
 from .families import Asked, Drawing
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
@@ -45,7 +53,9 @@ REHEARSED_STEPS = 2  # of a shortened sample
 
 
 class DiffusionTask:
-    """Pictures with captions, a loss for each noised latent, sampled pictures. Implements `training.task.Task`."""
+    """Pictures with captions, a loss for each noised latent, sampled pictures. Implements
+    `training.task.Task`.
+    """
 
     kind = "diffusion"
     words = Words(units="pictures", unit="pic", weight="compared")
@@ -67,7 +77,13 @@ class DiffusionTask:
     @property
     def roles(self) -> Mapping[str, str]:
         average = {} if self.config.train.ema is None else {"ema": "fp32"}
-        return {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32", **average}
+        return {
+            "vae": "fp32",
+            "text_encoder": "compute",
+            "timesteps": "fp32",
+            "latents": "fp32",
+            **average,
+        }
 
     @property
     def base_name(self) -> str:
@@ -82,16 +98,27 @@ class DiffusionTask:
         if config.model.init == "random":
             self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
         elif config.model.config is not None:
-            raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
+            raise UsageError(
+                "model.config: has no effect without model.init: random", fix="model.init: random"
+            )
         refuse_unfit(config, self.folder, precision, self.sources, self.prompts)
         family = self.folder.family
         self.sizes = RunSizes(config.images, self.sources, self.downscale * family.downscale)
         self.objective = objective_of(
-            config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.sizes.tokens
-        )  # fmt: skip
-        asked = [("run.samples: size", int(prompt.own["size"])) for prompt in self.prompts if "size" in prompt.own]
+            config.diffusion,
+            self.folder.config("scheduler"),
+            offered=family.objectives,
+            tokens=self.sizes.tokens,
+        )
+        asked = [
+            ("run.samples: size", int(prompt.own["size"]))
+            for prompt in self.prompts
+            if "size" in prompt.own
+        ]
         most: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
-        self.sizes.refuse([("run.sample_size", self.drawing().size), *asked], None if most is None else int(most))
+        self.sizes.refuse(
+            [("run.sample_size", self.drawing().size), *asked], None if most is None else int(most)
+        )
 
     @property
     def downscale(self) -> int:
@@ -100,33 +127,54 @@ class DiffusionTask:
 
     @cached_property
     def sources(self) -> list[PictureSource]:
-        return [source for side in ("train", "regularisation", "eval") for source in picture_sources(self.config.images, side)]
+        return [
+            source
+            for side in ("train", "regularisation", "eval")
+            for source in picture_sources(self.config.images, side)
+        ]
 
     @property
     def text_length(self) -> int:
         return self.config.diffusion.max_text_length or self.folder.family.max_text_length or 0
 
     def load_data(self) -> None:
-        self.gathered = gather(self.config.images, seed=self.config.train.seed, pairs=self.folder.family.pairs)
+        self.gathered = gather(
+            self.config.images, seed=self.config.train.seed, pairs=self.folder.family.pairs
+        )
         if self.gathered.to_draw and self.config.model.init == "random":
             raise UsageError(
-                "images.regularisation: draw: a model of fresh weights draws noise", fix="a folder of pictures, or model.init: pretrained"
+                "images.regularisation: draw: a model of fresh weights draws noise",
+                fix="a folder of pictures, or model.init: pretrained",
             )
-        refuse_other(picture_sources(self.config.images, "regularisation"), self.gathered.to_draw, self._drawn_with())
+        refuse_other(
+            picture_sources(self.config.images, "regularisation"),
+            self.gathered.to_draw,
+            self._drawn_with(),
+        )
 
     def encode(self, device: torch.device) -> None:
-        """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
+        """Writes latents and text embeddings of the run into its store and frees the encoders.
+        Raises UsageError.
+        """
         gathered = self.gathered
         self.encoder = encoder = self.new_encoder(device)
         self.text = encoder.captions(self._said())
-        if missing := [one for one in gathered.to_draw if not one.path.is_file()]:  # none where another process has drawn them
+        # none where another process has drawn them
+        if missing := [one for one in gathered.to_draw if not one.path.is_file()]:
             self._draw_class_pictures(missing, device)
             release(device)
-        rows = encoder.pictures(gathered.all, self.text, self.sizes, gathered.bad, seed=self.config.train.seed)
-        gathered.bad.settle(sum(map(bool, rows)), fix="replace or remove these files; the others are encoded already")
+        rows = encoder.pictures(
+            gathered.all, self.text, self.sizes, gathered.bad, seed=self.config.train.seed
+        )
+        gathered.bad.settle(
+            sum(map(bool, rows)),
+            fix="replace or remove these files; the others are encoded already",
+        )
         encoder.store.hold_to_bound()
         split = len(gathered.train)
-        self.train_rows, self.evaluated = ([row for some in part for row in some] for part in (rows[:split], rows[split:]))
+        self.train_rows, self.evaluated = (
+            [row for some in part for row in some] for part in (rows[:split], rows[split:])
+        )
         self._observed |= encoder.observed
 
     def _drawn_with(self) -> dict[str, Any]:
@@ -136,14 +184,23 @@ class DiffusionTask:
         return {"model": model, "steps": how.steps, "guidance": how.guidance, "seed": how.seed}
 
     def _draw_class_pictures(self, todo: Sequence[ToDraw], device: torch.device) -> None:
-        """With the base model and the run's settings of samples, under the run's precision; it is freed before the pictures are encoded."""
+        """With the base model and the run's settings of samples, under the run's precision; it is
+        freed before the pictures are encoded.
+        """
         config, how = self.config, self.drawing()
-        model = frozen_base(self.folder, config, self.precision, loaded_on(device, None, config.model.offload))
+        model = frozen_base(
+            self.folder, config, self.precision, loaded_on(device, None, config.model.offload)
+        )
         put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
         model = as_set(model, config.model.offload, device)
-        own = [{"seed": how.seed + one.number, "size": one.size or config.images.resolution} for one in todo]
+        own = [
+            {"seed": how.seed + one.number, "size": one.size or config.images.resolution}
+            for one in todo
+        ]
         prompts = [Prompt(one.caption, own=its) for one, its in zip(todo, own)]
-        write_missing(todo, self._drawn_with(), (made.png for made in self.draw(model, device, prompts, how)))
+        write_missing(
+            todo, self._drawn_with(), (made.png for made in self.draw(model, device, prompts, how))
+        )
 
     def _said(self) -> list[Said]:
         """What is encoded as text: every caption, the empty one, and what is sampled."""
@@ -156,26 +213,43 @@ class DiffusionTask:
 
     def new_encoder(self, device: torch.device) -> Encoder:
         return Encoder(
-            self.folder, self.precision, device, Store.of(self.config.images.cache), self.text_length,
+            self.folder,
+            self.precision,
+            device,
+            Store.of(self.config.images.cache),
+            self.text_length,
             tokens=self.config.adapter.text_encoders,
-        )  # fmt: skip
+        )
 
-    def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
+    def build_model(
+        self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
+    ) -> tuple[nn.Module, Manifest]:
         self.take_base(folder)
         return self.denoiser(precision, device, part)
 
     def take_base(self, folder: Path) -> None:
-        """With `model.init: random`: takes the denoiser in `folder`, where its weights are drawn unless they are there already."""
+        """With `model.init: random`: takes the denoiser in `folder`, where its weights are drawn
+        unless they are there already.
+        """
         if self.config.model.init == "random":
             self.folder = self.folder.draw_denoiser(folder, seed=self.config.train.seed)
 
-    def denoiser(self, precision: Precision, device: torch.device, part: Part | None = None) -> tuple[nn.Module, Manifest]:
+    def denoiser(
+        self, precision: Precision, device: torch.device, part: Part | None = None
+    ) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
         if self.config.adapter.kind == "none":
             loaded = self.folder.denoiser(to_torch(precision.trainable)).to(loaded_on(device, part))
         else:
-            loaded = frozen_base(self.folder, self.config, precision, loaded_on(device, part, self.config.model.offload))
-        model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
+            loaded = frozen_base(
+                self.folder,
+                self.config,
+                precision,
+                loaded_on(device, part, self.config.model.offload),
+            )
+        model, manifest = built(
+            loaded, self.folder.family, self.config, precision, device_type=device.type, part=part
+        )
         manifest.notes += check_base(self.folder.published, precision, self.base_name)
         watch_time(model, self._observed)
         return as_set(model, self.config.model.offload, device), manifest
@@ -185,7 +259,9 @@ class DiffusionTask:
 
     @property
     def rows(self) -> int:
-        """Of an epoch; before the pictures are encoded those are counted too that will turn out to be bad."""
+        """Of an epoch; before the pictures are encoded those are counted too that will turn out to
+        be bad.
+        """
         if self.train_rows is not None:
             return len(self.train_rows)
         return sum(picture.repeats for picture in self.gathered.train)
@@ -197,7 +273,10 @@ class DiffusionTask:
     def feed(self) -> PictureStream:
         train = self.config.train
         return PictureStream(
-            self._encoded(), seed=train.seed, shuffle=self.config.images.shuffle, together=train.batch_size * train.accumulate
+            self._encoded(),
+            seed=train.seed,
+            shuffle=self.config.images.shuffle,
+            together=train.batch_size * train.accumulate,
         )
 
     def _encoded(self) -> list[Row]:
@@ -213,16 +292,29 @@ class DiffusionTask:
         full = self.config.adapter.kind == "none"
         total = sum(p.numel() for p in self.folder.denoiser_outline().parameters())
         packs = not full or self.folder.published is not None
-        denoiser = frozen_outline(self.folder, self.config, precision) if packs else base_outline(self.folder, self.config)
+        denoiser = (
+            frozen_outline(self.folder, self.config, precision)
+            if packs
+            else base_outline(self.folder, self.config)
+        )
         with torch.device("meta"):
-            model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
-            as_set(model, self.config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
+            model, _ = built(
+                denoiser, self.folder.family, self.config, precision, device_type=device_type
+            )
+            as_set(
+                model,
+                self.config.model.offload,
+                torch.device("cpu" if device_type == "cpu" else "meta"),
+            )
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return Outline(model, trainable, total + (0 if full else trainable))
 
     def step_outline(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
-        draws = min(micro_batch(self.config.train), len(self.gathered.eval) * self.config.diffusion.eval_draws)
+        draws = min(
+            micro_batch(self.config.train),
+            len(self.gathered.eval) * self.config.diffusion.eval_draws,
+        )
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with eval_mode(model):
@@ -239,13 +331,21 @@ class DiffusionTask:
 
     def empty_batch(self, rows: int, device: torch.device) -> Batch:
         """The shapes and dtypes of a batch of the largest pictures."""
-        config, channels = self.folder.config(self.folder.denoiser_part), self.folder.family.latents.channels(self.folder.config("vae"))
+        config, channels = (
+            self.folder.config(self.folder.denoiser_part),
+            self.folder.family.latents.channels(self.folder.config("vae")),
+        )
         sides = (self.sizes.largest_side // self.downscale,) * 2
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
-        latents, noise = (torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2))
+        latents, noise = (
+            torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2)
+        )
         shapes = self.folder.family.text_shapes(config, length)
-        words = {name: torch.empty(rows, *shape, dtype=text, device=device) for name, shape in shapes.items()}
+        words = {
+            name: torch.empty(rows, *shape, dtype=text, device=device)
+            for name, shape in shapes.items()
+        }
         if self.config.adapter.text_encoders:
             encoders = len(self.folder.family.text_encoders)
             words = {
@@ -254,18 +354,30 @@ class DiffusionTask:
             }
         lengths = (length,) * rows if self.folder.family.own_lengths else ()
         control = torch.empty_like(latents) if self.folder.family.pairs else None
-        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words, lengths=lengths, control=control)
+        return Batch(
+            latents,
+            noise,
+            torch.empty(rows, dtype=dtype, device=device),
+            words,
+            lengths=lengths,
+            control=control,
+        )
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
-        return held_memory(model, train, precision).held + 3 * train.batch_size * self.forward_cost.made
+        return (
+            held_memory(model, train, precision).held
+            + 3 * train.batch_size * self.forward_cost.made
+        )
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
     # training
 
-    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str) -> list[tuple[str, str]]:
+    def before_training(
+        self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
+    ) -> list[tuple[str, str]]:
         return []
 
     def one_shape_each(self, rows: Sequence[Placed]) -> list[list[Placed]]:
@@ -283,65 +395,135 @@ class DiffusionTask:
             eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
             if (offset := config.diffusion.noise_offset) > 0:
                 noise = noise + offset * torch.randn(len(noise), 1, 1, generator=generator)
-            text = row.empty if dropped < config.images.caption_dropout else row.text[int(caption * len(row.text))]
+            text = (
+                row.empty
+                if dropped < config.images.caption_dropout
+                else row.text[int(caption * len(row.text))]
+            )
             drawn.append(self._drawn(row, entry, noise, sigma, text, eps=eps))
         return self._stacked(drawn)
 
-    def _drawn(self, row: Row, entry: dict[str, Tensor], noise: Tensor, sigma: float, text: str, *, eps: Tensor | None) -> DrawnRow:
+    def _drawn(
+        self,
+        row: Row,
+        entry: dict[str, Tensor],
+        noise: Tensor,
+        sigma: float,
+        text: str,
+        *,
+        eps: Tensor | None,
+    ) -> DrawnRow:
         """eps: standard deviations of the posterior beside its mean; None: the mean"""
         x_CHW = entry["mean"] if eps is None else entry["mean"] + entry["std"] * eps
         words, mask, control = self.encoder.store.get(text), entry.get("mask"), entry.get("control")
         return DrawnRow(x_CHW, noise, sigma, words, entry["cut"], mask, row.weight, control)
 
     def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch:
-        batch = stacked(drawn, dtype=to_torch(self.precision.latents), own_lengths=self.folder.family.own_lengths)
+        batch = stacked(
+            drawn,
+            dtype=to_torch(self.precision.latents),
+            own_lengths=self.folder.family.own_lengths,
+        )
         for what in ("latents", "noise", "sigma"):
             self._observed["latents", what] = dtype_name(getattr(batch, what).dtype)
         return batch
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
         huber = self.config.diffusion.huber_c if self.config.diffusion.loss == "huber" else None
-        asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut, batch.control)
-        return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype, huber=huber)
+        asked = Asked(
+            self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut, batch.control
+        )
+        return picture_losses(
+            model, self.folder.family, self.objective, batch, asked, dtype=dtype, huber=huber
+        )
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum() / divisor
 
-    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
+    ) -> Iterable[Any]:
         return batches
 
     @cached_property
     def forward_cost(self) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32."""
-        denoiser, batch = base_outline(self.folder, self.config), self.empty_batch(1, torch.device("meta"))
+        denoiser, batch = (
+            base_outline(self.folder, self.config),
+            self.empty_batch(1, torch.device("meta")),
+        )
         self.folder.family.prepare(denoiser)
-        batch = replace(batch, text={name: t.float() if t.is_floating_point() else t for name, t in batch.text.items()})
+        batch = replace(
+            batch,
+            text={
+                name: t.float() if t.is_floating_point() else t for name, t in batch.text.items()
+            },
+        )
         return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:
-            return key_of([[[row.latents, row.mirrored, row.text, row.weight] for row in rows], str(self.objective)])
+            return key_of(
+                [
+                    [[row.latents, row.mirrored, row.text, row.weight] for row in rows],
+                    str(self.objective),
+                ]
+            )
 
         return {"training": key(self._encoded()), "evaluation": key(self.evaluated)}
 
-    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        return self._evaluate(model, (self.evaluated or self._encoded())[:most], device, dtype, world)
+    def evaluate(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        dtype: str,
+        most: int | None = None,
+        world: World = ALONE,
+    ) -> Evaluation:
+        return self._evaluate(
+            model, (self.evaluated or self._encoded())[:most], device, dtype, world
+        )
 
-    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
-        return self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype) if self.evaluated else None
+    def rehearse_evaluation(
+        self, model: nn.Module, device: torch.device, *, dtype: str
+    ) -> Evaluation | None:
+        return (
+            self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype)
+            if self.evaluated
+            else None
+        )
 
-    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
+    def _evaluate(
+        self,
+        model: nn.Module,
+        rows: Sequence[Row],
+        device: torch.device,
+        dtype: str,
+        world: World = ALONE,
+    ) -> Evaluation:
         return evaluate(
-            model, rows, draws=self.config.diffusion.eval_draws, batch_size=micro_batch(self.config.train), device=device,
-            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype), world=world,
-        )  # fmt: skip
+            model,
+            rows,
+            draws=self.config.diffusion.eval_draws,
+            batch_size=micro_batch(self.config.train),
+            device=device,
+            batch_of=self._fixed,
+            losses=lambda model, batch: self.losses(model, batch, dtype=dtype),
+            world=world,
+        )
 
     def _fixed(self, some: Sequence[Drawn]) -> Batch:
-        """The batch of fixed draws: the posterior's mean of the first window, noise by the draw's number, the row's first caption."""
+        """The batch of fixed draws: the posterior's mean of the first window, noise by the draw's
+        number, the row's first caption.
+        """
         drawn = []
         for number, row, level in some:
             entry = self.encoder.store.get(row.latents[0])
-            noise = torch.randn(entry["mean"].shape, generator=generator_of("evaluation", self.config.train.seed, number))
+            noise = torch.randn(
+                entry["mean"].shape,
+                generator=generator_of("evaluation", self.config.train.seed, number),
+            )
             drawn.append(self._drawn(row, entry, noise, level, row.text[0], eps=None))
         return self._stacked(drawn)
 
@@ -349,10 +531,19 @@ class DiffusionTask:
     def samples(self) -> int:
         return len(self.config.run.samples)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> list[Sample]:
+    def sample(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        shortened: bool = False,
+        world: World = ALONE,
+    ) -> list[Sample]:
         prompts = self.prompts[:1] if shortened else self.prompts
         if shortened:
-            prompts = [replace(prompt, own={**prompt.own, "steps": REHEARSED_STEPS}) for prompt in prompts]
+            prompts = [
+                replace(prompt, own={**prompt.own, "steps": REHEARSED_STEPS}) for prompt in prompts
+            ]
         return list(self.draw(model, device, prompts, self.drawing(), world=world))
 
     @cached_property
@@ -361,14 +552,28 @@ class DiffusionTask:
 
     def drawing(self) -> Drawing:
         run = self.config.run
-        return Drawing(run.sample_size or self.config.images.resolution, run.sample_steps, run.sample_guidance, self.config.train.seed)
+        return Drawing(
+            run.sample_size or self.config.images.resolution,
+            run.sample_steps,
+            run.sample_guidance,
+            self.config.train.seed,
+        )
 
     def draw(
-        self, model: nn.Module, device: torch.device, prompts: Sequence[Prompt], how: Drawing, *, world: World = ALONE
+        self,
+        model: nn.Module,
+        device: torch.device,
+        prompts: Sequence[Prompt],
+        how: Drawing,
+        *,
+        world: World = ALONE,
     ) -> Iterator[Sample]:
         """A picture for each prompt, whose embeddings are in the store, each as it is drawn."""
         get = self.encoder.store.get
-        words = [[get(self.text[said]) for said in texts_of([prompt], self.encoder)] for prompt in prompts]
+        words = [
+            [get(self.text[said]) for said in texts_of([prompt], self.encoder)]
+            for prompt in prompts
+        ]
         asked = [(prompt, text, negative) for prompt, (text, negative) in zip(prompts, words)]
         return sample(model, self.folder, self.precision, asked, how, device, world=world)
 
@@ -376,11 +581,19 @@ class DiffusionTask:
 
     def save(self, model: Any, folder: Path, precision: Precision) -> None:
         if self.config.adapter.kind != "none":
-            save_lora(model, folder, precision, self.folder, comfyui=self.config.run.adapter_format == "comfyui")
+            save_lora(
+                model,
+                folder,
+                precision,
+                self.folder,
+                comfyui=self.config.run.adapter_format == "comfyui",
+            )
         else:
             save_denoiser(model, folder, precision)
 
-    def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
+    def reload(
+        self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None
+    ) -> nn.Module:
         return load_result(folder, self.folder, self.config, precision, device, part)
 
     # what is told
@@ -393,17 +606,30 @@ class DiffusionTask:
         return [("data", first), *(("", line) for line in (*more, cached, levels))]
 
     def records(self) -> Mapping[str, Any]:
-        by_size = {str(size): count for size, count in sorted(Counter(row.size for row in self._encoded()).items())}
+        by_size = {
+            str(size): count
+            for size, count in sorted(Counter(row.size for row in self._encoded()).items())
+        }
         return {
-            "data.json": {**self.plan_facts(), "train_pictures_by_size": by_size, "made": self.encoder.made, "found": self.encoder.found},
-            "examples.json": {"examples": self.gathered.examples(), "before": before_edits(self.prompts)},
+            "data.json": {
+                **self.plan_facts(),
+                "train_pictures_by_size": by_size,
+                "made": self.encoder.made,
+                "found": self.encoder.found,
+            },
+            "examples.json": {
+                "examples": self.gathered.examples(),
+                "before": before_edits(self.prompts),
+            },
         }
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
-        return type(inner_model(made.model)).__name__, check_base(self.folder.published, precision, self.base_name)
+        return type(inner_model(made.model)).__name__, check_base(
+            self.folder.published, precision, self.base_name
+        )
 
     def plan_facts(self) -> dict[str, Any]:
         gathered, sizes, objective = self.gathered, self.sizes, self.objective
@@ -424,18 +650,27 @@ class DiffusionTask:
 
     def plan_lines(self) -> list[str]:
         facts, sizes = self.plan_facts(), self.sizes
-        kinds = [f"{facts[f'{kind}_pictures']:,} {kind}" for kind in ("regularisation", "masked") if facts[f"{kind}_pictures"]]
+        kinds = [
+            f"{facts[f'{kind}_pictures']:,} {kind}"
+            for kind in ("regularisation", "masked")
+            if facts[f"{kind}_pictures"]
+        ]
         of_these = f" ({', '.join(kinds)})" if kinds else ""
         lines = [
-            f"{facts['train_pictures']:,} training pictures{of_these}, "
-            f"{facts['eval_pictures']:,} for evaluation, "
-            f"{' and '.join(f'{side} x {side}' for side in facts['resolutions'])} pixels, {facts['latent_tokens']:,} latent tokens each",
+            (
+                f"{facts['train_pictures']:,} training pictures{of_these},"
+                f" {facts['eval_pictures']:,} for evaluation,"
+                f" {' and '.join(f'{side} x {side}' for side in facts['resolutions'])} pixels,"
+                f" {facts['latent_tokens']:,} latent tokens each"
+            ),
             f"{self.objective}; evaluated at {self.config.diffusion.eval_draws} fixed ones",
         ]
         if facts["buckets"] > len(sizes.resolutions):
             lines.append(f"aspect buckets: {', '.join(map(str, sorted(sizes.all)))}")
         if self.gathered.to_draw:
-            lines.append(f"{len(self.gathered.to_draw)} class pictures are drawn by the base model, once")
+            lines.append(
+                f"{len(self.gathered.to_draw)} class pictures are drawn by the base model, once"
+            )
         if facts["bad_pictures"]:
             lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
         return lines

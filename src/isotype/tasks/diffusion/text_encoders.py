@@ -1,7 +1,9 @@
-"""Text encoders that are trained with the denoiser (`adapter.text_encoders`): a part of it, named `text_encoders.PART`.
+"""Text encoders that are trained with the denoiser (`adapter.text_encoders`): a part of it, named
+`text_encoders.PART`.
 
-So adapter, optimizer, checkpoint, average and precision see one model, and a step is one forward: where the denoiser is given token ids in
-place of embeddings, it encodes them first. Captions are kept as their tokens.
+So adapter, optimizer, checkpoint, average and precision see one model, and a step is one forward:
+where the denoiser is given token ids in place of embeddings, it encodes them first. Captions are
+kept as their tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from .families import Family
 from .pipeline import PipelineFolder
 
 PREFIX = "text_encoders."
-ADAPTED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
+ADAPTED = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.out_proj",
+    "mlp.fc1",
+    "mlp.fc2",
+)
 
 
 class TextEncoders(nn.Module):
@@ -33,25 +42,42 @@ class TextEncoders(nn.Module):
             self.add_module(part, encoder)
 
     def forward(self, ids: Tensor, captioned: Tensor) -> dict[str, Tensor]:
-        """ids int64[N P S] of P encoders, captioned bool[N] -> what `Family.encode_text` gives, F[N ...] each, in `compute`."""
+        """ids int64[N P S] of P encoders, captioned bool[N] -> what `Family.encode_text` gives, F[N
+        ...] each, in `compute`.
+        """
         text = self.family.text_of(dict(self.named_children()), ids)
         if not self.zeros:
             return text
-        return {name: made * captioned.view(-1, *[1] * (made.ndim - 1)) for name, made in text.items()}
+        return {
+            name: made * captioned.view(-1, *[1] * (made.ndim - 1)) for name, made in text.items()
+        }
 
 
-def put_encoders(denoiser: nn.Module, folder: PipelineFolder, encoders: Mapping[str, nn.Module]) -> None:
-    """Makes frozen encoders a part of the denoiser. Before its adapter is attached, and before `apply_precision`."""
-    zeros = bool(folder.index.get("force_zeros_for_empty_prompt", True)) if len(encoders) > 1 else False
+def put_encoders(
+    denoiser: nn.Module, folder: PipelineFolder, encoders: Mapping[str, nn.Module]
+) -> None:
+    """Makes frozen encoders a part of the denoiser. Before its adapter is attached, and before
+    `apply_precision`.
+    """
+    zeros = (
+        bool(folder.index.get("force_zeros_for_empty_prompt", True)) if len(encoders) > 1 else False
+    )
     denoiser.add_module(PREFIX[:-1], TextEncoders(encoders, folder.family, zeros=zeros))
     InstanceMethod(_forward, denoiser).put()
 
 
 def _forward(
-    denoiser: Any, sample: Tensor | None, timestep: Tensor | None, encoder_hidden_states: Any, *,
-    added_cond_kwargs: dict[str, Tensor] | None = None, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """The denoiser's forward, which also takes tokens (`ids`, `captioned`) as its text; without `sample` it returns the text encoded."""
+    denoiser: Any,
+    sample: Tensor | None,
+    timestep: Tensor | None,
+    encoder_hidden_states: Any,
+    *,
+    added_cond_kwargs: dict[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The denoiser's forward, which also takes tokens (`ids`, `captioned`) as its text; without
+    `sample` it returns the text encoded.
+    """
     if isinstance(encoder_hidden_states, dict):
         text = denoiser.text_encoders(**encoder_hidden_states)
         if sample is None:
@@ -60,22 +86,39 @@ def _forward(
         if added_cond_kwargs is not None:
             added_cond_kwargs = {**added_cond_kwargs, "text_embeds": text["pooled"]}
     return type(denoiser).forward(
-        denoiser, sample, timestep, encoder_hidden_states, added_cond_kwargs=added_cond_kwargs, **kwargs
-    )  # fmt: skip
+        denoiser,
+        sample,
+        timestep,
+        encoder_hidden_states,
+        added_cond_kwargs=added_cond_kwargs,
+        **kwargs,
+    )
 
 
 def targets_in(denoiser: nn.Module, family: Family) -> list[str]:
-    """Attention and MLP of every layer of the encoders, but for a last one whose result the family does not take."""
+    """Attention and MLP of every layer of the encoders, but for a last one whose result the family
+    does not take.
+    """
     found = []
     for part in family.text_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
-        names = [name for name, _ in denoiser.get_submodule(f"{PREFIX}{part}").named_modules() if name.endswith(ADAPTED)]
-        last = max(int(name.split(".layers.")[1].split(".")[0]) for name in names) if part in family.last_unused else -1
+        names = [
+            name
+            for name, _ in denoiser.get_submodule(f"{PREFIX}{part}").named_modules()
+            if name.endswith(ADAPTED)
+        ]
+        last = (
+            max(int(name.split(".layers.")[1].split(".")[0]) for name in names)
+            if part in family.last_unused
+            else -1
+        )
         found += [f"{PREFIX}{part}.{name}" for name in names if f".layers.{last}." not in name]
     return found
 
 
 def part_of(name: str, family: Family) -> tuple[str, str]:
-    """The pipeline's part of an adapter's module or tensor, and its name there as published files have it (`text_model.encoder...`)."""
+    """The pipeline's part of an adapter's module or tensor, and its name there as published files
+    have it (`text_model.encoder...`).
+    """
     if not name.startswith(PREFIX):
         return family.denoiser, name
     part, _, own = name.removeprefix(PREFIX).partition(".")
@@ -83,10 +126,23 @@ def part_of(name: str, family: Family) -> tuple[str, str]:
 
 
 def tokens_of(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, Tensor]:
-    """`ids` int64[N P S] as the pipeline's own tokenizers give them, `captioned` bool[N]. pipe: with its tokenizers."""
+    """`ids` int64[N P S] as the pipeline's own tokenizers give them, `captioned` bool[N]. pipe:
+    with its tokenizers.
+    """
     each = []
     for part in family.text_encoders:
         tokenizer = getattr(pipe, part.replace("text_encoder", "tokenizer"))
         length = tokenizer.model_max_length
-        each.append(tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids)
-    return {"ids": torch.stack(each, 1), "captioned": torch.tensor([caption != "" for caption in captions])}
+        each.append(
+            tokenizer(
+                list(captions),
+                padding="max_length",
+                max_length=length,
+                truncation=True,
+                return_tensors="pt",
+            ).input_ids
+        )
+    return {
+        "ids": torch.stack(each, 1),
+        "captioned": torch.tensor([caption != "" for caption in captions]),
+    }

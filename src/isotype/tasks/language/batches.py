@@ -1,4 +1,6 @@
-"""Batches for a causal language model: rows of tokens as tensors, padded or packed, with what its forward and its loss are given."""
+"""Batches for a causal language model: rows of tokens as tensors, padded or packed, with what its
+forward and its loss are given.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,18 @@ from ...optimize.head import Targets
 from ...training.task import Feed
 from ...wording import counted
 
-# Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's attention also builds a plan for each new
-# length, about 170 ms on an H100, so that there are few of them.
+# Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's
+# attention also builds a plan for each new length, about 170 ms on an H100, so that there are few
+# of them.
 MULTIPLE, MULTIPLE_OF_SHORT_ROWS, MULTIPLE_ON_A_GPU = 8, 32, 128
 
 
 def padded_length(longest: int, device_type: str) -> int:
     """Of a batch whose longest row has so many tokens."""
     short = longest <= MULTIPLE_ON_A_GPU
-    multiple = MULTIPLE if device_type == "cpu" else MULTIPLE_OF_SHORT_ROWS if short else MULTIPLE_ON_A_GPU
+    multiple = (
+        MULTIPLE if device_type == "cpu" else MULTIPLE_OF_SHORT_ROWS if short else MULTIPLE_ON_A_GPU
+    )
     return longest + -longest % multiple
 
 
@@ -39,11 +44,15 @@ class Batch:
     attention_mask     int[B T]  1 for real tokens; None where rows are packed
     tokens             real ones
     supervised         those that a causal loss counts
-    position_ids       int[B T]  of packed rows, beginning at 0 in each document: transformers keeps documents apart by them
-    counted            int[N]    where in the flattened B x T a next token is supervised, sorted; made on the host, so that a device's loss
-                                 computes those rows alone without telling the host how many there are; None where every row is counted
+    position_ids       int[B T]  of packed rows, beginning at 0 in each document: transformers keeps
+                       documents apart by them
+    counted            int[N]    where in the flattened B x T a next token is supervised, sorted;
+                       made on the host, so that a device's loss
+                                 computes those rows alone without telling the host how many there
+                                 are; None where every row is counted
     documents          of packed rows, where each begins, made on the host
-    pictures           what the processor makes of the rows' pictures, by the names of the model's arguments: pixels, grids, token types
+    pictures           what the processor makes of the rows' pictures, by the names of the model's
+                       arguments: pixels, grids, token types
     """
 
     input_ids: Tensor
@@ -72,19 +81,33 @@ class Batch:
         return f"{counted(self.rows, 'row')} of {counted(self.input_ids.shape[1], 'token')}"
 
     def to(self, device: torch.device) -> Batch:
-        return replace(self, **(sent(vars(self), device) | {"pictures": sent(self.pictures, device)}))
+        return replace(
+            self, **(sent(vars(self), device) | {"pictures": sent(self.pictures, device)})
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The arguments of a causal model's forward. Without a cache: with one, transformers would ignore the positions."""
-        apart = {"attention_mask": self.attention_mask} if self.position_ids is None else {"position_ids": self.position_ids}
+        """The arguments of a causal model's forward. Without a cache: with one, transformers would
+        ignore the positions.
+        """
+        apart = (
+            {"attention_mask": self.attention_mask}
+            if self.position_ids is None
+            else {"position_ids": self.position_ids}
+        )
         return {"input_ids": self.input_ids, **apart, **self.pictures, "use_cache": False}
 
     def as_one_row(self) -> Batch:
-        """Packed rows one after the other, as varlen attention takes them. The first label of each is masked already."""
+        """Packed rows one after the other, as varlen attention takes them. The first label of each
+        is masked already.
+        """
         assert self.position_ids is not None, "only packed rows may lie in one"
-        ids, labels, positions = (t.reshape(1, -1) for t in (self.input_ids, self.labels, self.position_ids))
-        return replace(self, input_ids=ids, attention_mask=None, labels=labels, position_ids=positions)
+        ids, labels, positions = (
+            t.reshape(1, -1) for t in (self.input_ids, self.labels, self.position_ids)
+        )
+        return replace(
+            self, input_ids=ids, attention_mask=None, labels=labels, position_ids=positions
+        )
 
 
 def sent(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -96,11 +119,14 @@ def sent(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictures: Pictures | None = None) -> Batch:
-    """Pads on the right to the longest row, rounded up to the multiple that `device_type` wants; padding is never supervised.
+def collate(
+    rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictures: Pictures | None = None
+) -> Batch:
+    """Pads on the right to the longest row, rounded up to the multiple that `device_type` wants;
+    padding is never supervised.
 
-    All rows have pictures, or none has. Rows of one document each get a mask. Where one is packed, all get positions, and padding is
-    a document of its own.
+    All rows have pictures, or none has. Rows of one document each get a mask. Where one is packed,
+    all get positions, and padding is a document of its own.
     """
     longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
@@ -120,14 +146,32 @@ def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictu
             lengths += parts
             positions[i] = torch.cat([torch.arange(part) for part in parts])
     # the first label of a row is not predicted: the loss uses labels[1:]
-    counted = (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
+    counted = (
+        (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
+    )
     documents = Documents.of(lengths) if packed else None
-    shown = pictures.inputs(input_ids, mask, [row.pictures for row in rows]) if pictures is not None and rows[0].pictures else {}
-    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted, documents, shown)
+    shown = (
+        pictures.inputs(input_ids, mask, [row.pictures for row in rows])
+        if pictures is not None and rows[0].pictures
+        else {}
+    )
+    return Batch(
+        input_ids,
+        None if packed else mask,
+        labels,
+        int(mask.sum()),
+        counted.numel(),
+        positions,
+        counted,
+        documents,
+        shown,
+    )
 
 
 def with_and_without_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
-    """The rows in parts that can be one batch: processors take pictures for all rows of a batch, or for none."""
+    """The rows in parts that can be one batch: processors take pictures for all rows of a batch, or
+    for none.
+    """
     shown = [bool(getattr(row, "pictures", ())) for row in rows]
     if all(shown) or not any(shown):
         return [rows]
@@ -135,21 +179,27 @@ def with_and_without_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What the model's forward is given: the smallest mask with which every supervised token sees what it should.
+    """What the model's forward is given: the smallest mask with which every supervised token sees
+    what it should.
 
-    Right padding needs none under causal attention: no real token attends to what comes after it, and nothing is counted of padding. A mask
-    costs the fast kernels, so that models keep one only where they read it otherwise. On a GPU packed documents are told apart by their
-    bounds, which also let windows and softcaps run in kernels.
+    Right padding needs none under causal attention: no real token attends to what comes after it,
+    and nothing is counted of padding. A mask costs the fast kernels, so that models keep one only
+    where they read it otherwise. On a GPU packed documents are told apart by their bounds, which
+    also let windows and softcaps run in kernels.
     """
     inputs = batch.inputs
     if batch.position_ids is not None and reads_grids(model):
-        # the first row keeps documents apart, the others are time, height and width: of text they are equal
+        # the first row keeps documents apart, the others are time, height and width: of text they
+        # are equal
         inputs["position_ids"] = batch.position_ids.expand(4, -1, -1)
     if batch.pictures:
-        # the family's own mask: tokens of a picture may see each other (Gemma 3), or text its pictures across (Llama 3.2 Vision)
+        # the family's own mask: tokens of a picture may see each other (Gemma 3), or text its
+        # pictures across (Llama 3.2 Vision)
         return inputs
     if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
-        documents = batch.documents or Documents.rows(batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device)
+        documents = batch.documents or Documents.rows(
+            batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device
+        )
         return inputs | {"attention_mask": DocumentMask(documents)}
     if batch.attention_mask is not None and not mask_needs(model).why_read:
         return inputs | {"attention_mask": None}
@@ -157,22 +207,26 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def reads_grids(model: nn.Module) -> bool:
-    """Whether the model's positions have rows for time, height and width, as those of Qwen's vision-language models do. Given one row of
-    packed positions, Qwen2.5-VL would see one document."""
+    """Whether the model's positions have rows for time, height and width, as those of Qwen's
+    vision-language models do. Given one row of packed positions, Qwen2.5-VL would see one document.
+    """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     return "mrope_section" in (getattr(text, "rope_parameters", None) or {})
 
 
 def takes_one_row(model: nn.Module) -> bool:
-    """Whether packed rows must lie in one row to be kept apart: FlashAttention's varlen path looks at positions of a single row only."""
+    """Whether packed rows must lie in one row to be kept apart: FlashAttention's varlen path looks
+    at positions of a single row only.
+    """
     return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
 def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
     """What a causal loss predicts: the label at t is predicted at t - 1, and -100 is no label.
 
-    every_row  rows without a label are given too, and skipped by the loss; else the rows of `batch.counted`
+    every_row  rows without a label are given too, and skipped by the loss; else the rows of
+               `batch.counted`
     """
     # the labels move, not the hidden states, which would be copied
     targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()

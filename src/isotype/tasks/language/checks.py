@@ -23,15 +23,22 @@ from .sample import generation_config
 
 FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
-NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
+# of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of
+# the covariance
+NEAR_MEAN = 0.05
 NEAR_ZERO = 1e-3  # of the median norm
-TRIAL = 64  # tokens of each document in the trial of packing: a leak is there from the first token on
+# tokens of each document in the trial of packing: a leak is there from the first token on
+TRIAL = 64
 LEAK = 1e-3  # of the largest logit; masked attention gives exactly 0
 
 
 def formats(subject: Subject) -> set[str]:
     """The formats of the training files, as data.json has them."""
-    return {form for file in subject.task.data.facts["train"]["files"] for form in str(file.get("format")).split(", ")}
+    return {
+        form
+        for file in subject.task.data.facts["train"]["files"]
+        for form in str(file.get("format")).split(", ")
+    }
 
 
 def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
@@ -44,52 +51,83 @@ def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
         if not total or (masked + dropped) / total < FEW:
             continue
         side = "training" if name == "train" else "evaluation"
-        why = "; ".join(f"{d['rows']} dropped: {d['why']} (first: {d['first']})" for d in facts["dropped"])
+        why = "; ".join(
+            f"{d['rows']} dropped: {d['why']} (first: {d['first']})" for d in facts["dropped"]
+        )
         yield Finding(
-            code="PF005", severity=Severity.ERROR if masked and masked == len(rows) else Severity.WARNING,
+            code="PF005",
+            severity=Severity.ERROR if masked and masked == len(rows) else Severity.WARNING,
             place=Place(symbol=f"data.{name}"),
-            message=f"{masked + dropped} of {counted(total, f'{side} row')} {'has' if masked + dropped == 1 else 'have'} no token to learn",
+            message=(
+                f"{masked + dropped} of {counted(total, f'{side} row')}"
+                f" {'has' if masked + dropped == 1 else 'have'} no token to learn"
+            ),
             cause=why or "every label of these rows is masked",
             fix=_fix({d["why"] for d in facts["dropped"]}, masked),
-        )  # fmt: skip
+        )
 
 
 def _fix(why_dropped: set[str], masked: int) -> str:
     """Advice that fits the reasons: a larger max_length does not help a row without an answer."""
     if why_dropped == {EMPTY} and not masked:
-        return "write the missing answers, or take these rows out of the file; training goes on without them"
-    return "a larger data.max_length when rows are cut, else look at their answers and at data.chat_template"
+        return (
+            "write the missing answers, or take these rows out of the file; training goes on"
+            " without them"
+        )
+    return (
+        "a larger data.max_length when rows are cut, else look at their answers and at"
+        " data.chat_template"
+    )
 
 
 def prompts_learnt(subject: Subject) -> Iterator[Finding]:
-    """PF006: Chats and prompt/completion pairs of which every token is learnt, although only answers are meant."""
+    """PF006: Chats and prompt/completion pairs of which every token is learnt, although only
+    answers are meant.
+    """
     rows = subject.task.data.documents
     if subject.config.data.loss_on == "all" or not formats(subject) <= ANSWERED or not rows:
         return
     if any(IGNORED in row.labels for row in rows):
         return
     yield Finding(
-        code="PF006", severity=Severity.ERROR, place=Place(symbol="data.loss_on"),
-        message=f"every token of {'all ' * (len(rows) > 1)}{counted(len(rows), 'training row')} is learnt, prompts too",
-        declared="data.loss_on: assistant", cause="no row has a prompt that its rendered text shows",
+        code="PF006",
+        severity=Severity.ERROR,
+        place=Place(symbol="data.loss_on"),
+        message=(
+            f"every token of {'all ' * (len(rows) > 1)}{counted(len(rows), 'training row')} is"
+            " learnt, prompts too"
+        ),
+        declared="data.loss_on: assistant",
+        cause="no row has a prompt that its rendered text shows",
         fix="look at the prompts and at data.chat_template; data.loss_on: all if it is meant",
-    )  # fmt: skip
+    )
 
 
 def end_never_learnt(subject: Subject) -> Iterator[Finding]:
-    """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never learns one of them does not stop."""
+    """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never
+    learns one of them does not stop.
+    """
     data, tokenizer = subject.task.data, subject.task.tokenizer
     if not formats(subject) & ANSWERED:
         return
-    ends = set(generation_config(subject.prepared.model, tokenizer, max_new_tokens=1).eos_token_id or [])
+    ends = set(
+        generation_config(subject.prepared.model, tokenizer, max_new_tokens=1).eos_token_id or []
+    )
     if not ends or ends & tokens_used(data.documents, learnt=True):
         return
     masked = [row for row in data.documents if _ends_masked(row, ends)]
-    fix = "a chat template that ends an answer with the tokenizer's eos_token, a padding token of its own, or a larger data.max_length"
+    fix = (
+        "a chat template that ends an answer with the tokenizer's eos_token, a padding token of its"
+        " own, or a larger data.max_length"
+    )
     pad_is_end = tokenizer.pad_token_id in ends
     shown = " ".join(repr(tokenizer.decode([i])) for i in sorted(ends))
     turns = data.facts["tokens"]["end_of_turn"]
-    others = [token for token in turns if token != "none" and tokenizer.convert_tokens_to_ids(token) not in ends]
+    others = [
+        token
+        for token in turns
+        if token != "none" and tokenizer.convert_tokens_to_ids(token) not in ends
+    ]
     if masked:
         cause = f"it stands behind the answers of {counted(len(masked), 'row')} and is masked" + (
             ", as the padding token is the same" if pad_is_end else ""
@@ -99,26 +137,36 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     elif others:
         cause = f"the template closes a turn with {others[0]!r}, at which generation does not stop"
         fix = (
-            f'model.tokenizer: ended, a copy that ends there: python -c "from transformers import AutoTokenizer as A; '
-            f"t = A.from_pretrained({tokenizer.name_or_path!r}); t.eos_token = {others[0]!r}; t.save_pretrained('ended')\""
+            'model.tokenizer: ended, a copy that ends there: python -c "from transformers import'
+            " AutoTokenizer as A; "
+            f"t = A.from_pretrained({tokenizer.name_or_path!r}); t.eos_token = {others[0]!r};"
+            " t.save_pretrained('ended')\""
         )
     else:
         cause = "the template writes none behind an answer"
     yield Finding(
-        code="PF007", severity=Severity.ERROR if masked else Severity.WARNING, place=Place(symbol="tokenizer, data.chat_template"),
-        message=f"no training row teaches where to stop: {shown} is never learnt", cause=cause,
+        code="PF007",
+        severity=Severity.ERROR if masked else Severity.WARNING,
+        place=Place(symbol="tokenizer, data.chat_template"),
+        message=f"no training row teaches where to stop: {shown} is never learnt",
+        cause=cause,
         fix=fix,
-    )  # fmt: skip
+    )
 
 
 def _ends_masked(row: Row, ends: set[int]) -> bool:
     """Whether an end token that is not learnt directly follows a learnt one."""
     after_learnt = zip(row.labels, row.input_ids[1:], row.labels[1:])
-    return any(before != IGNORED and token in ends and label == IGNORED for before, token, label in after_learnt)
+    return any(
+        before != IGNORED and token in ends and label == IGNORED
+        for before, token, label in after_learnt
+    )
 
 
 def beyond_the_embeddings(subject: Subject) -> Iterator[Finding]:
-    """PF008: Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids may lie beyond it."""
+    """PF008: Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids
+    may lie beyond it.
+    """
     rows = _table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
     used = tokens_used(subject.task.data.documents) | tokens_used(subject.task.data.eval)
@@ -126,15 +174,26 @@ def beyond_the_embeddings(subject: Subject) -> Iterator[Finding]:
     if largest < rows:
         return
     yield Finding(
-        code="PF008", severity=Severity.ERROR, place=Place(symbol="model.tokenizer"),
-        message=f"the data has token {largest} ({subject.task.tokenizer.convert_ids_to_tokens(largest)!r}), and the model embeds {rows}",
+        code="PF008",
+        severity=Severity.ERROR,
+        place=Place(symbol="model.tokenizer"),
+        message=(
+            f"the data has token {largest}"
+            f" ({subject.task.tokenizer.convert_ids_to_tokens(largest)!r}), and the model embeds"
+            f" {rows}"
+        ),
         cause="the tokenizer gives ids that the model's embeddings do not have",
-        fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
-    )  # fmt: skip
+        fix=(
+            "take the model's own tokenizer, or call model.resize_token_embeddings and save the"
+            " model first"
+        ),
+    )
 
 
 def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
-    """PF009: Added tokens that occur in the training rows, and whose frozen row is zero or the mean of all, as resizing leaves it."""
+    """PF009: Added tokens that occur in the training rows, and whose frozen row is zero or the mean
+    of all, as resizing leaves it.
+    """
     added = set(subject.task.tokenizer.added_tokens_decoder) - {subject.task.tokenizer.pad_token_id}
     read = added & tokens_used(subject.task.data.documents)
     learnt = added & tokens_used(subject.task.data.documents, learnt=True)
@@ -145,13 +204,23 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
         weight = gathered(table.weight)
         fresh = untouched_rows(weight, sorted(i for i in used if i < weight.shape[0]))
         if fresh:
-            words = ", ".join(repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5])
+            words = ", ".join(
+                repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5]
+            )
             yield Finding(
-                code="PF009", severity=Severity.WARNING, place=Place(symbol=name),
-                message=f"{counted(len(fresh), 'token of the data was', 'tokens of the data were')} never trained and will not be: {words}",
-                cause=f"their rows in {name} are zero or the mean of all rows, as resizing leaves them, and {name} is frozen",
+                code="PF009",
+                severity=Severity.WARNING,
+                place=Place(symbol=name),
+                message=(
+                    f"{counted(len(fresh), 'token of the data was', 'tokens of the data were')}"
+                    f" never trained and will not be: {words}"
+                ),
+                cause=(
+                    f"their rows in {name} are zero or the mean of all rows, as resizing leaves"
+                    f" them, and {name} is frozen"
+                ),
                 fix="adapter.modules_to_save: [embed_tokens, lm_head], or a template without them",
-            )  # fmt: skip
+            )
             return  # a tied head has the same rows
 
 
@@ -165,11 +234,17 @@ def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
         return []
     sample_SH = weight.detach()[:: max(1, weight.shape[0] // 4096)].float()
     mean_H = sample_SH.mean(0)
-    usual_norm, usual_distance = sample_SH.norm(dim=1).median(), (sample_SH - mean_H).norm(dim=1).median()
-    if usual_distance == 0:  # the same row for every token: a test model, or one that is broken in another way
+    usual_norm, usual_distance = (
+        sample_SH.norm(dim=1).median(),
+        (sample_SH - mean_H).norm(dim=1).median(),
+    )
+    # the same row for every token: a test model, or one that is broken in another way
+    if usual_distance == 0:
         return []
     rows_RH = weight.detach()[torch.tensor(rows, device=weight.device)].float()
-    fresh_R = (rows_RH.norm(dim=1) < NEAR_ZERO * usual_norm) | ((rows_RH - mean_H).norm(dim=1) < NEAR_MEAN * usual_distance)
+    fresh_R = (rows_RH.norm(dim=1) < NEAR_ZERO * usual_norm) | (
+        (rows_RH - mean_H).norm(dim=1) < NEAR_MEAN * usual_distance
+    )
     return [row for row, fresh in zip(rows, fresh_R.tolist()) if fresh]
 
 
@@ -179,12 +254,17 @@ def missing_template(subject: Subject) -> Iterator[Finding]:
     if not template or template["source"] != "default":
         return
     yield Finding(
-        code="PF010", severity=Severity.WARNING, place=Place(symbol="data.chat_template"),
+        code="PF010",
+        severity=Severity.WARNING,
+        place=Place(symbol="data.chat_template"),
         message="the rows are chats and the tokenizer has no chat template: a plain one is used",
         observed="User: ... / Assistant: ..., saved with the result",
         cause="a base model; or a tokenizer that is not the chat model's",
-        fix="right for a base model; else data.chat_template: chatml (llama3, gemma, FILE.jinja), or the chat model's tokenizer",
-    )  # fmt: skip
+        fix=(
+            "right for a base model; else data.chat_template: chatml (llama3, gemma, FILE.jinja),"
+            " or the chat model's tokenizer"
+        ),
+    )
 
 
 def _table(subject: Subject, *, output: bool) -> Any:
@@ -193,32 +273,46 @@ def _table(subject: Subject, *, output: bool) -> Any:
 
 
 def beyond_the_positions(subject: Subject) -> Iterator[Finding]:
-    """PF020: A table of positions ends; rotary positions continue, with angles that the model was not trained on."""
+    """PF020: A table of positions ends; rotary positions continue, with angles that the model was
+    not trained on.
+    """
     model: Any = inner_model(subject.prepared.model)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     facts = subject.task.data.facts
-    longest = max(facts[side]["lengths"]["longest"] for side in ("train", "eval"))  # of documents: packed ones begin at 0 each
+    # of documents: packed ones begin at 0 each
+    longest = max(facts[side]["lengths"]["longest"] for side in ("train", "eval"))
     if not isinstance(most, int) or longest <= most:
         return
     tokens = model.get_input_embeddings()
     # some tables have two more rows than the model has positions (OPT)
-    tables = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not tokens]
+    tables = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not tokens
+    ]
     table = next((n for n, m in tables if 0 <= m.num_embeddings - most <= 2), None)
     yield Finding(
-        code="PF020", severity=Severity.ERROR if table else Severity.WARNING, place=Place(symbol="data.max_length"),
+        code="PF020",
+        severity=Severity.ERROR if table else Severity.WARNING,
+        place=Place(symbol="data.max_length"),
         message=f"the longest row has {longest} tokens, and the model has {most} positions",
-        cause=f"{table} has no row for later positions" if table else "rotary positions continue, at angles that the model has never seen",
-        declared=f"max_position_embeddings {most}", observed=f"data.max_length {subject.config.data.max_length}",
-        fix=f"data.max_length: {most}" + ("" if table else "; or leave it, where the model is meant to learn longer texts"),
-    )  # fmt: skip
+        cause=(
+            f"{table} has no row for later positions"
+            if table
+            else "rotary positions continue, at angles that the model has never seen"
+        ),
+        declared=f"max_position_embeddings {most}",
+        observed=f"data.max_length {subject.config.data.max_length}",
+        fix=f"data.max_length: {most}"
+        + ("" if table else "; or leave it, where the model is meant to learn longer texts"),
+    )
 
 
 def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
     """PF018: in a packed row, one document changes what the model predicts in another.
 
-    Attention is kept apart by positions, which every attention back end of transformers turns into a mask or into cumulative lengths. A
-    layer that carries a state along the row (a convolution, a recurrence) does not look at them, and neither does an attention of a
-    model's own, or a model that has its mask made without them (GPT-OSS).
+    Attention is kept apart by positions, which every attention back end of transformers turns into
+    a mask or into cumulative lengths. A layer that carries a state along the row (a convolution, a
+    recurrence) does not look at them, and neither does an attention of a model's own, or a model
+    that has its mask made without them (GPT-OSS).
     """
     if not subject.config.data.packing:
         return
@@ -226,37 +320,58 @@ def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
     with undone(prepared):
         prepared.model.eval()
         try:
-            leak = leakage(prepared.model, subject.longest_rows, pad_id=subject.task.tokenizer.pad_token_id, device=prepared.device)
+            leak = leakage(
+                prepared.model,
+                subject.longest_rows,
+                pad_id=subject.task.tokenizer.pad_token_id,
+                device=prepared.device,
+            )
         except STEP_ERRORS:  # the rehearsed step has said it
             return
     if leak <= LEAK:
         return
     yield Finding(
-        code="PF018", severity=Severity.ERROR, place=Place(symbol="data.packing"),
-        message="packed documents see each other: other words in the first change what the model says in the second",
+        code="PF018",
+        severity=Severity.ERROR,
+        place=Place(symbol="data.packing"),
+        message=(
+            "packed documents see each other: other words in the first change what the model says"
+            " in the second"
+        ),
         observed=f"logits of the second move by {leak:.2g} of the largest",
-        cause="position ids do not keep them apart here: a convolution, a recurrence, an attention of its own, or a mask made without them",
+        cause=(
+            "position ids do not keep them apart here: a convolution, a recurrence, an attention of"
+            " its own, or a mask made without them"
+        ),
         fix="data.packing: false",
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
 def leakage(model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch.device) -> float:
-    """By how much the logits of a document move when the tokens of the one before it in a packed row change, relative to the largest."""
+    """By how much the logits of a document move when the tokens of the one before it in a packed
+    row change, relative to the largest.
+    """
     lengths = (min([TRIAL, *row.documents[:1], len(row.input_ids)]) for row in rows)
     begun = [Row(row.input_ids[:n], row.labels[:n], 0) for row, n in zip(rows, lengths)]
     first, second = begun[0], begun[1 % len(begun)]
     n = len(first.input_ids)
-    other = Row(first.input_ids[::-1] if len(set(first.input_ids)) > 1 else (pad_id,) * n, first.labels, 0)
+    other = Row(
+        first.input_ids[::-1] if len(set(first.input_ids)) > 1 else (pad_id,) * n, first.labels, 0
+    )
 
     def logits(begin: Row) -> Tensor:
-        batch = collate([joined([begin, second])], pad_id=pad_id, device_type=device.type).to(device)
+        batch = collate([joined([begin, second])], pad_id=pad_id, device_type=device.type).to(
+            device
+        )
         batch = batch.as_one_row() if takes_one_row(model) else batch
         found: Tensor = model(**model_inputs(model, batch)).logits[0]
         return found
 
     as_is, changed = logits(first), logits(other)
-    ours, theirs = (logits_TV[n : n + len(second.input_ids)].float() for logits_TV in (as_is, changed))
+    ours, theirs = (
+        logits_TV[n : n + len(second.input_ids)].float() for logits_TV in (as_is, changed)
+    )
     return float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-9))
 
 

@@ -1,6 +1,8 @@
-"""`distil`: the model learns the next-token distributions of a teacher with the same vocabulary, at every learnt token.
+"""`distil`: the model learns the next-token distributions of a teacher with the same vocabulary, at
+every learnt token.
 
-loss of a token  (1 - cross_entropy) D + cross_entropy (-ln p(token)), D as `ops.linear_divergence` defines it by `beta` and `temperature`
+loss of a token  (1 - cross_entropy) D + cross_entropy (-ln p(token)), D as `ops.linear_divergence`
+                 defines it by `beta` and `temperature`
 """
 
 from __future__ import annotations
@@ -47,50 +49,86 @@ class Distil(NextToken):
 
     def check(self) -> None:
         if self.config.train.aux_loss:
-            raise UsageError("train.aux_loss with train.objective: distil is not offered", fix="leave out train.aux_loss")
+            raise UsageError(
+                "train.aux_loss with train.objective: distil is not offered",
+                fix="leave out train.aux_loss",
+            )
         if self.settings.teacher is None:
-            raise UsageError("train.objective: distil needs a teacher", fix="distil.teacher: a folder or a hub id")
+            raise UsageError(
+                "train.objective: distil needs a teacher",
+                fix="distil.teacher: a folder or a hub id",
+            )
 
     def take(self, data: LoadedData) -> None:
         if data.pictures is not None:
-            raise UsageError("train.objective: distil with pictures is not offered", fix="rows without pictures")
+            raise UsageError(
+                "train.objective: distil with pictures is not offered", fix="rows without pictures"
+            )
         super().take(data)
 
     def check_model(self, model: nn.Module) -> None:
         refuse_balance(model, self.config.train.aux_loss, "distil")
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
-        """The teacher, frozen, in the dtype of products. Raises UsageError for one with another vocabulary."""
+        """The teacher, frozen, in the dtype of products. Raises UsageError for one with another
+        vocabulary.
+        """
         assert self.settings.teacher is not None, "checked before anything is loaded"
         name, revision = self.settings.teacher, self.settings.revision
         with explained(name, "tokenizer", revision):
-            mine, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(name, revision=revision).get_vocab()
+            mine, theirs = (
+                tokenizer.get_vocab(),
+                AutoTokenizer.from_pretrained(name, revision=revision).get_vocab(),
+            )
         if differ := len(mine.items() ^ theirs.items()):
             raise UsageError(
-                f"distil.teacher: {name} has another vocabulary than the model: {differ:,} entries differ "
-                f"({len(theirs):,} tokens there, {len(mine):,} here)",
+                f"distil.teacher: {name} has another vocabulary than the model: {differ:,} entries"
+                f" differ ({len(theirs):,} tokens there, {len(mine):,} here)",
                 fix="a teacher of the same family",
             )
         with explained(name, "model", revision), torch.device("meta"):
             architecture = AutoConfig.from_pretrained(name, revision=revision)
             if of_config(architecture) is not None:
-                raise UsageError(f"distil.teacher: {name} is quantised before it is saved: not offered", fix="the model that is not")
-            elements = sum(p.numel() for p in auto_class(architecture).from_config(architecture).parameters())
+                raise UsageError(
+                    f"distil.teacher: {name} is quantised before it is saved: not offered",
+                    fix="the model that is not",
+                )
+            elements = sum(
+                p.numel() for p in auto_class(architecture).from_config(architecture).parameters()
+            )
         dtype, notes = precision.compute, list[str]()
         if device is not None:
             own = Precision(base=dtype, compute=dtype, generate=dtype, save=dtype)
             source = Source(name, revision)
-            base = load_base(source, own, attention=self.config.model.attention, device=device, trainable=False, notes=notes)
+            base = load_base(
+                source,
+                own,
+                attention=self.config.model.attention,
+                device=device,
+                trainable=False,
+                notes=notes,
+            )
             base.config.use_cache = False
             if self.config.model.optimize:
                 optimize(base, own, device_type=device.type)
             apply_precision(base, own, device_type=device.type)
             self.teacher = base.requires_grad_(False).eval()
         size = elements * to_torch(dtype).itemsize
-        return Beside(size, [f"distil.teacher: {name}, {elements:,} parameters, frozen in {dtype}, {shown(size)}", *notes])
+        return Beside(
+            size,
+            [
+                (
+                    f"distil.teacher: {name}, {elements:,} parameters, frozen in {dtype},"
+                    f" {shown(size)}"
+                ),
+                *notes,
+            ],
+        )
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
-        """float[], or float[3] with a share of cross-entropy. Where there is no teacher yet, in a plan, the student is its own."""
+        """float[], or float[3] with a share of cross-entropy. Where there is no teacher yet, in a
+        plan, the student is its own.
+        """
         teacher = model if self.teacher is None else self.teacher
         if batch.position_ids is not None and (takes_one_row(model) or takes_one_row(teacher)):
             batch = batch.as_one_row()
@@ -100,13 +138,19 @@ class Distil(NextToken):
             loss_of(teacher, model_inputs(teacher, batch), found)
         (taught,) = found.made
         return (
-            loss_of(model, model_inputs(model, batch), Taught(asked.classes, asked.rows, dtype=dtype, head=taught, settings=self.settings))
+            loss_of(
+                model,
+                model_inputs(model, batch),
+                Taught(asked.classes, asked.rows, dtype=dtype, head=taught, settings=self.settings),
+            )
             / divisor
         )
 
 
 class Head(NamedTuple):
-    """What a head made its logits of: softcap tanh(scale z / softcap) of z = hidden @ weight^T + bias, or scale z; or the logits."""
+    """What a head made its logits of: softcap tanh(scale z / softcap) of z = hidden @ weight^T +
+    bias, or scale z; or the logits.
+    """
 
     hidden: Tensor
     weight: Tensor | None = None
@@ -119,7 +163,9 @@ class Head(NamedTuple):
         if self.weight is None:
             return self.hidden[:, :classes].to(to_torch(dtype))
         z = F.linear(self.hidden, self.weight, self.bias)[:, :classes].to(to_torch(dtype))
-        return rule_logits(z, LossRule.of(ignore_index=IGNORED, logit_scale=self.scale, softcap=self.softcap))
+        return rule_logits(
+            z, LossRule.of(ignore_index=IGNORED, logit_scale=self.scale, softcap=self.softcap)
+        )
 
     @property
     def classes(self) -> int:
@@ -132,7 +178,9 @@ class TeacherHead(Targets):
 
     made: list[Head] = field(default_factory=list)
 
-    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def of_hidden(
+        self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None
+    ) -> Tensor:
         self.made.append(Head(_chosen(hidden, self.rows), head.weight, head.bias, scale, softcap))
         return hidden.new_zeros(())
 
@@ -148,26 +196,50 @@ def _chosen(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taught(Targets):
-    """The loss of a student beside this teacher. Heads that are padded differently are compared over the classes that both have."""
+    """The loss of a student beside this teacher. Heads that are padded differently are compared
+    over the classes that both have.
+    """
 
     head: Head
     settings: DistilSection
 
-    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def of_hidden(
+        self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None
+    ) -> Tensor:
         teacher, beta, temperature = self.head, self.settings.beta, self.settings.temperature
         x_NH = _chosen(hidden, self.rows)
         classes = min(head.weight.shape[0], teacher.classes)
         if teacher.weight is None:
-            return self._of_rows(Head(x_NH, head.weight, head.bias, scale, softcap).logits(head.weight.shape[0], self.dtype))
+            return self._of_rows(
+                Head(x_NH, head.weight, head.bias, scale, softcap).logits(
+                    head.weight.shape[0], self.dtype
+                )
+            )
         found = linear_divergence(
-            x_NH, head.weight[:classes], teacher.hidden, teacher.weight[:classes], bias=None if head.bias is None else head.bias[:classes],
-            teacher_bias=None if teacher.bias is None else teacher.bias[:classes], beta=beta, temperature=temperature, logit_scale=scale,
-            softcap=softcap, teacher_logit_scale=teacher.scale, teacher_softcap=teacher.softcap,
-        )  # fmt: skip
+            x_NH,
+            head.weight[:classes],
+            teacher.hidden,
+            teacher.weight[:classes],
+            bias=None if head.bias is None else head.bias[:classes],
+            teacher_bias=None if teacher.bias is None else teacher.bias[:classes],
+            beta=beta,
+            temperature=temperature,
+            logit_scale=scale,
+            softcap=softcap,
+            teacher_logit_scale=teacher.scale,
+            teacher_softcap=teacher.softcap,
+        )
         nll = None
         if self.settings.cross_entropy:
             nll = linear_cross_entropy(
-                x_NH, head.weight, self.classes, bias=head.bias, logit_scale=scale, softcap=softcap, ignore_index=IGNORED, reduction="sum"
+                x_NH,
+                head.weight,
+                self.classes,
+                bias=head.bias,
+                logit_scale=scale,
+                softcap=softcap,
+                ignore_index=IGNORED,
+                reduction="sum",
             )
         return self._loss(found, nll)
 
@@ -178,9 +250,17 @@ class Taught(Targets):
         classes = min(logits_NV.shape[-1], self.head.classes)
         both = (logits_NV[:, :classes], self.head.logits(classes, self.dtype))
         s, t = ((z / self.settings.temperature).log_softmax(-1) for z in both)
-        nll = F.cross_entropy(logits_NV, self.classes, reduction="sum") if self.settings.cross_entropy else None
+        nll = (
+            F.cross_entropy(logits_NV, self.classes, reduction="sum")
+            if self.settings.cross_entropy
+            else None
+        )
         return self._loss(divergence(s, t, self.settings.beta), nll)
 
     def _loss(self, divergences_N: Tensor, nll: Tensor | None) -> Tensor:
         found, share = divergences_N.sum(), self.settings.cross_entropy
-        return found if nll is None else torch.stack([(1 - share) * found + share * nll, found.detach(), nll.detach()])
+        return (
+            found
+            if nll is None
+            else torch.stack([(1 - share) * found + share * nll, found.detach(), nll.detach()])
+        )

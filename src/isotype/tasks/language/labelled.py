@@ -1,8 +1,10 @@
 """`kto`: learns from answers with a label. Source: Ethayarajh et al. 2024, equation 8.
 
-h = beta (c - cr - z) of a wanted answer, beta (z - (c - cr)) of an unwanted one; its loss is w (1 - sigmoid(h)), w its side's weight
+h = beta (c - cr - z) of a wanted answer, beta (z - (c - cr)) of an unwanted one; its loss is w (1 -
+sigmoid(h)), w its side's weight
 c, cr  log-probability of the answer, and that under the model as the run starts
-z      max(0, mean of p - pr) of the partners of a whole step, without gradient: an estimate of how far the model is from its start
+z      max(0, mean of p - pr) of the partners of a whole step, without gradient: an estimate of how
+       far the model is from its start
 """
 
 from __future__ import annotations
@@ -25,15 +27,28 @@ from ...wording import counted
 from .batches import Batch, collate
 from .preference import OfAnswers, Preference, answer_log_probs, references
 
-PARTS = ("wanted", "chosen", "rejected", "chosen logps", "rejected logps", "rewards/accuracies", "kl")
+PARTS = (
+    "wanted",
+    "chosen",
+    "rejected",
+    "chosen logps",
+    "rejected logps",
+    "rewards/accuracies",
+    "kl",
+)
 
 
 def named(sums: Mapping[str, float]) -> dict[str, float]:
-    """TRL's metrics of a step or an evaluation from its means over all answers; a side without answers has none."""
+    """TRL's metrics of a step or an evaluation from its means over all answers; a side without
+    answers has none.
+    """
     found = {name: sums[name] for name in ("rewards/accuracies", "kl")}
     for side, share in (("chosen", sums["wanted"]), ("rejected", 1.0 - sums["wanted"])):
         if share > 1e-9:
-            found |= {f"rewards/{side}": sums[side] / share, f"logps/{side}": sums[f"{side} logps"] / share}
+            found |= {
+                f"rewards/{side}": sums[side] / share,
+                f"logps/{side}": sums[f"{side} logps"] / share,
+            }
     if "rewards/chosen" in found and "rewards/rejected" in found:
         found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
     return found
@@ -43,7 +58,8 @@ def named(sums: Mapping[str, float]) -> dict[str, float]:
 class AnswerBatch(OfAnswers):
     """answers, partners  B rows each
     wanted             bool[B]
-    reference          fp32[2 B]  of each answer and its partner in turn, under the model as the run starts; None where not known
+    reference          fp32[2 B]  of each answer and its partner in turn, under the model as the run
+                       starts; None where not known
     point              fp32[]     z, once the whole step's is known
     """
 
@@ -65,9 +81,15 @@ class FromLabels(Preference):
     """Learns from labels. A step's loss is the mean over its answers."""
 
     words = Words(
-        units="tokens", unit="tok", weight="answers", row="answer", evaluated="answers", measures=PARTS, named=named,
+        units="tokens",
+        unit="tok",
+        weight="answers",
+        row="answer",
+        evaluated="answers",
+        measures=PARTS,
+        named=named,
         live=("rewards/margins", "kl"),
-    )  # fmt: skip
+    )
     format: FormatName | None = "labelled"
     each = 1
 
@@ -77,8 +99,10 @@ class FromLabels(Preference):
         wanted = rows.column("wanted")
         if wanted.all() or not wanted.any():
             raise UsageError(
-                f"every training answer is labelled {'true' if wanted.all() else 'false'}, and kto learns from both",
-                fix="rows of the other label" + ("; train.objective: sft learns wanted answers" if wanted.all() else ""),
+                f"every training answer is labelled {'true' if wanted.all() else 'false'}, and kto"
+                " learns from both",
+                fix="rows of the other label"
+                + ("; train.objective: sft learns wanted answers" if wanted.all() else ""),
             )
         seed, length = self.config.train.seed, self.config.data.max_length
         self.train = Labelled(rows, rows, seed=seed, max_length=length)
@@ -89,18 +113,27 @@ class FromLabels(Preference):
         self.fingerprints["evaluation"] += f", partners of {found['training']}"
 
     def collate(self, rows: Sequence[Answer], *, pad_id: int, device_type: str) -> AnswerBatch:
-        own, partners = (collate(side, pad_id=pad_id, device_type=device_type) for side in zip(*((a.row, a.partner) for a in rows)))
-        return AnswerBatch(own, partners, torch.tensor([answer.wanted for answer in rows]), references(rows))
+        own, partners = (
+            collate(side, pad_id=pad_id, device_type=device_type)
+            for side in zip(*((a.row, a.partner) for a in rows))
+        )
+        return AnswerBatch(
+            own, partners, torch.tensor([answer.wanted for answer in rows]), references(rows)
+        )
 
     def outlined(self, batch: Batch) -> AnswerBatch:
         wanted = torch.empty(batch.rows, dtype=torch.bool, device=batch.input_ids.device)
         return AnswerBatch(batch, batch, wanted, None)
 
     def reference_log_probs(self, model: nn.Module, batch: AnswerBatch, *, dtype: str) -> Tensor:
-        sides = [answer_log_probs(model, rows, dtype=dtype) for rows in (batch.answers, batch.partners)]
+        sides = [
+            answer_log_probs(model, rows, dtype=dtype) for rows in (batch.answers, batch.partners)
+        ]
         return torch.stack(sides, 1).flatten()
 
-    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
+    ) -> Iterable[Any]:
         """Gives the batches of a step, or of an evaluation, their reference point."""
         held = list(batches)
         drifts, count = [], 0.0
@@ -108,7 +141,11 @@ class FromLabels(Preference):
             for batch in held:
                 inner: Any = batch.batch if isinstance(batch, Idle) else batch
                 partners = answer_log_probs(model, inner.partners, dtype=dtype)
-                drift = torch.zeros_like(partners) if inner.reference is None else partners - inner.reference[1::2]
+                drift = (
+                    torch.zeros_like(partners)
+                    if inner.reference is None
+                    else partners - inner.reference[1::2]
+                )
                 drifts.append(drift.sum() * (0.0 if isinstance(batch, Idle) else 1.0))
                 count += batch.weight
         total = torch.stack(drifts).sum()
@@ -118,12 +155,20 @@ class FromLabels(Preference):
         point = (total / max(1.0, count)).clamp(min=0.0)
 
         def placed(batch: Any) -> Any:
-            return Idle(placed(batch.batch)) if isinstance(batch, Idle) else replace(batch, point=point)
+            return (
+                Idle(placed(batch.batch))
+                if isinstance(batch, Idle)
+                else replace(batch, point=point)
+            )
 
         return [placed(batch) for batch in held]
 
-    def loss_sum(self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str) -> Tensor:
-        """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as it is in the first step."""
+    def loss_sum(
+        self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str
+    ) -> Tensor:
+        """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as
+        it is in the first step.
+        """
         logps, section = answer_log_probs(model, batch.answers, dtype=dtype), self.config.preference
         gain = logps - (logps.detach() if batch.reference is None else batch.reference[::2])
         point = torch.zeros((), device=gain.device) if batch.point is None else batch.point
@@ -132,5 +177,13 @@ class FromLabels(Preference):
         losses = weights * torch.sigmoid(-section.beta * h)
         yes, rewards, said = batch.wanted.float(), section.beta * gain.detach(), logps.detach()
         no = 1.0 - yes
-        measures = (yes, rewards * yes, rewards * no, said * yes, said * no, (h.detach() > 0).float(), point.expand_as(yes))
+        measures = (
+            yes,
+            rewards * yes,
+            rewards * no,
+            said * yes,
+            said * no,
+            (h.detach() > 0).float(),
+            point.expand_as(yes),
+        )
         return torch.stack([losses.sum(), *(values.sum() for values in measures)]) / divisor

@@ -1,4 +1,6 @@
-"""What a language run learns: `train.objective` chooses the object that has the rows, the batch, the loss and the words."""
+"""What a language run learns: `train.objective` chooses the object that has the rows, the batch,
+the loss and the words.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Beside:
 class Objective(ABC):
     """The part of a language run that depends on what is learnt.
 
-    format       the one format of data that the objective learns from; None for formats of one answer a row
+    format       the one format of data that the objective learns from; None for formats of one
+                 answer a row
     each         rows of the model that are one of the data's
     scored       the model has a score head in place of one for tokens
     train, eval  the rows, after `take`
@@ -69,7 +72,9 @@ class Objective(ABC):
         """Raises  UsageError for a model that the objective cannot train"""
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
-        """Loads the other models that the objective reads; only counts them without a device. Raises UsageError"""
+        """Loads the other models that the objective reads; only counts them without a device.
+        Raises UsageError
+        """
         return Beside()
 
     @abstractmethod
@@ -88,14 +93,25 @@ class Objective(ABC):
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor: ...
 
-    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
+    ) -> Iterable[Any]:
         """As `Task.before_step`, of a step or of all batches of an evaluation."""
         return batches
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return CHECKS
 
-    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
+    def before_training(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        folder: Path,
+        world: World,
+        *,
+        pad_id: int,
+        dtype: str,
+    ) -> Header:
         return []
 
 
@@ -132,12 +148,17 @@ class NextToken(Objective):
         with scores_of(model) as scores:
             loss = batch_loss_sum(model, batch, divisor, dtype=dtype).float()
         # as a share of a step's; an evaluation's loss stays the tokens' own
-        mine = balancing_loss(model, scores, batch.attention_mask).to(loss.device) * (batch.weight / divisor)
+        mine = balancing_loss(model, scores, batch.attention_mask).to(loss.device) * (
+            batch.weight / divisor
+        )
         return torch.stack((loss + self.balance * mine if model.training else loss, mine.detach()))
 
 
-def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dtype: str = "fp32") -> Tensor:
-    """The cross-entropy of a batch, summed over its supervised tokens, over `divisor`: float[] in `dtype`, `precision.loss`.
+def batch_loss_sum(
+    model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dtype: str = "fp32"
+) -> Tensor:
+    """The cross-entropy of a batch, summed over its supervised tokens, over `divisor`: float[] in
+    `dtype`, `precision.loss`.
 
     An optimized head computes an fp32 loss by an op, without storing the logits.
     """
@@ -152,9 +173,11 @@ def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dty
     return loss_of(model, inputs, replace(targets, divisor=divisor, dtype=dtype))
 
 
-# --- a mixture's balancing loss, which keeps its router from choosing few experts: the family's own function and coefficient. transformers
-# adds it to the loss of a model that is given labels and has `output_router_logits`. The head's loss is computed apart from the model here,
-# so that the routers' scores are read by hooks, and the family's function is called on them with the mask of the data
+# --- a mixture's balancing loss, which keeps its router from choosing few experts: the family's own
+# function and coefficient. transformers adds it to the loss of a model that is given labels and has
+# `output_router_logits`. The head's loss is computed apart from the model here, so that the
+# routers' scores are read by hooks, and the family's function is called on them with the mask of
+# the data
 
 AUX_LOSS = "aux_loss"
 _FUNCTION = "load_balancing_loss_func"
@@ -163,7 +186,8 @@ _known: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
 def coefficient_of(model: nn.Module, asked: float | None) -> float:
-    """The coefficient of a run: `train.aux_loss`, else the model's own where its config asks for the loss, else 0.
+    """The coefficient of a run: `train.aux_loss`, else the model's own where its config asks for
+    the loss, else 0.
 
     Raises  UsageError for a model whose family has no such loss
     """
@@ -171,20 +195,27 @@ def coefficient_of(model: nn.Module, asked: float | None) -> float:
     if lm is None:
         if asked:
             raise UsageError(
-                f"train.aux_loss: {asked} has no effect: the model's family has no balancing loss of its own",
+                f"train.aux_loss: {asked} has no effect: the model's family has no balancing loss"
+                " of its own",
                 fix="leave train.aux_loss out",
             )
         return 0.0
-    own = float(getattr(lm, "router_aux_loss_coef", 0.0)) if getattr(lm.config, "output_router_logits", False) else 0.0
+    own = (
+        float(getattr(lm, "router_aux_loss_coef", 0.0))
+        if getattr(lm.config, "output_router_logits", False)
+        else 0.0
+    )
     return own if asked is None else asked
 
 
 def refuse_balance(model: nn.Module, asked: float | None, objective: str) -> None:
-    """Raises UsageError for a mixture whose config asks for its balancing loss, in a run whose loss has none."""
+    """Raises UsageError for a mixture whose config asks for its balancing loss, in a run whose loss
+    has none.
+    """
     if coefficient := coefficient_of(model, asked):
         raise UsageError(
-            f"train.objective: {objective} has no balancing loss beside its own, and the model's config asks for one "
-            f"(output_router_logits, coefficient {coefficient:g})",
+            f"train.objective: {objective} has no balancing loss beside its own, and the model's"
+            f" config asks for one (output_router_logits, coefficient {coefficient:g})",
             fix="train.aux_loss: 0 trains without it",
         )
 
@@ -196,17 +227,25 @@ def mixture(model: nn.Module) -> Any:
 
 
 def _function(model: nn.Module) -> Any:
-    """The family's; None without one. FSDP makes a class of its own for the model, in another module than the family's."""
+    """The family's; None without one. FSDP makes a class of its own for the model, in another
+    module than the family's.
+    """
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
-    return next((getattr(module, _FUNCTION) for module in modules if hasattr(module, _FUNCTION)), None)
+    return next(
+        (getattr(module, _FUNCTION) for module in modules if hasattr(module, _FUNCTION)), None
+    )
 
 
 @contextmanager
 def scores_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """What the routers give in the forward that runs within this block, layer by layer; a recompute's, inside backward, are not read."""
+    """What the routers give in the forward that runs within this block, layer by layer; a
+    recompute's, inside backward, are not read.
+    """
     if model not in _known:
         recorded = [getattr(m, "_can_record_outputs", None) or {} for m in model.modules()]
-        kind = next(found["router_logits"].target_class for found in recorded if "router_logits" in found)
+        kind = next(
+            found["router_logits"].target_class for found in recorded if "router_logits" in found
+        )
         _known[model] = [m for m in model.modules() if type(m) is kind]
     scores: list[Tensor] = []
 
@@ -225,5 +264,7 @@ def scores_of(model: nn.Module) -> Iterator[list[Tensor]]:
 def balancing_loss(model: nn.Module, scores: list[Tensor], mask: Tensor | None) -> Tensor:
     """fp32[]: of the tokens that are no padding."""
     lm = mixture(model)
-    made: Tensor = _function(lm)(tuple(logits.float() for logits in scores), lm.num_experts, lm.num_experts_per_tok, mask)
+    made: Tensor = _function(lm)(
+        tuple(logits.float() for logits in scores), lm.num_experts, lm.num_experts_per_tok, mask
+    )
     return made

@@ -1,4 +1,6 @@
-"""A language run without data, for the memory plan: the model on the meta device, its largest step, evaluation and sample."""
+"""A language run without data, for the memory plan: the model on the meta device, its largest step,
+evaluation and sample.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +34,40 @@ if TYPE_CHECKING:
 
 
 def outline(
-    architecture: PretrainedConfig, config: RunConfig, precision: Precision, *, device_type: str, pictures: bool = False
+    architecture: PretrainedConfig,
+    config: RunConfig,
+    precision: Precision,
+    *,
+    device_type: str,
+    pictures: bool = False,
 ) -> Outline:
-    """The model as `build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
+    """The model as `build_model` makes it, without its weights. Raises UsageError for adapter
+    targets it lacks.
+    """
     every_weight = config.adapter.kind == "none"
     dtype = precision.trainable if every_weight else precision.unquantised
-    # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does not
+    # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does
+    # not
     asked = config.model.attention
-    attention = attention_options(AUTO if asked in ("flash", "flex") else asked, torch.device(device_type))
+    attention = attention_options(
+        AUTO if asked in ("flash", "flex") else asked, torch.device(device_type)
+    )
     with torch.device("meta"), without_warnings():
         try:
             base = auto_class(architecture, scored=config.train.objective == "reward").from_config(
-                architecture, dtype=to_torch(dtype), trust_remote_code=config.model.trust_remote_code, **attention
+                architecture,
+                dtype=to_torch(dtype),
+                trust_remote_code=config.model.trust_remote_code,
+                **attention,
             )
         except (ValueError, ImportError) as error:
-            raise explain_attention(f"model {config.model.name or 'model.config'}", asked, error) or error from error
+            raise (
+                explain_attention(f"model {config.model.name or 'model.config'}", asked, error)
+                or error
+            ) from error
         base.config.use_cache = False
-        if hasattr(base, SCORE):  # finds a row's last token by the padding, for which a run gives it the tokenizer's
+        # finds a row's last token by the padding, for which a run gives it the tokenizer's
+        if hasattr(base, SCORE):
             base.config.get_text_config().pad_token_id = 0
         total = sum(p.numel() for p in base.parameters())
         if precision.base == "nf4" and not every_weight:
@@ -58,12 +77,19 @@ def outline(
             if kept is None:
                 kept = kept_whole(base, trained_in_full(config.adapter) if before is None else ())
             quantise_outline(
-                base, to_torch(precision.compute), double=before is None or bool(before.double), layers=layers_to_quantise(base, kept)
+                base,
+                to_torch(precision.compute),
+                double=before is None or bool(before.double),
+                layers=layers_to_quantise(base, kept),
             )
         elif precision.packed and not every_weight:
-            outline_packed(base, architecture, config.model, precision, trained_in_full(config.adapter))
+            outline_packed(
+                base, architecture, config.model, precision, trained_in_full(config.adapter)
+            )
         as_many = range(len(config.adapter.train_tokens))
-        model = with_trained_parts(base, config, precision, pictures=pictures, token_ids=as_many, notes=[])
+        model = with_trained_parts(
+            base, config, precision, pictures=pictures, token_ids=as_many, notes=[]
+        )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)
@@ -75,18 +101,27 @@ def outline(
 
 
 def of_data(
-    config: RunConfig, precision: Precision, data: LoadedData, prompts: Sequence[SamplePrompt], *, device_type: str = "cpu",
+    config: RunConfig,
+    precision: Precision,
+    data: LoadedData,
+    prompts: Sequence[SamplePrompt],
+    *,
+    device_type: str = "cpu",
     objective: Objective | None = None,
-) -> StepOutline:  # fmt: skip
+) -> StepOutline:
     """The largest step, evaluation and sample of a run on this data."""
     longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
     return step_outline(
         config,
         precision,
         length=len(data.longest(1)[0].input_ids),
-        eval_rows=min(micro_batch(config.train), len(data.eval) if objective is None else len(objective.eval)),
+        eval_rows=min(
+            micro_batch(config.train), len(data.eval) if objective is None else len(objective.eval)
+        ),
         eval_length=max(row_lengths(data.eval), default=0),
-        sample_length=longest + config.run.sample_tokens if longest and config.run.sample_every != 0 else 0,
+        sample_length=(
+            longest + config.run.sample_tokens if longest and config.run.sample_every != 0 else 0
+        ),
         device_type=device_type,
         objective=objective,
     )
@@ -107,17 +142,30 @@ def step_outline(
 
     length         of the longest training row
     sample_length  of the longest prompt with its answer
-    Packed rows bring a mask of every document instead of the causal one that attention makes itself.
+    Packed rows bring a mask of every document instead of the causal one that attention makes
+    itself.
     """
     learnt = objective or NextToken(config)
-    packing, rows, length = config.data.packing, config.train.batch_size * learnt.each, padded_length(length, device_type)
+    packing, rows, length = (
+        config.data.packing,
+        config.train.batch_size * learnt.each,
+        padded_length(length, device_type),
+    )
 
     def loss_sum(model: nn.Module, batch: Any, divisor: int = 1) -> Tensor:
         return learnt.loss_sum(model, learnt.outlined(batch), divisor, dtype=precision.loss)
 
     def evaluation(model: nn.Module, device: torch.device) -> None:
         with eval_mode(model):
-            loss_sum(model, _batch(eval_rows * learnt.each, padded_length(eval_length, device_type), device, packing=packing))
+            loss_sum(
+                model,
+                _batch(
+                    eval_rows * learnt.each,
+                    padded_length(eval_length, device_type),
+                    device,
+                    packing=packing,
+                ),
+            )
 
     def sampling(model: nn.Module, device: torch.device) -> None:
         """Runs the prompt with its answer in one pass: at its end the cache has its largest size."""
@@ -127,23 +175,32 @@ def step_outline(
             del outputs
 
     return StepOutline(
-        rows=rows, length=length, batch=lambda device: _batch(rows, length, device, packing=packing), loss_sum=loss_sum,
-        evaluation=evaluation if eval_rows else None, sampling=sampling if sample_length else None,
-    )  # fmt: skip
+        rows=rows,
+        length=length,
+        batch=lambda device: _batch(rows, length, device, packing=packing),
+        loss_sum=loss_sum,
+        evaluation=evaluation if eval_rows else None,
+        sampling=sampling if sample_length else None,
+    )
 
 
 def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
-    ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
+    ids_BT, mask_BT, labels_BT = (
+        torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3)
+    )
     mask, positions = (None, mask_BT) if packing else (mask_BT, None)
     supervised = rows * (length - 1)
     counted = torch.empty(supervised, dtype=torch.long, device=device)
-    # assumes one document per row: the number of documents changes only the size of the tensor of their bounds
+    # assumes one document per row: the number of documents changes only the size of the tensor of
+    # their bounds
     documents = Documents.rows(rows, length, device)._replace(whole_rows=False) if packing else None
     return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
 
 
 def _give_angles(model: nn.Module) -> None:
-    """`optimize` runs the rotary module to see how its tables repeat: its frequencies need values, any that differ."""
+    """`optimize` runs the rotary module to see how its tables repeat: its frequencies need values,
+    any that differ.
+    """
     for module in model.modules():
         for name, _ in module.named_buffers(recurse=False):
             if name.endswith("inv_freq"):

@@ -1,5 +1,6 @@
-"""dpo, ipo, simpo, orpo, cpo and reward: what a language run does with preference pairs, their batches and losses, and the
-log-probabilities that the model gives as the run starts."""
+"""dpo, ipo, simpo, orpo, cpo and reward: what a language run does with preference pairs, their
+batches and losses, and the log-probabilities that the model gives as the run starts.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +38,15 @@ from .checks import CHECKS, end_never_learnt
 from .objective import Header, Objective, refuse_balance
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")  # of models that call the function themselves
+# of models that call the function themselves
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 LOGPS = ("logps/chosen", "logps/rejected")
 
 
 class OfAnswers:
-    """What a batch shows of its `answers`, which are the rows of the model; `rows` are those of the data."""
+    """What a batch shows of its `answers`, which are the rows of the model; `rows` are those of the
+    data.
+    """
 
     answers: Batch
 
@@ -78,7 +82,8 @@ class OfAnswers:
 class PairBatch(OfAnswers):
     """answers    2 B rows: the chosen and the rejected one of each pair in turn
     lengths    fp32[2 B]  learnt tokens of each
-    reference  fp32[2 B]  log-probabilities under the model as the run starts; None where they are not known or not used
+    reference  fp32[2 B]  log-probabilities under the model as the run starts; None where they are
+               not known or not used
     """
 
     answers: Batch
@@ -100,19 +105,26 @@ def references(rows: Sequence[Any]) -> Tensor | None:
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-    """The log-probability of each row's learnt tokens, summed: fp32[B]. Only rows of learnt tokens reach the head.
+    """The log-probability of each row's learnt tokens, summed: fp32[B]. Only rows of learnt tokens
+    reach the head.
 
     inside  `dtype` for a token, fp32 for the sum
     """
     targets = next_tokens(batch, every_row=False)
-    log_probs_N = loss_of(model, model_inputs(model, batch), replace(targets, each=True, dtype=dtype))
+    log_probs_N = loss_of(
+        model, model_inputs(model, batch), replace(targets, each=True, dtype=dtype)
+    )
     assert batch.counted is not None
-    by_place = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(0, batch.counted, log_probs_N.float())
+    by_place = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(
+        0, batch.counted, log_probs_N.float()
+    )
     return row_sums(by_place.view(batch.labels.shape))
 
 
 def row_sums(values_BT: Tensor) -> Tensor:
-    """fp32[B]. Halves are added, so that zeros behind a row change no bit of its sum: a row has one sum however long its batch is."""
+    """fp32[B]. Halves are added, so that zeros behind a row change no bit of its sum: a row has one
+    sum however long its batch is.
+    """
     length = values_BT.shape[1]
     half = 1 << max(0, length - 1).bit_length()
     values = F.pad(values_BT, (0, half - length))
@@ -126,9 +138,14 @@ class Preference(Objective):
     """Learns from pairs. A step's loss is the mean over its pairs."""
 
     words = Words(
-        units="tokens", unit="tok", weight="pairs", row="pair", evaluated="pairs", measures=REWARDS + LOGPS,
+        units="tokens",
+        unit="tok",
+        weight="pairs",
+        row="pair",
+        evaluated="pairs",
+        measures=REWARDS + LOGPS,
         live=("rewards/margins", "rewards/accuracies"),
-    )  # fmt: skip
+    )
     format: FormatName | None = "preference"
     each = 2
 
@@ -146,26 +163,39 @@ class Preference(Objective):
             "data.packing: true": ("each answer is judged as a whole", data.packing),
             "data.stream: true": ("all its rows are read before training", data.stream),
             "data.loss_on: all": ("an answer is judged, not its prompt", data.loss_on == "all"),
-            f"train.aux_loss: {aux_loss}": ("its loss judges answers, and no balancing loss beside it", bool(aux_loss)),
-            f"adapter.dropout: {adapter.dropout:g}": (
-                "the reference has no dropout, so that the first step would already differ", self.beside_reference and adapter.dropout > 0
+            f"train.aux_loss: {aux_loss}": (
+                "its loss judges answers, and no balancing loss beside it",
+                bool(aux_loss),
             ),
-        }  # fmt: skip
+            f"adapter.dropout: {adapter.dropout:g}": (
+                "the reference has no dropout, so that the first step would already differ",
+                self.beside_reference and adapter.dropout > 0,
+            ),
+        }
         for setting, (reason, given) in reasons.items():
             if given:
                 key = setting.partition(":")[0]
-                raise UsageError(f"train.objective: {self.name} cannot run with {setting}: {reason}", fix=f"leave out {key}")
+                raise UsageError(
+                    f"train.objective: {self.name} cannot run with {setting}: {reason}",
+                    fix=f"leave out {key}",
+                )
 
     def take(self, data: LoadedData) -> None:
         self._refuse_pictures(data)
-        self.train, self.eval = Pairs(cast(TokenRows, data.train)), Pairs(cast(TokenRows, data.eval))
-        self.shares: Sequence[Share] = [Share(share.rows // 2, share.weight) for share in data.shares]
+        self.train, self.eval = (
+            Pairs(cast(TokenRows, data.train)),
+            Pairs(cast(TokenRows, data.eval)),
+        )
+        self.shares: Sequence[Share] = [
+            Share(share.rows // 2, share.weight) for share in data.shares
+        ]
         self.fingerprints = data.fingerprints()
 
     def _refuse_pictures(self, data: LoadedData) -> None:
         if data.pictures is not None:
             raise UsageError(
-                f"train.objective: {self.name} with pictures is not offered", fix="train.objective: sft, or rows without pictures"
+                f"train.objective: {self.name} with pictures is not offered",
+                fix="train.objective: sft, or rows without pictures",
             )
 
     def check_model(self, model: nn.Module) -> None:
@@ -173,16 +203,26 @@ class Preference(Objective):
         if not self.beside_reference:
             return
         for name, module in model.named_modules():
-            shares = [module.p] if isinstance(module, nn.Dropout) else [getattr(module, name, 0.0) for name in DROPOUTS]
+            shares = (
+                [module.p]
+                if isinstance(module, nn.Dropout)
+                else [getattr(module, name, 0.0) for name in DROPOUTS]
+            )
             dropped = max(share for share in (*shares, 0.0) if isinstance(share, float))
             if dropped > 0:
                 raise UsageError(
-                    f"train.objective: {self.name} cannot train a model with dropout ({name}: {dropped:g}): the reference has none",
+                    f"train.objective: {self.name} cannot train a model with dropout ({name}:"
+                    f" {dropped:g}): the reference has none",
                     fix="set it to 0 in the model's config.json",
                 )
 
     def feed(self) -> Feed[Any]:
-        return RowStream(self.train, seed=self.config.train.seed, shuffle=self.config.data.shuffle, shares=self.shares)
+        return RowStream(
+            self.train,
+            seed=self.config.train.seed,
+            shuffle=self.config.data.shuffle,
+            shares=self.shares,
+        )
 
     def largest(self, count: int) -> list[Any]:
         return longest_of(self.train, count)
@@ -190,28 +230,55 @@ class Preference(Objective):
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
         answers = [answer for pair in rows for answer in (pair.chosen, pair.rejected)]
         lengths = torch.tensor([answer.supervised for answer in answers], dtype=torch.float32)
-        return PairBatch(collate(answers, pad_id=pad_id, device_type=device_type), lengths, references(rows))
+        return PairBatch(
+            collate(answers, pad_id=pad_id, device_type=device_type), lengths, references(rows)
+        )
 
     def outlined(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as it is in the first step."""
+        """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as
+        it is in the first step.
+        """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()
         if not self.beside_reference:
             reference = torch.zeros_like(logps)
         both = (logps, reference, batch.lengths)
-        made = judged(self.name, self.config.preference, Answers(*(values[side::2] for values in both for side in (0, 1))))
+        made = judged(
+            self.name,
+            self.config.preference,
+            Answers(*(values[side::2] for values in both for side in (0, 1))),
+        )
         chosen, rejected = made.chosen_rewards, made.rejected_rewards
-        measures = (chosen, rejected, (chosen > rejected).float(), chosen - rejected, made.chosen_logps, made.rejected_logps)
-        return torch.stack([made.losses.sum(), *(values.detach().sum() for values in measures)]) / divisor
+        measures = (
+            chosen,
+            rejected,
+            (chosen > rejected).float(),
+            chosen - rejected,
+            made.chosen_logps,
+            made.rejected_logps,
+        )
+        return (
+            torch.stack([made.losses.sum(), *(values.detach().sum() for values in measures)])
+            / divisor
+        )
 
     def reference_log_probs(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         """fp32[2 B]: two values a row of the data."""
         return answer_log_probs(model, batch.answers, dtype=dtype)
 
-    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
+    def before_training(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        folder: Path,
+        world: World,
+        *,
+        pad_id: int,
+        dtype: str,
+    ) -> Header:
         if not self.beside_reference:
             return []
 
@@ -221,9 +288,15 @@ class Preference(Objective):
             return found
 
         return add_reference(
-            model, self.train, self.eval, log_probs=log_probs, batch_size=micro_batch(self.config.train), fingerprints=self.fingerprints,
-            folder=folder, world=world,
-        )  # fmt: skip
+            model,
+            self.train,
+            self.eval,
+            log_probs=log_probs,
+            batch_size=micro_batch(self.config.train),
+            fingerprints=self.fingerprints,
+            folder=folder,
+            world=world,
+        )
 
 
 class Answers(NamedTuple):
@@ -248,8 +321,10 @@ class Judged(NamedTuple):
 
 
 def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
-    """The losses of an objective, `nll` included. Rewards are beta times the log-probability of an answer, over that of the reference
-    where there is one; simpo and orpo take means over an answer's tokens."""
+    """The losses of an objective, `nll` included. Rewards are beta times the log-probability of an
+    answer, over that of the reference where there is one; simpo and orpo take means over an
+    answer's tokens.
+    """
     beta, smoothing = settings.beta, settings.label_smoothing
     c, r = a.chosen - a.chosen_reference, a.rejected - a.rejected_reference
     logps = a.chosen, a.rejected
@@ -264,7 +339,11 @@ def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
         losses = -beta * F.logsigmoid((c - r) - (log1mexp(c) - log1mexp(r)))
     else:
         h = beta * (c - r)
-        losses = -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h) if smoothing else -F.logsigmoid(h)
+        losses = (
+            -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
+            if smoothing
+            else -F.logsigmoid(h)
+        )
     weight = float(objective in ("orpo", "cpo")) if settings.nll is None else settings.nll
     if weight:
         losses = losses - weight * a.chosen / a.chosen_length
@@ -272,14 +351,17 @@ def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """ln(1 - e^x) for x < 0, without cancellation on either side of ln 1/2; at 0, where it is -inf, the value of -1e-6."""
+    """ln(1 - e^x) for x < 0, without cancellation on either side of ln 1/2; at 0, where it is -inf,
+    the value of -1e-6.
+    """
     x = x.clamp(max=-1e-6)
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
-# --- the reference: log-probabilities of every answer under the model as the run starts, adapter on. They are computed once, before step 1,
-# and kept in the run folder. So no second model is held, and the reference is the same in full fine-tuning, on a 4-bit base, from a started
-# adapter, and after a start that changes the base
+# --- the reference: log-probabilities of every answer under the model as the run starts, adapter
+# on. They are computed once, before step 1, and kept in the run folder. So no second model is held,
+# and the reference is the same in full fine-tuning, on a 4-bit base, from a started adapter, and
+# after a start that changes the base
 
 FILE = "reference.safetensors"
 Rows = Pairs | Labelled
@@ -287,10 +369,18 @@ SHARED = "shared"  # in place of a fingerprint where no process has the whole mo
 
 
 def add_reference(
-    model: nn.Module, train: Rows, evaluation: Rows, *, log_probs: Callable[[Sequence[Any]], list[float]], batch_size: int,
-    fingerprints: Mapping[str, str], folder: Path, world: World,
-) -> Header:  # fmt: skip
-    """Gives the rows their reference, from the run folder where it has one of these rows; returns a row of the header.
+    model: nn.Module,
+    train: Rows,
+    evaluation: Rows,
+    *,
+    log_probs: Callable[[Sequence[Any]], list[float]],
+    batch_size: int,
+    fingerprints: Mapping[str, str],
+    folder: Path,
+    world: World,
+) -> Header:
+    """Gives the rows their reference, from the run folder where it has one of these rows; returns a
+    row of the header.
 
     log_probs  two values a row: of both answers of a pair, or of an answer and its partner
     Raises     UsageError where the folder's is of another model
@@ -310,25 +400,43 @@ def add_reference(
 
     def keep() -> None:
         new = path.with_name(f"{path.name}.new")
-        save_file({name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()}, new, metadata=made_of)
+        save_file(
+            {name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()},
+            new,
+            metadata=made_of,
+        )
         os.replace(new, path)
 
     world.first_does(keep)
     answers = sum(2 * len(sides[name]) for name in lacking)
     seconds = time.perf_counter() - begin
     return [
-        ("reference", f"log-probabilities of {counted(answers, 'answer')} under the model as it starts, {seconds:.1f} s, kept in {path}")
+        (
+            "reference",
+            (
+                f"log-probabilities of {counted(answers, 'answer')} under the model as it starts,"
+                f" {seconds:.1f} s, kept in {path}"
+            ),
+        )
     ]
 
 
 def _computed(
-    model: nn.Module, pairs: Rows, log_probs: Callable[[Sequence[Any]], list[float]], batch_size: int, world: World
+    model: nn.Module,
+    pairs: Rows,
+    log_probs: Callable[[Sequence[Any]], list[float]],
+    batch_size: int,
+    world: World,
 ) -> list[float]:
-    """In the flat order. The processes take batches in turn, and all make as many passes, as a shared model needs."""
+    """In the flat order. The processes take batches in turn, and all make as many passes, as a
+    shared model needs.
+    """
     by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []
     found = [0.0] * (2 * len(pairs))
     with eval_mode(model):
-        for turn in watched(range(0, len(by_length), world.size * batch_size), "the reference's log-probabilities"):
+        for turn in watched(
+            range(0, len(by_length), world.size * batch_size), "the reference's log-probabilities"
+        ):
             start = turn + world.rank * batch_size
             own = by_length[start : start + batch_size]
             values = log_probs([pairs[i] for i in own or by_length[:1]])
@@ -338,7 +446,9 @@ def _computed(
 
 
 def _kept(path: Path, made_of: Mapping[str, str]) -> dict[str, list[float]]:
-    """What the folder has of the same rows; other rows are computed anew. Raises UsageError where it is of another model."""
+    """What the folder has of the same rows; other rows are computed anew. Raises UsageError where
+    it is of another model.
+    """
     if not path.is_file():
         return {}
     try:
@@ -362,19 +472,33 @@ class Reward(Preference):
     """Learns scores from pairs. A step's loss is the mean over its pairs."""
 
     words = Words(
-        units="tokens", unit="tok", weight="pairs", row="pair", evaluated="pairs", measures=MEASURES, live=("margin", "accuracy")
-    )  # fmt: skip
+        units="tokens",
+        unit="tok",
+        weight="pairs",
+        row="pair",
+        evaluated="pairs",
+        measures=MEASURES,
+        live=("margin", "accuracy"),
+    )
     scored = True
 
     def check(self) -> None:
         super().check()
         config = self.config
         if config.run.samples:
-            raise UsageError("run.samples has no effect: a reward model gives scores, and writes nothing", fix="leave out run.samples")
+            raise UsageError(
+                "run.samples has no effect: a reward model gives scores, and writes nothing",
+                fix="leave out run.samples",
+            )
         if config.model.add_tokens:
-            raise UsageError("model.add_tokens with train.objective: reward is not offered: the tokens were never trained")
+            raise UsageError(
+                "model.add_tokens with train.objective: reward is not offered: the tokens were"
+                " never trained"
+            )
 
-    def loss_sum(self, model: nn.Module, batch: PairBatch, divisor: int = 1, *, dtype: str) -> Tensor:
+    def loss_sum(
+        self, model: nn.Module, batch: PairBatch, divisor: int = 1, *, dtype: str
+    ) -> Tensor:
         scores = model(**model_inputs(model, batch.answers)).logits.squeeze(-1).float()
         chosen, rejected = scores[::2], scores[1::2]
         margin = chosen - rejected
@@ -382,8 +506,14 @@ class Reward(Preference):
         if coefficient := self.config.preference.center_rewards_coefficient:
             losses = losses + coefficient * (chosen + rejected).square()
         measures = ((margin > 0).float(), margin, (chosen + rejected) / 2)
-        return torch.stack([losses.sum(), *(values.detach().sum() for values in measures)]) / divisor
+        return (
+            torch.stack([losses.sum(), *(values.detach().sum() for values in measures)]) / divisor
+        )
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        """Those of rows and tokens; nothing is generated, and the trials of packing and padding read logits of every position."""
-        return {"data": tuple(check for check in CHECKS["data"] if check.run is not end_never_learnt)}
+        """Those of rows and tokens; nothing is generated, and the trials of packing and padding
+        read logits of every position.
+        """
+        return {
+            "data": tuple(check for check in CHECKS["data"] if check.run is not end_never_learnt)
+        }

@@ -39,12 +39,19 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
 
 
 def load_result(
-    folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device, part: Part | None = None,
+    folder: Path,
+    source: Source,
+    precision: Precision,
+    *,
+    config: ModelSection,
+    device: torch.device,
+    part: Part | None = None,
     adapter: AdapterSection | None = None,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """The saved adapter on a freshly loaded base, or the saved model, under the run's precision.
 
-    Code that came with the base lies beside a saved model, and is trusted there as it was in the base.
+    Code that came with the base lies beside a saved model, and is trusted there as it was in the
+    base.
 
     part  what this process will keep of the model, where several share it
     adapter  the run's, which says what of a vision-language model stayed frozen
@@ -52,13 +59,30 @@ def load_result(
     if (folder / "adapter_config.json").is_file():
         source = replace(source, of_text=is_of_text_class(folder))
         base = load_base(
-            source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part,
-            in_full=saved_in_full(folder), offload=config.offload,
-        )  # fmt: skip
+            source,
+            precision,
+            attention=config.attention,
+            device=device,
+            trainable=False,
+            mapped=part is not None,
+            part=part,
+            in_full=saved_in_full(folder),
+            offload=config.offload,
+        )
         model: nn.Module = load_adapter(base, folder)
     else:
-        saved = Source(str(folder), trust_remote_code=source.trust_remote_code, scored=source.scored)
-        model = load_base(saved, precision, attention=config.attention, device=device, trainable=True, mapped=part is not None, part=part)
+        saved = Source(
+            str(folder), trust_remote_code=source.trust_remote_code, scored=source.scored
+        )
+        model = load_base(
+            saved,
+            precision,
+            attention=config.attention,
+            device=device,
+            trainable=True,
+            mapped=part is not None,
+            part=part,
+        )
         freeze_vision(model, adapter or AdapterSection(), precision)
     if config.optimize:
         optimize(model, precision, device_type=device.type, lora_branch=config.lora_branch)
@@ -67,15 +91,24 @@ def load_result(
 
 
 def evaluate(
-    model: nn.Module, rows: Sequence[Any], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32",
-    world: World = ALONE, objective: Objective | None = None,
-) -> Evaluation:  # fmt: skip
-    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is what batches count.
+    model: nn.Module,
+    rows: Sequence[Any],
+    *,
+    batch_size: int,
+    pad_id: int,
+    device: torch.device,
+    loss_dtype: str = "fp32",
+    world: World = ALONE,
+    objective: Objective | None = None,
+) -> Evaluation:
+    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the
+    result is what batches count.
 
     objective  by default that of next tokens
 
-    The processes of `world` take the batches in turn. All make as many passes, since the forward of a sharded model is one of all
-    processes: where the batches do not come out even, the last passes compute the first rows once more, and count nothing.
+    The processes of `world` take the batches in turn. All make as many passes, since the forward of
+    a sharded model is one of all processes: where the batches do not come out even, the last passes
+    compute the first rows once more, and count nothing.
     """
     objective = objective or NextToken(RunConfig())
     lengths = row_lengths(rows)
@@ -93,9 +126,17 @@ def evaluate(
     with eval_mode(model):
         for batch in objective.before_step(model, batches(), world, dtype=loss_dtype):
             idle = isinstance(batch, Idle)
-            sums = objective.loss_sum(model, batch.batch if idle else batch, dtype=loss_dtype).double().cpu()
+            sums = (
+                objective.loss_sum(model, batch.batch if idle else batch, dtype=loss_dtype)
+                .double()
+                .cpu()
+            )
             total += 0.0 * sums if idle else sums
             weight += batch.weight
     *totals, counted = world.sum([*total.tolist(), weight])
     loss, *measures = (value / max(1, counted) for value in totals)
-    return Evaluation(loss, int(counted), measures=objective.words.named(dict(zip(objective.words.measures, measures))))
+    return Evaluation(
+        loss,
+        int(counted),
+        measures=objective.words.named(dict(zip(objective.words.measures, measures))),
+    )

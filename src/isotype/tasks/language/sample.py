@@ -34,15 +34,29 @@ class Sample:
 
 
 def generation_config(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> GenerationConfig:
     """Greedy at temperature 0; ends at the tokenizer's end token and at those the model names."""
     from transformers import GenerationConfig
 
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list | tuple) else [own])} - {None}
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-    return GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(ends) or None, **drawn)
+    drawn = (
+        {"do_sample": True, "temperature": temperature, "top_p": top_p}
+        if temperature
+        else {"do_sample": False}
+    )
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=sorted(ends) or None,
+        **drawn,
+    )
 
 
 def sample(
@@ -57,22 +71,30 @@ def sample(
     world: World = ALONE,
     pictures: Pictures | None = None,
 ) -> list[Sample]:
-    """Generates answers, one prompt at a time, greedily by default. The training that follows is bit-identical to one without samples.
+    """Generates answers, one prompt at a time, greedily by default. The training that follows is
+    bit-identical to one without samples.
 
-    world  the processes that share the model and call this together: all end with the one whose answer is longest
+    world  the processes that share the model and call this together: all end with the one whose
+           answer is longest
     """
-    config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+    config = generation_config(
+        model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p
+    )
     samples: list[Sample] = []
     with random_state_restored(), eval_mode(model), generating(model):
         for prompt in prompts:
             inputs = prompt_inputs(prompt, pictures, device)
             out = model.generate(**inputs, generation_config=config, synced_gpus=world.size > 1)
-            answer = str(tokenizer.decode(out[0, len(prompt.input_ids) :], skip_special_tokens=True))
+            answer = str(
+                tokenizer.decode(out[0, len(prompt.input_ids) :], skip_special_tokens=True)
+            )
             samples.append(Sample(prompt.text, answer.strip(), prompt.reference))
     return samples
 
 
-def prompt_inputs(prompt: SamplePrompt, pictures: Pictures | None, device: torch.device) -> dict[str, Tensor]:
+def prompt_inputs(
+    prompt: SamplePrompt, pictures: Pictures | None, device: torch.device
+) -> dict[str, Tensor]:
     """The arguments of `generate` for a prompt, its pictures among them."""
     ids = torch.tensor([list(prompt.input_ids)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -70,15 +70,22 @@ class LanguageTask:
     data: LoadedData
     prompts: Sequence[SamplePrompt]
     source: Source
-    device_type = "cpu"  # of the model that was built or outlined last: rows are padded as it wants them
+    # of the model that was built or outlined last: rows are padded as it wants them
+    device_type = "cpu"
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         if config.train.objective == "reward" and config.adapter.kind != "none":
             in_full = [*config.adapter.modules_to_save, SCORE]
-            self.config = config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"modules_to_save": in_full})})
+            self.config = config = config.model_copy(
+                update={"adapter": config.adapter.model_copy(update={"modules_to_save": in_full})}
+            )
         self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
-        self.feed, self.largest, self.checks = self.objective.feed, self.objective.largest, self.objective.checks
+        self.feed, self.largest, self.checks = (
+            self.objective.feed,
+            self.objective.largest,
+            self.objective.checks,
+        )
         self.before_step, self.loss_sum = self.objective.before_step, self.objective.loss_sum
 
     @property
@@ -91,7 +98,11 @@ class LanguageTask:
 
     def observed(self) -> Iterable[tuple[str, str, str]]:
         pictures = self.data.pictures
-        return [] if pictures is None else [("vision", name, dtype) for name, dtype in pictures.given.items()]
+        return (
+            []
+            if pictures is None
+            else [("vision", name, dtype) for name, dtype in pictures.given.items()]
+        )
 
     @property
     def base_name(self) -> str:
@@ -102,32 +113,56 @@ class LanguageTask:
     def check(self, precision: Precision) -> None:
         check_branch(self.config, precision)
         if self.config.precision.vision is not None and not self.roles:
-            raise UsageError("precision.vision has no effect: the model has no vision tower", fix="leave it out")
+            raise UsageError(
+                "precision.vision has no effect: the model has no vision tower", fix="leave it out"
+            )
         self.objective.check()
 
     def load_data(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
         pictures = pictures_of(config.model, config.data, self.tokenizer)
-        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, only=self.objective.format, pictures=pictures)
+        self.data = data = load_data(
+            config.data,
+            self.tokenizer,
+            seed=config.train.seed,
+            only=self.objective.format,
+            pictures=pictures,
+        )
         if data.pictures is None and (config.data.min_pixels or config.data.max_pixels):
-            raise UsageError("data.min_pixels, data.max_pixels: no row has a picture", fix="leave them out")
+            raise UsageError(
+                "data.min_pixels, data.max_pixels: no row has a picture", fix="leave them out"
+            )
         self.objective.take(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
-        self.prompts = [] if self.objective.scored else prompts_of_run(config.run, data, self.tokenizer)
+        self.prompts = (
+            [] if self.objective.scored else prompts_of_run(config.run, data, self.tokenizer)
+        )
 
     def encode(self, device: torch.device) -> None:
         """No other model reads the data."""
 
-    def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
+    def build_model(
+        self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
+    ) -> tuple[nn.Module, Manifest]:
         config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
-        source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
+        source = base_source(
+            config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype
+        )
         self.source = replace(source, scored=self.objective.scored)
         if self.data.pictures is not None:
             self.data.pictures.dtype = to_torch(precision.vision)
-        model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part, pictures=self.data.pictures is not None)
+        model, manifest = build_model(
+            config,
+            precision,
+            self.source,
+            self.tokenizer,
+            device,
+            part,
+            pictures=self.data.pictures is not None,
+        )
         self.objective.check_model(model)
         manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
         return as_set(model, config.model.offload, device), manifest
@@ -144,21 +179,36 @@ class LanguageTask:
         return len(self.objective.eval)
 
     def architecture(self) -> PretrainedConfig:
-        return load_architecture(self.config.model, self.tokenizer, scored=self.config.train.objective == "reward")
+        return load_architecture(
+            self.config.model, self.tokenizer, scored=self.config.train.objective == "reward"
+        )
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         self.device_type = device_type
         shows = self.data.pictures is not None
-        return outline(self.architecture(), self.config, precision, device_type=device_type, pictures=shows)
+        return outline(
+            self.architecture(), self.config, precision, device_type=device_type, pictures=shows
+        )
 
     def step_outline(self, precision: Precision) -> StepOutline:
-        step = of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
+        step = of_data(
+            self.config,
+            precision,
+            self.data,
+            self.prompts,
+            device_type=self.device_type,
+            objective=self.objective,
+        )
 
         def block_flops(model: Any) -> list[float]:
             tokens, config = step.rows * step.length, inner_model(model).config
             return [tokens * flops_of_a_token(layer, config) / 2 for layer in checkpointable(model)]
 
-        return replace(step, beside=self.objective.beside(self.tokenizer, precision, None).bytes, block_flops=block_flops)
+        return replace(
+            step,
+            beside=self.objective.beside(self.tokenizer, precision, None).bytes,
+            block_flops=block_flops,
+        )
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)
@@ -168,19 +218,35 @@ class LanguageTask:
 
     # training
 
-    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str) -> list[tuple[str, str]]:
-        return self.objective.before_training(model, device, folder, world, pad_id=self.tokenizer.pad_token_id, dtype=dtype)
+    def before_training(
+        self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
+    ) -> list[tuple[str, str]]:
+        return self.objective.before_training(
+            model, device, folder, world, pad_id=self.tokenizer.pad_token_id, dtype=dtype
+        )
 
     def one_shape_each(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         return with_and_without_pictures(rows)  # rows of any length are padded
 
     def collate(self, rows: Sequence[Any]) -> Batch:
-        return self.objective.collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
+        return self.objective.collate(
+            rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type
+        )
 
-    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
+    def evaluate(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        dtype: str,
+        most: int | None = None,
+        world: World = ALONE,
+    ) -> Evaluation:
         rows, sets = self.objective.eval, self.data.eval_sets
         if most is not None or not sets:
-            return self._evaluate(model, (rows or self.objective.train)[:most], device, dtype, world)
+            return self._evaluate(
+                model, (rows or self.objective.train)[:most], device, dtype, world
+            )
         found: dict[str, Evaluation] = {}
         start = 0
         for name, count in sets.items():
@@ -188,23 +254,56 @@ class LanguageTask:
             found[name], start = self._evaluate(model, rows[start:end], device, dtype, world), end
         return Evaluation.of_sets(found)
 
-    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+    def rehearse_evaluation(
+        self, model: nn.Module, device: torch.device, *, dtype: str
+    ) -> Evaluation | None:
         longest = longest_of(self.objective.eval, micro_batch(self.config.train))
         return self._evaluate(model, longest, device, dtype) if longest else None
 
-    def _evaluate(self, model: nn.Module, rows: Sequence[Any], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
+    def _evaluate(
+        self,
+        model: nn.Module,
+        rows: Sequence[Any],
+        device: torch.device,
+        dtype: str,
+        world: World = ALONE,
+    ) -> Evaluation:
         size, pad_id = micro_batch(self.config.train), self.tokenizer.pad_token_id
-        return evaluate(model, rows, batch_size=size, pad_id=pad_id, device=device, loss_dtype=dtype, world=world, objective=self.objective)
+        return evaluate(
+            model,
+            rows,
+            batch_size=size,
+            pad_id=pad_id,
+            device=device,
+            loss_dtype=dtype,
+            world=world,
+            objective=self.objective,
+        )
 
     @property
     def samples(self) -> int:
         return len(self.prompts)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> list[Sample]:
+    def sample(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        shortened: bool = False,
+        world: World = ALONE,
+    ) -> list[Sample]:
         prompts, tokens = self.prompts, self.config.run.sample_tokens
         if shortened:
             prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
-        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, world=world, pictures=self.data.pictures)
+        return sample(
+            model,
+            self.tokenizer,
+            prompts,
+            max_new_tokens=tokens,
+            device=device,
+            world=world,
+            pictures=self.data.pictures,
+        )
 
     # the result
 
@@ -217,21 +316,43 @@ class LanguageTask:
         if vision_parts(inner_model(model)) is not None:
             copy_files(self.source.name, self.source.revision, folder)
 
-    def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
-        return load_result(folder, self.source, precision, config=self.config.model, device=device, part=part, adapter=self.config.adapter)
+    def reload(
+        self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None
+    ) -> nn.Module:
+        return load_result(
+            folder,
+            self.source,
+            precision,
+            config=self.config.model,
+            device=device,
+            part=part,
+            adapter=self.config.adapter,
+        )
 
     # what is told
 
     def header(self) -> list[tuple[str, str]]:
         facts, data, row = self.data.facts, self.data, self.words.row
-        rows = "a stream of training rows" if data.stream is not None else counted(self.rows, f"training {row}")
+        rows = (
+            "a stream of training rows"
+            if data.stream is not None
+            else counted(self.rows, f"training {row}")
+        )
         if data.stream is None and (packing := facts.get("packing")):
-            rows = f"{counted(packing['rows'], 'training row')} in {counted(len(data.train), 'packed one')}"
+            rows = (
+                f"{counted(packing['rows'], 'training row')} in"
+                f" {counted(len(data.train), 'packed one')}"
+            )
         line = f"{rows}, {counted(self.eval_rows, f'evaluation {row}')}"
         return [("data", line), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
     def records(self) -> Mapping[str, Any]:
-        return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer, self.data.pictures)}}
+        return {
+            "data.json": self.data.facts,
+            "examples.json": {
+                "examples": examples(self.data.train, self.tokenizer, self.data.pictures)
+            },
+        }
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         """Lists the rows that are left out; a stream finds more of them while it is read."""
@@ -252,12 +373,16 @@ class LanguageTask:
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         architecture: Any = self.architecture()
-        notes = check_base(of_config(architecture), precision, self.config.model.name or "model.config")
+        notes = check_base(
+            of_config(architecture), precision, self.config.model.name or "model.config"
+        )
         base_of: Callable[[], PreTrainedModel] | None = getattr(made.model, "get_base_model", None)
         inner = base_of() if base_of is not None else cast("PreTrainedModel", made.model)
         check_vocabulary(inner, self.tokenizer)
         if precision.base == "nf4":
-            notes += check_share(inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised)
+            notes += check_share(
+                inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised
+            )
         notes += self.objective.beside(self.tokenizer, precision, None).notes
         return str(getattr(architecture, "model_type", "model")), notes
 
@@ -286,7 +411,10 @@ class LanguageTask:
         elif facts["packed_from"]:
             rows += f" packed from {facts['packed_from']:,}"
         evaluation = counted(facts["eval_rows"], f"evaluation {row}")
-        line = f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']}; {evaluation}"
+        line = (
+            f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']};"
+            f" {evaluation}"
+        )
         shown, lengths = [], facts["lengths"]
         if facts["pictures"] is not None:  # which are most of a row's tokens
             spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
@@ -298,20 +426,37 @@ class LanguageTask:
 def flops_of_a_token(model: nn.Module, config: Any) -> float:
     """FLOPs of one token through the products with weights, forward and backward.
 
-    A product with an M-element weight costs 2 M forward, 2 M for the input's gradient, 2 M for the weight's own where it is trained.
-    Every Linear of `model`, a layer or a model for text, is counted (adapters included), and of stacked experts those that a token is sent
-    to; `config` is a transformers configuration.
+    A product with an M-element weight costs 2 M forward, 2 M for the input's gradient, 2 M for the
+    weight's own where it is trained. Every Linear of `model`, a layer or a model for text, is
+    counted (adapters included), and of stacked experts those that a token is sent to; `config` is a
+    transformers configuration.
     Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
     """
     per_token = 0.0
     stacked = {name.split(".base_layer")[0]: m for name, m in model.named_modules() if has_stack(m)}
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     for name, module in model.named_modules():
-        experts = next((m.num_experts for path, m in stacked.items() if name == path or name.startswith(f"{path}.")), chosen)
+        experts = next(
+            (
+                m.num_experts
+                for path, m in stacked.items()
+                if name == path or name.startswith(f"{path}.")
+            ),
+            chosen,
+        )
         if isinstance(module, nn.Linear):
             trained = module.weight.requires_grad and not is_quantised(module.weight)
-            per_token += module.in_features * module.out_features * (6 if trained else 4) * chosen / experts
+            per_token += (
+                module.in_features * module.out_features * (6 if trained else 4) * chosen / experts
+            )
         elif has_stack(module):
             weights = [p for p in module.parameters(recurse=False) if is_stack(p)]
-            per_token += sum(getattr(p, "quant_state", p).shape.numel() * (6 if p.requires_grad else 4) for p in weights) * chosen / experts
+            per_token += (
+                sum(
+                    getattr(p, "quant_state", p).shape.numel() * (6 if p.requires_grad else 4)
+                    for p in weights
+                )
+                * chosen
+                / experts
+            )
     return per_token

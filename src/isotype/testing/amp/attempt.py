@@ -1,6 +1,8 @@
-"""One run of the function under one setting, as it is, in fp64, or as plain PyTorch, and everything that came of it.
+"""One run of the function under one setting, as it is, in fp64, or as plain PyTorch, and everything
+that came of it.
 
-What hand-written backwards really received and returned is seen before the engine casts it in silence. `Fault` is what a rule finds.
+What hand-written backwards really received and returned is seen before the engine casts it in
+silence. `Fault` is what a rule finds.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from .samples import Sample, Setting, Subject
 class BackwardCall:
     """One call of a Function's backward.
 
-    expected  for each input: the dtype to which autograd will cast its gradient, None where it requires none
+    expected  for each input: the dtype to which autograd will cast its gradient, None where it
+              requires none
     leaves    for each input: the leaf tensor it is, if it is one
     returned  what backward gave back, as dtypes
-    context   its ctx, kept only when it raised (reading saved tensors a second time would disturb checkpointing)
+    context   its ctx, kept only when it raised (reading saved tensors a second time would disturb
+              checkpointing)
     """
 
     function: type
@@ -48,20 +52,33 @@ class BackwardCall:
     def saved(self) -> list[Tensor]:
         """What it had saved, after it raised."""
         try:
-            return [t for t in self.context.saved_tensors if isinstance(t, Tensor)] if self.context is not None else []
+            return (
+                [t for t in self.context.saved_tensors if isinstance(t, Tensor)]
+                if self.context is not None
+                else []
+            )
         except RuntimeError:  # freed, or changed since
             return []
 
 
 @contextmanager
 def watching_backwards() -> Iterator[list[BackwardCall]]:
-    """Within this block every hand-written backward that runs is recorded, whichever Function it belongs to."""
+    """Within this block every hand-written backward that runs is recorded, whichever Function it
+    belongs to.
+    """
     calls: list[BackwardCall] = []
-    originals = {n: BackwardCFunction.__dict__[n] for n in ("apply", "apply_boxed") if n in BackwardCFunction.__dict__}
+    originals = {
+        n: BackwardCFunction.__dict__[n]
+        for n in ("apply", "apply_boxed")
+        if n in BackwardCFunction.__dict__
+    }
 
     def spying(original: Any, boxed: bool) -> Any:
         def apply(ctx: Any, *grads: Any) -> Any:
-            call = BackwardCall(ctx._forward_cls, incoming=[g for g in (grads[0] if boxed else grads) if isinstance(g, Tensor)])
+            call = BackwardCall(
+                ctx._forward_cls,
+                incoming=[g for g in (grads[0] if boxed else grads) if isinstance(g, Tensor)],
+            )
             for node, index in ctx.next_functions:
                 leaf = getattr(node, "variable", None)
                 call.leaves.append(leaf)
@@ -79,7 +96,10 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
 
         return apply
 
-    with mock.patch.multiple(BackwardCFunction, **{n: spying(original, n == "apply_boxed") for n, original in originals.items()}):
+    with mock.patch.multiple(
+        BackwardCFunction,
+        **{n: spying(original, n == "apply_boxed") for n, original in originals.items()},
+    ):
         yield calls
 
 
@@ -119,7 +139,8 @@ def _computed(op: Operator, args: tuple, kwargs: dict) -> Any:
 def exact() -> Iterator[None]:
     """Within this block every operator computes in fp64, also what is made without a dtype.
 
-    Code that is not made of torch operators (a Triton kernel) is not reached; it computes as it is written.
+    Code that is not made of torch operators (a Triton kernel) is not reached; it computes as it is
+    written.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -149,12 +170,18 @@ class _PlainContext:
 
 @contextmanager
 def plain_functions() -> Iterator[None]:
-    """Within this block `SomeFunction.apply(...)` runs its forward under autograd and never its backward."""
+    """Within this block `SomeFunction.apply(...)` runs its forward under autograd and never its
+    backward.
+    """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.setup_context is not Function.setup_context:
             return cls.forward(*args, **kwargs)
-        return cls.forward(_PlainContext(tuple(isinstance(a, Tensor) and a.requires_grad for a in args)), *args, **kwargs)
+        return cls.forward(
+            _PlainContext(tuple(isinstance(a, Tensor) and a.requires_grad for a in args)),
+            *args,
+            **kwargs,
+        )
 
     with mock.patch.object(Function, "apply", classmethod(apply)):
         yield
@@ -168,8 +195,10 @@ class Outcome:
     """What one run gave.
 
     stage  where it failed, with `error`; None when it ran
-    grads  name -> gradient as the caller sees it (after the engine's cast), None where there is none
-    passed name -> the tensor handed to the function, and a copy of what it held then (kept when `watch_inputs`)
+    grads  name -> gradient as the caller sees it (after the engine's cast), None where there is
+           none
+    passed name -> the tensor handed to the function, and a copy of what it held then (kept when
+    `watch_inputs`)
     values  copies of the outputs as they were when forward returned
     functions  the hand-written Functions above the outputs
     """
@@ -213,7 +242,8 @@ def attempt(
 ) -> Outcome:
     """Runs forward and backward once.
 
-    exact         widen everything to this dtype after rounding it to the setting's dtypes; autocast is then off
+    exact         widen everything to this dtype after rounding it to the setting's dtypes; autocast
+                  is then off
     gradient      another incoming gradient than `incoming_gradient`
     passes        backward runs this often over one graph
     forward_only  stop after forward
@@ -228,7 +258,11 @@ def attempt(
     outcome.tensors = tensors | owned
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
-        outcome.passed = {f"argument {i}": (t, t.detach().clone()) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+        outcome.passed = {
+            f"argument {i}": (t, t.detach().clone())
+            for i, t in enumerate(leaves)
+            if isinstance(t, Tensor)
+        }
         outcome.passed |= {s.name: outcome.passed.pop(f"argument {s.index}") for s in sample.slots}
         outcome.passed |= {n: (t, t.detach().clone()) for n, t in owned.items()}
     _seed(seed)
@@ -241,20 +275,32 @@ def attempt(
             outcome.stage, outcome.error = FORWARD, error
             return outcome
         outcome.outputs = floating(result)
-        outcome.changed_by_forward = {n for n, (t, held) in outcome.passed.items() if not torch.equal(t.detach(), held)}
+        outcome.changed_by_forward = {
+            n for n, (t, held) in outcome.passed.items() if not torch.equal(t.detach(), held)
+        }
         outcome.values = [t.detach().clone() for t in outcome.outputs]
         outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
         differentiable = [t for t in outcome.outputs if t.requires_grad]
-        # numbered among all outputs: freezing an input must not hand another output's gradient to the rest
-        outcome.grad_outputs = [(gradient or incoming_gradient)(t, i) for i, t in enumerate(outcome.outputs) if t.requires_grad]
+        # numbered among all outputs: freezing an input must not hand another output's gradient to
+        # the rest
+        outcome.grad_outputs = [
+            (gradient or incoming_gradient)(t, i)
+            for i, t in enumerate(outcome.outputs)
+            if t.requires_grad
+        ]
         wanted_grads = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
         if forward_only or not differentiable or not wanted_grads:
             return outcome
         try:
             inside = autocast is not None and setting.inside
-            with torch.autocast(sample.device, dtype=autocast, enabled=inside), watching_backwards() as outcome.calls:
+            with (
+                torch.autocast(sample.device, dtype=autocast, enabled=inside),
+                watching_backwards() as outcome.calls,
+            ):
                 for left in reversed(range(passes)):
-                    torch.autograd.backward(differentiable, outcome.grad_outputs, retain_graph=left > 0)
+                    torch.autograd.backward(
+                        differentiable, outcome.grad_outputs, retain_graph=left > 0
+                    )
         except Exception as error:
             outcome.stage, outcome.error = BACKWARD, error
             return outcome
@@ -263,20 +309,26 @@ def attempt(
 
 
 def _seed(seed: int) -> None:
-    """torch.manual_seed, without the stack trace it keeps for every call on a machine whose GPU is not in use."""
+    """torch.manual_seed, without the stack trace it keeps for every call on a machine whose GPU is
+    not in use.
+    """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
 def floating(result: Any) -> list[Tensor]:
-    """The floating tensors in the return value of a function, also inside tuples, dicts and dataclasses such as ModelOutput."""
+    """The floating tensors in the return value of a function, also inside tuples, dicts and
+    dataclasses such as ModelOutput.
+    """
     flat, _ = pytree.tree_flatten(result)
     return [t for t in flat if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def incoming_gradient(output: Tensor, index: int) -> Tensor:
-    """A gradient exact in every dtype (multiples of 1/8 of at most 2), never all ones, the same in every run."""
+    """A gradient exact in every dtype (multiples of 1/8 of at most 2), never all ones, the same in
+    every run.
+    """
     generator = torch.Generator().manual_seed(1000 + index)
     eighths = torch.randint(3, 17, output.shape, generator=generator) * (
         torch.randint(0, 4, output.shape, generator=generator).clamp(max=1) * 2 - 1
@@ -288,8 +340,12 @@ Fault = tuple[tuple[object, ...], Finding]
 say = texts(Path(__file__).with_name("findings.txt"))
 
 
-def fault(code: str, place: Place, *key: object, details: tuple[tuple[str, str], ...] = (), **words: Any) -> Fault:
-    """A finding of the sheet, and what makes it the same fault as another: its code and the key, or else its place and severity."""
+def fault(
+    code: str, place: Place, *key: object, details: tuple[tuple[str, str], ...] = (), **words: Any
+) -> Fault:
+    """A finding of the sheet, and what makes it the same fault as another: its code and the key, or
+    else its place and severity.
+    """
     found = say(code, place, details, **{"symbol": place.symbol} | words)
     return (code, *(key or (place.symbol, place.line, found.severity))), found
 
@@ -303,19 +359,32 @@ def method_at_fault(subject: Subject, outcome: Outcome, stage: str) -> Place:
 
 
 def registered(function: type, method: str) -> Any:
-    """What the author of a torch.library operator registered, for the Function that torch generates around it; else None."""
+    """What the author of a torch.library operator registered, for the Function that torch generates
+    around it; else None.
+    """
     own = getattr(function, "backward", None)
     if not function.__name__.startswith("GeneratedBackwardFor_") or own is None:
         return None
-    infos = [cell.cell_contents for cell in own.__closure__ or () if hasattr(cell.cell_contents, "_backward_fn")]
-    return getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None) if infos else None
+    infos = [
+        cell.cell_contents
+        for cell in own.__closure__ or ()
+        if hasattr(cell.cell_contents, "_backward_fn")
+    ]
+    return (
+        getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None)
+        if infos
+        else None
+    )
 
 
 def owner_of_method(function: type, method: str) -> str:
     """`Class.backward`; the registered function's own name for an operator of torch.library."""
     written = registered(function, method)
     if written is not None:
-        return f"{written.__qualname__.split('<locals>.')[-1]} (of {function.__name__.removeprefix('GeneratedBackwardFor_')})"
+        return (
+            f"{written.__qualname__.split('<locals>.')[-1]} (of"
+            f" {function.__name__.removeprefix('GeneratedBackwardFor_')})"
+        )
     return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
 
 
@@ -337,5 +406,8 @@ def method_place(function: type, method: str, owner: str, *, statement: bool = F
             tree = ast.parse(textwrap.dedent("".join(lines)))
         except SyntaxError:
             tree = ast.Module(body=[], type_ignores=[])
-        line = max((first + n.lineno - 1 for n in ast.walk(tree) if isinstance(n, ast.Return)), default=line)
+        line = max(
+            (first + n.lineno - 1 for n in ast.walk(tree) if isinstance(n, ast.Return)),
+            default=line,
+        )
     return Place(file=file, line=line, symbol=owner)

@@ -1,5 +1,5 @@
-"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces, and the report of what was found; and how
-the command line names such a function.
+"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces, and
+the report of what was found; and how the command line names such a function.
 """
 
 from __future__ import annotations
@@ -21,12 +21,22 @@ from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .inexact import Numerics, inexact, long_sums, rounded_weights
 from .locate import failure_of
-from .rules import aliasing_faults, contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
+from .rules import (
+    aliasing_faults,
+    contract_faults,
+    finding_for,
+    first_line,
+    gradient_faults,
+    legitimate,
+    output_faults,
+)
 from .samples import LOW, Sample, Setting, Subject, read_samples, settings
 
 
 class ConformanceError(AssertionError):
-    """The function breaks under mixed precision. `report` holds the findings; the message is the whole report."""
+    """The function breaks under mixed precision. `report` holds the findings; the message is the
+    whole report.
+    """
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -62,7 +72,10 @@ class Report:
 
     def render(self) -> str:
         text = as_text(self.findings, subject=self.subject)
-        return f"{text} ({self.tried} combinations run{f', {len(self.refused)} refused' if self.refused else ''})"
+        return (
+            f"{text} ({self.tried} combinations"
+            f" run{f', {len(self.refused)} refused' if self.refused else ''})"
+        )
 
 
 def merged(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Finding]:
@@ -94,27 +107,41 @@ def ampcheck(
     raises: bool = True,
     fail_on: Severity = Severity.WARNING,
 ) -> Report:
-    """Gradcheck for mixed precision: runs `fn` under the dtype combinations that trainers produce, and reports what breaks, where and why.
+    """Gradcheck for mixed precision: runs `fn` under the dtype combinations that trainers produce,
+    and reports what breaks, where and why.
 
     fn         an autograd.Function, an nn.Module, or any callable; on the device its inputs are on
-    inputs     one call: a tensor, a tuple of arguments or a dict of keyword arguments; or a list of calls.
-               Where no tensor requires a gradient, every floating one does
-    reference  the same mathematics in plain PyTorch: judges numerics, output dtypes and which combinations must run. Without one, the
-               truth is `fn` itself in fp64, and the yardstick is its own forward under autograd
-    params     further arguments, after `inputs`, that a trainer keeps in another dtype (weights). Without them, and without a contract,
-               tensors that do not share the first one's leading size count as weights
+    inputs     one call: a tensor, a tuple of arguments or a dict of keyword arguments; or a list of
+               calls. Where no tensor requires a gradient, every floating one does
+    reference  the same mathematics in plain PyTorch: judges numerics, output dtypes and which
+               combinations must run. Without one, the truth is `fn` itself in fp64, and the
+               yardstick is its own forward under autograd
+    params     further arguments, after `inputs`, that a trainer keeps in another dtype (weights).
+               Without them, and without a contract, tensors that do not share the first one's
+               leading size count as weights
     contract   an OpContract: which arguments share a dtype, and what outputs and gradients must be
     raises     raise ConformanceError when there is a finding at or above `fail_on`
     ->         the Report
-    Raises     ConformanceError (an AssertionError) with the whole report; UsageError when the function runs under no combination
+    Raises     ConformanceError (an AssertionError) with the whole report; UsageError when the
+               function runs under no combination
     """
     subject, plain = Subject(fn), Subject(reference) if reference is not None else None
     skipped = []
-    if plain is not None and subject.module is not None and plain.holds_parameters_of(subject.module):
+    if (
+        plain is not None
+        and subject.module is not None
+        and plain.holds_parameters_of(subject.module)
+    ):
         plain = None
         skipped.append(_OWN_WEIGHTS)
-    names = list(contract.inputs) if contract else subject.argument_names or (plain.argument_names if plain else [])
-    samples = read_samples(inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups))
+    names = (
+        list(contract.inputs)
+        if contract
+        else subject.argument_names or (plain.argument_names if plain else [])
+    )
+    samples = read_samples(
+        inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups)
+    )
     samples = [replace(sample, owned=subject.owned_dtypes()) for sample in samples]
     checks = [_Check(subject, plain, sample, contract) for sample in samples]
     with torch.enable_grad():
@@ -127,7 +154,9 @@ def ampcheck(
         findings=tuple(worst_first(_without_echoes(found))),
         tried=sum(check.tried for check in checks),
         refused=tuple(refused.items()),
-        skipped=tuple(dict.fromkeys(skipped + [text for check in checks for text in check.skipped])),
+        skipped=tuple(
+            dict.fromkeys(skipped + [text for check in checks for text in check.skipped])
+        ),
     )
     if raises and report.at_least(fail_on):
         raise ConformanceError(report)
@@ -159,13 +188,17 @@ class _Check:
 
     def run(self) -> None:
         # an operator that is in place by intention cannot work on a leaf that requires a gradient
-        if "leaf Variable that requires grad" in str(attempt(self.subject, self.sample, Setting(None)).error):
+        if "leaf Variable that requires grad" in str(
+            attempt(self.subject, self.sample, Setting(None)).error
+        ):
             self.sample = replace(self.sample, behind_clone=True)
             self.numerics = self.numerics.on(self.sample)
         ran: dict[Setting, Outcome] = {}
         failures: list[tuple[Setting, Outcome]] = []
         groups = tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
-        for setting in settings(self.sample, groups, every=self.plain is not None or self.contract is not None):
+        for setting in settings(
+            self.sample, groups, every=self.plain is not None or self.contract is not None
+        ):
             outcome = attempt(self.subject, self.sample, setting, watch_inputs=True)
             self.tried += 1
             if outcome.ran:
@@ -176,18 +209,27 @@ class _Check:
         if not ran:
             error = failures[0][1].error
             assert error is not None
-            where = f"{failure.place.file}:{failure.place.line}: " if (failure := failure_of(error)) else ""
+            where = (
+                f"{failure.place.file}:{failure.place.line}: "
+                if (failure := failure_of(error))
+                else ""
+            )
             with_what = f"with {self.sample.describe()}: {where}{first_line(error)}"
             raise UsageError(f"{self.subject.label} runs under no dtype combination {with_what}")
         for setting, outcome in failures:
             self._judge_failure(setting, outcome)
         base = next(iter(ran))
         if not self._stable(base):
-            self.skipped.append("numerics: two runs with different seeds differ, so results of different dtypes cannot be compared")
+            self.skipped.append(
+                "numerics: two runs with different seeds differ, so results of different dtypes"
+                " cannot be compared"
+            )
         else:
             self._numerics(ran)
         # rounding differences between two orders of addition are smallest in fp32
-        base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
+        base = min(
+            ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None)
+        )
         self._note(aliasing_faults(self.numerics, base, ran[base], stable=self._stable(base)), base)
 
     def _note(self, faults: Sequence[Fault], setting: Setting) -> None:
@@ -198,17 +240,31 @@ class _Check:
         if self.contract is not None:
             self._note(contract_faults(outcome, setting, self.subject, self.contract), setting)
         else:
-            plain = attempt(self.plain, self.sample, setting, forward_only=True) if self.plain is not None else None
+            plain = (
+                attempt(self.plain, self.sample, setting, forward_only=True)
+                if self.plain is not None
+                else None
+            )
             self._note(output_faults(outcome, setting, self.sample, self.subject, plain), setting)
 
     def _judge_failure(self, setting: Setting, outcome: Outcome) -> None:
-        plain_runs = attempt(self.plain, self.sample, setting).ran if self.plain is not None else None
-        why = legitimate(outcome, setting, self.sample, self.subject, plain_runs=plain_runs, declared=self.contract is not None)
+        plain_runs = (
+            attempt(self.plain, self.sample, setting).ran if self.plain is not None else None
+        )
+        why = legitimate(
+            outcome,
+            setting,
+            self.sample,
+            self.subject,
+            plain_runs=plain_runs,
+            declared=self.contract is not None,
+        )
         if why is None:
             unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
             severity = Severity.ERROR if setting.produced or self.contract is not None else unlikely
             if setting.inside and outcome.stage == BACKWARD:
-                severity = min(severity, Severity.WARNING)  # trainers run backward outside the region
+                # trainers run backward outside the region
+                severity = min(severity, Severity.WARNING)
             self._note([finding_for(outcome, setting, self.subject, severity=severity)], setting)
         else:
             assert outcome.error is not None
@@ -216,21 +272,30 @@ class _Check:
 
     def _stable(self, setting: Setting) -> bool:
         """Whether the function draws no random numbers."""
-        one, other = (attempt(self.subject, self.sample, setting, seed=seed).results() for seed in (0, 1))
+        one, other = (
+            attempt(self.subject, self.sample, setting, seed=seed).results() for seed in (0, 1)
+        )
         return all(n in other and _near(other[n], t) for n, t in one.items())
 
     def _numerics(self, ran: dict[Setting, Outcome]) -> None:
-        """Plain code without a reference is its own yardstick: of it only weights that are rounded before their use are told."""
+        """Plain code without a reference is its own yardstick: of it only weights that are rounded
+        before their use are told.
+        """
         judged = [s for s in ran if not s.inside and s.produced]
         measured = self.plain is not None or any(o.functions for o in ran.values())
         if measured and self.plain is None and not self.numerics.twin_agrees:
-            self.skipped.append("numerics: autograd does not differentiate the forward to the same gradients; give a reference")
+            self.skipped.append(
+                "numerics: autograd does not differentiate the forward to the same gradients; give"
+                " a reference"
+            )
         if measured:
             for setting in sorted(judged, key=lambda s: -torch.finfo(s.lowest(self.sample)).eps):
                 self._note(inexact(ran[setting], setting, self.numerics), setting)
         if any(finding.code == "AC006" for _, finding, _ in self.seen):
             return  # the longer run would say the same again
-        for setting in [s for s in judged if len(self.sample.met(s.by_group)) == 1 and s.autocast is None][:3]:
+        for setting in [
+            s for s in judged if len(self.sample.met(s.by_group)) == 1 and s.autocast is None
+        ][:3]:
             if faults := rounded_weights(self.numerics, setting):
                 self._note(faults, setting)
                 break
@@ -238,7 +303,9 @@ class _Check:
             return
         # as built when that is low, else all of it low, else fp32 under autocast
         low = [s for s in judged if s.lowest(self.sample) in LOW]
-        lowest = [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]
+        lowest = [s for s in low if s.autocast is None][:1] + [
+            s for s in low if s.autocast is not None
+        ][:1]
         for setting in lowest:
             faults, why = long_sums(self.numerics, setting)
             self._note(faults, setting)
@@ -250,13 +317,17 @@ class _Check:
 def _near(left: Tensor, right: Tensor) -> bool:
     left, right = left.detach().double(), right.detach().double()
     distance = torch.nan_to_num(left - right).norm()
-    return left.shape == right.shape and bool(distance <= 8 * torch.finfo(right.dtype).eps ** 0.5 * torch.nan_to_num(right).norm())
+    return left.shape == right.shape and bool(
+        distance <= 8 * torch.finfo(right.dtype).eps ** 0.5 * torch.nan_to_num(right).norm()
+    )
 
 
 def _without_echoes(findings: list[Finding]) -> list[Finding]:
     """A note for a guessed combination that repeats an error with the same code and function."""
     worse = {(f.code, f.place.symbol) for f in findings if f.severity > Severity.NOTE}
-    return [f for f in findings if f.severity > Severity.NOTE or (f.code, f.place.symbol) not in worse]
+    return [
+        f for f in findings if f.severity > Severity.NOTE or (f.code, f.place.symbol) not in worse
+    ]
 
 
 _OPTIONS = ("reference", "params", "contract")
@@ -264,7 +335,9 @@ _OPTIONS = ("reference", "params", "contract")
 
 @dataclass(frozen=True)
 class Target:
-    """What to check: the function, its inputs, and its `reference`, `params` and `contract` where given."""
+    """What to check: the function, its inputs, and its `reference`, `params` and `contract` where
+    given.
+    """
 
     function: Any
     inputs: Any
@@ -285,7 +358,9 @@ def load_target(text: str) -> Target:
         module = module_of(where)
     build = member(module, name, where)
     if not inspect.isfunction(build) or required(build):
-        raise UsageError(f"{name} needs inputs", fix=f"a build() in {where} that returns ({name}, inputs)")
+        raise UsageError(
+            f"{name} needs inputs", fix=f"a build() in {where} that returns ({name}, inputs)"
+        )
     try:
         result = build()
     except Exception as error:
@@ -296,12 +371,17 @@ def load_target(text: str) -> Target:
     options = dict(result[2]) if len(result) == 3 else {}
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
-        raise UsageError(f"{where}:{name}() returned the option {unknown[0]!r}", fix=f"known options: {', '.join(_OPTIONS)}")
+        raise UsageError(
+            f"{where}:{name}() returned the option {unknown[0]!r}",
+            fix=f"known options: {', '.join(_OPTIONS)}",
+        )
     return Target(result[0], result[1], options)
 
 
 def triton_interpreted_without_gpu() -> AbstractContextManager[None]:
-    """Within it Triton kernels, if any were imported, run in the repaired interpreter where there is no GPU."""
+    """Within it Triton kernels, if any were imported, run in the repaired interpreter where there
+    is no GPU.
+    """
     if torch.cuda.is_available() or "triton" not in sys.modules:
         return nullcontext()
     from ..interpreter import interpreted

@@ -1,13 +1,16 @@
-"""AC006 and AC007: results that are further from the truth than their dtypes explain. AC022: a value made from a weight that is rounded
-before it is used, as in `x * (1 + weight)` in bf16 (four norms of transformers 5.23).
+"""AC006 and AC007: results that are further from the truth than their dtypes explain. AC022: a
+value made from a weight that is rounded before it is used, as in `x * (1 + weight)` in bf16 (four
+norms of transformers 5.23).
 
-The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. The allowed error is `SLACK` times
-that of the yardstick at the same dtypes: the reference, else the function's plain twin, which is its own forward as ordinary differentiable
-PyTorch. Where there is neither, no error is judged. No tolerance is typed anywhere else.
+The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes
+hold. The allowed error is `SLACK` times that of the yardstick at the same dtypes: the reference,
+else the function's plain twin, which is its own forward as ordinary differentiable PyTorch. Where
+there is neither, no error is judged. No tolerance is typed anywhere else.
 
-A weight's gradient is a sum over the rows, which may be long. Roundings of activations differ from row to row and average out; that of a
-weight's own expression is the same in every row. So each column's result is regressed on its truth over many rows: slopes that differ from
-column to column by more than the rows' noise are a weight's rounding.
+A weight's gradient is a sum over the rows, which may be long. Roundings of activations differ from
+row to row and average out; that of a weight's own expression is the same in every row. So each
+column's result is regressed on its truth over many rows: slopes that differ from column to column
+by more than the rows' noise are a weight's rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class Excess:
 
 @dataclass
 class Numerics:
-    """Errors of one subject on one sample; truths and yardsticks are computed once for each dtype combination."""
+    """Errors of one subject on one sample; truths and yardsticks are computed once for each dtype
+    combination.
+    """
 
     subject: Subject
     plain: Subject | None
@@ -59,20 +64,33 @@ class Numerics:
         """What the reference, or the subject itself, gives in fp64; in fp32 where it refuses that."""
         for wide in () if setting.dtypes in self._truths else (torch.float64, torch.float32):
             around = exact if wide == torch.float64 else nullcontext
-            outcome = attempt(self.plain or self.subject, self.sample, setting, exact=wide, around=around)
-            self._truths[setting.dtypes] = {n: t.detach().double() for n, t in outcome.results().items()} if outcome.ran else {}
+            outcome = attempt(
+                self.plain or self.subject, self.sample, setting, exact=wide, around=around
+            )
+            self._truths[setting.dtypes] = (
+                {n: t.detach().double() for n, t in outcome.results().items()}
+                if outcome.ran
+                else {}
+            )
             if outcome.ran:
                 break
         return self._truths[setting.dtypes]
 
     @cached_property
     def twin_agrees(self) -> bool:
-        """Whether the subject is made of hand-written Functions whose forward autograd can differentiate to the same gradients."""
+        """Whether the subject is made of hand-written Functions whose forward autograd can
+        differentiate to the same gradients.
+        """
         wide, setting = torch.float64, Setting(None)
         own = attempt(self.subject, self.sample, setting, exact=wide, around=exact).results()
         run = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin)
         twin = run.results()
-        return run.ran and not run.functions and set(twin) == set(own) and all(_agree(twin[n], own[n]) for n in own)
+        return (
+            run.ran
+            and not run.functions
+            and set(twin) == set(own)
+            and all(_agree(twin[n], own[n]) for n in own)
+        )
 
     def measure(self, outcome: Outcome, setting: Setting) -> tuple[dict[str, float], list[Excess]]:
         """Relative error of each result, and those in excess."""
@@ -90,19 +108,31 @@ class Numerics:
                 rounding = max(unit, torch.finfo(given.dtype).eps / 2)
                 allowed = SLACK * max(_distance(yardstick[result], exactly), rounding * size)
                 if distance > allowed:
-                    excesses.append(Excess(result, errors[result], allowed / size if size else 0.0, label))
+                    excesses.append(
+                        Excess(result, errors[result], allowed / size if size else 0.0, label)
+                    )
         return errors, excesses
 
-    def alike(self, left: Tensor | None, right: Tensor | None, setting: Setting, usual: Tensor | None = None) -> bool:
+    def alike(
+        self,
+        left: Tensor | None,
+        right: Tensor | None,
+        setting: Setting,
+        usual: Tensor | None = None,
+    ) -> bool:
         """Equal but for the order of additions.
 
-        usual  the same result where it is of its usual size, should `right` be nothing but rounding errors
+        usual  the same result where it is of its usual size, should `right` be nothing but rounding
+               errors
         """
         if left is None or right is None:
             return (left is None) == (right is None)
         if left.shape != right.shape:
             return False
-        distance, size = _distance(left, right), max(_norm(right), _norm(usual) if usual is not None else 0.0)
+        distance, size = (
+            _distance(left, right),
+            max(_norm(right), _norm(usual) if usual is not None else 0.0),
+        )
         return distance <= REORDERED * torch.finfo(setting.lowest(self.sample)).eps * size
 
     def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
@@ -110,12 +140,22 @@ class Numerics:
             outcome = attempt(self.plain, self.sample, Setting(setting.dtypes), exact=torch.float32)
             label = "the reference in fp32, rounded once"
         elif self.plain is not None:
-            outcome, label = attempt(self.plain, self.sample, setting), "the reference at the same dtypes"
+            outcome, label = (
+                attempt(self.plain, self.sample, setting),
+                "the reference at the same dtypes",
+            )
         elif self.twin_agrees:
-            outcome, label = attempt(self.subject, self.sample, setting, around=plain_functions), "plain PyTorch running the same forward"
+            outcome, label = (
+                attempt(self.subject, self.sample, setting, around=plain_functions),
+                "plain PyTorch running the same forward",
+            )
         else:
             return {}, ""
-        return (outcome.results(), label) if outcome.ran and (self.plain is not None or not outcome.functions) else ({}, label)
+        return (
+            (outcome.results(), label)
+            if outcome.ran and (self.plain is not None or not outcome.functions)
+            else ({}, label)
+        )
 
 
 @contextmanager
@@ -147,7 +187,8 @@ def percent(value: float) -> str:
 
 SOME, LONG = 512, 4096  # rows tried first, and at most
 LARGEST = 8_000_000  # numbers of a lengthened sample
-ORDER = 64 * torch.finfo(torch.float32).eps  # relative error of fp32 sums that orders of addition account for
+# relative error of fp32 sums that orders of addition account for
+ORDER = 64 * torch.finfo(torch.float32).eps
 
 
 def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
@@ -169,14 +210,18 @@ def long_sums(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | 
     if not short.ran or some is None:
         return [], None
     grown, outcome = some, attempt(subject, some, setting)
-    # a result of rows times rows (weights that look like rows, attention) costs too much at thousands
+    # a result of rows times rows (weights that look like rows, attention) costs too much at
+    # thousands
     if outcome.ran and _results(outcome) * _rows(sample) <= 1.5 * _results(short) * _rows(some):
         numbers = sum(some.tensor(s).numel() for s in some.slots)
         grown = lengthened(sample, max(SOME, min(LONG, LARGEST * SOME // max(1, numbers)))) or some
         outcome = attempt(subject, grown, setting)
     if not outcome.ran:
         # a function may well have a fixed number of rows: nothing to say of that
-        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(grown)} rows"
+        return (
+            [],
+            f"long reductions: the function refuses its inputs lengthened to {_rows(grown)} rows",
+        )
     before, known = numerics.measure(short, setting)
     _, found = numerics.on(grown).measure(outcome, setting)
     excesses = [e for e in found if e.result not in {x.result for x in known}]
@@ -184,7 +229,10 @@ def long_sums(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | 
         return [], None
     worst = _worst(excesses)
     key, finding = _finding("AC007", worst, outcome, setting, subject, grown)
-    length = f"relative error {percent(before.get(worst.result, 0.0))} as given, {percent(worst.error)} at {_rows(grown)} rows"
+    length = (
+        f"relative error {percent(before.get(worst.result, 0.0))} as given, {percent(worst.error)}"
+        f" at {_rows(grown)} rows"
+    )
     return [(key, replace(finding, details=(("length", length), *finding.details)))], None
 
 
@@ -200,20 +248,44 @@ def _results(outcome: Outcome) -> int:
     return sum(t.numel() for t in outcome.values)
 
 
-def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
+def _finding(
+    code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample
+) -> Fault:
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
     place = culprit.place if culprit else method_at_fault(subject, outcome, stage)
-    low = name(str(culprit.dtype)) if culprit and culprit.dtype is not None else name(str(setting.lowest(sample)))
-    details = [("error", f"{percent(excess.error)} of its norm; {percent(excess.excused)} is excused by {excess.yardstick}")]
+    low = (
+        name(str(culprit.dtype))
+        if culprit and culprit.dtype is not None
+        else name(str(setting.lowest(sample)))
+    )
+    details = [
+        (
+            "error",
+            (
+                f"{percent(excess.error)} of its norm; {percent(excess.excused)} is excused by"
+                f" {excess.yardstick}"
+            ),
+        )
+    ]
     if culprit:
         details.append(("code", culprit.source))
         details.append(
-            ("there", f"relative error {percent(culprit.before)} before this operator ({culprit.operator}), {percent(culprit.after)} after")
+            (
+                "there",
+                (
+                    f"relative error {percent(culprit.before)} before this operator"
+                    f" ({culprit.operator}), {percent(culprit.after)} after"
+                ),
+            )
         )
     long = code == "AC007"
     adds = bool(culprit and culprit.accumulates)
-    place = place if place.file else Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol)
+    place = (
+        place
+        if place.file
+        else Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol)
+    )
     key, finding = fault(
         "AC006",
         place,
@@ -233,18 +305,27 @@ def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subj
 
 
 ROWS = 1024
-PARAMETERS = 16  # of a module: in deeper modules the rounding errors of activations no longer average out, for any weights
+# of a module: in deeper modules the rounding errors of activations no longer average out, for any
+# weights
+PARAMETERS = 16
 COLUMNS = 8  # fewer tell little
-SHARE = 0.12  # of the dtype's step: one rounding of values between 1 and 2 has a deviation of 0.29 steps
+# of the dtype's step: one rounding of values between 1 and 2 has a deviation of 0.29 steps
+SHARE = 0.12
 ALIKE = 0.7  # correlation of the columns' slopes between two sets of rows
 SURE = 5.0  # times the rows' own noise
 OTHER_WAY = 6.0  # times the median row's error
 
 
 def rounded_weights(numerics: Numerics, setting: Setting) -> list[Fault]:
-    """Looks at one setting in which everything is one low dtype; nothing where there are no weights or no rows."""
+    """Looks at one setting in which everything is one low dtype; nothing where there are no weights
+    or no rows.
+    """
     subject, sample = numerics.subject, numerics.sample
-    if setting.autocast is not None or len(sample.met(setting.by_group)) != 1 or setting.lowest(sample) not in LOW:
+    if (
+        setting.autocast is not None
+        or len(sample.met(setting.by_group)) != 1
+        or setting.lowest(sample) not in LOW
+    ):
         return []
     if subject.module is not None and sum(1 for _ in subject.module.parameters()) > PARAMETERS:
         return []
@@ -255,15 +336,29 @@ def rounded_weights(numerics: Numerics, setting: Setting) -> list[Fault]:
         spread = float(slope.std())
         if spread <= SHARE * torch.finfo(dtype).eps or spread <= SURE * noise:
             continue
-        again = _slopes_of(numerics, setting, seed=1).get(result)  # other rows: a rounding of statistics of the rows would be another one
-        if again is not None and again[0].shape == slope.shape and float(torch.corrcoef(torch.stack([slope, again[0]]))[0, 1]) > ALIKE:
+        # other rows: a rounding of statistics of the rows would be another one
+        again = _slopes_of(numerics, setting, seed=1).get(result)
+        if (
+            again is not None
+            and again[0].shape == slope.shape
+            and float(torch.corrcoef(torch.stack([slope, again[0]]))[0, 1]) > ALIKE
+        ):
             place, seen = subject.place, setting.describe()
-            words: dict[str, Any] = {"result": result, "low": name(dtype), "spread": spread, "noise": noise, "rows": ROWS, "setting": seen}
+            words: dict[str, Any] = {
+                "result": result,
+                "low": name(dtype),
+                "spread": spread,
+                "noise": noise,
+                "rows": ROWS,
+                "setting": seen,
+            }
             return [fault("AC022", place, place.symbol, place.line, **words)]
     return []
 
 
-def _slopes_of(numerics: Numerics, setting: Setting, *, seed: int) -> dict[str, tuple[Tensor, float, torch.dtype]]:
+def _slopes_of(
+    numerics: Numerics, setting: Setting, *, seed: int
+) -> dict[str, tuple[Tensor, float, torch.dtype]]:
     """Of each low-precision output: the columns' slopes, the rows' noise in them, and its dtype."""
     grown = _many_rows(numerics.sample, seed)
     if grown is None:
@@ -273,9 +368,16 @@ def _slopes_of(numerics: Numerics, setting: Setting, *, seed: int) -> dict[str, 
     found = {}
     for result, given in outcome.results().items():
         exactly = truth.get(result)
-        if exactly is None or exactly.shape != given.shape or given.dim() < 2 or given.dtype not in LOW or given.shape[-1] < COLUMNS:
+        if (
+            exactly is None
+            or exactly.shape != given.shape
+            or given.dim() < 2
+            or given.dtype not in LOW
+            or given.shape[-1] < COLUMNS
+        ):
             continue
-        if given.numel() // given.shape[-1] < ROWS:  # the last state of a recurrent layer has a row a sequence
+        # the last state of a recurrent layer has a row a sequence
+        if given.numel() // given.shape[-1] < ROWS:
             continue
         if (slopes := _slopes(given.detach().double(), exactly)) is not None:
             found[result] = (*slopes, given.dtype)
@@ -293,7 +395,9 @@ def _many_rows(sample: Sample, seed: int) -> Sample | None:
         tensor = grown.tensor(slot)
         if not slot.group.startswith(PARAM) and tensor.shape != sample.tensor(slot).shape:
             factor = 0.5 + torch.rand(tensor.shape, generator=generator)
-            scaled[slot.index] = (tensor.detach().float() * factor.to(tensor.device)).to(tensor.dtype)
+            scaled[slot.index] = (tensor.detach().float() * factor.to(tensor.device)).to(
+                tensor.dtype
+            )
     return grown.with_tensors(scaled)
 
 
@@ -301,7 +405,8 @@ def _slopes(given: Tensor, exactly: Tensor) -> tuple[Tensor, float] | None:
     """Each column's error regressed on its truth, and how much of that the rows' noise makes."""
     truth = exactly.flatten(0, -2)  # [rows columns]
     error = given.flatten(0, -2) - truth
-    # a row that takes another way, as of a router whose two best experts are nearly equal, is off by no rounding
+    # a row that takes another way, as of a router whose two best experts are nearly equal, is off
+    # by no rounding
     off = error.norm(dim=1) / truth.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
     alike = off <= OTHER_WAY * off.median()
     truth, error = truth[alike], error[alike]

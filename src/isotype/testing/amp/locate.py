@@ -1,5 +1,5 @@
-"""Which line made a result inexact: the run as it is beside the exact run, operator by operator. From an exception to the line of the
-user's own code, with the dtypes of the tensors that it names.
+"""Which line made a result inexact: the run as it is beside the exact run, operator by operator.
+From an exception to the line of the user's own code, with the dtypes of the tensors that it names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .samples import Sample, Setting, Subject
 class Failure:
     """Where an exception began in the user's code.
 
-    function  `Class.forward` or `Class.backward` when the way there leads through a hand-written Function
+    function  `Class.forward` or `Class.backward` when the way there leads through a hand-written
+              Function
     operands  the tensors the failing expression names: name -> tensor
     chain     user frames from the outermost to the innermost, as `file:line symbol`
     """
@@ -51,7 +52,8 @@ class Failure:
 def failure_of(error: BaseException) -> Failure | None:
     """None when no frame between them is the user's."""
     frames = list(_frames(error.__traceback__))
-    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # a Triton kernel: its own line is in the cause
+    # a Triton kernel: its own line is in the cause
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
         frames += list(_frames(error.__traceback__))
     mine = [(tb.tb_frame, tb) for tb in frames if may_be_at_fault(tb.tb_frame.f_code.co_filename)]
@@ -59,14 +61,17 @@ def failure_of(error: BaseException) -> Failure | None:
         return None
     frame, tb = mine[-1]
     span = _span(tb)
-    source = " ".join(linecache.getline(frame.f_code.co_filename, n).strip() for n in range(span[0], span[1] + 1)).strip()
+    source = " ".join(
+        linecache.getline(frame.f_code.co_filename, n).strip() for n in range(span[0], span[1] + 1)
+    ).strip()
     return Failure(
         place=Place(file=frame.f_code.co_filename, line=span[0], symbol=symbol_of(frame)),
         source=source,
         function=next((symbol_of(f) for f, _ in reversed(mine) if _is_function_method(f)), None),
         operands=_operands(frame, span),
         chain=tuple(f"{f.f_code.co_filename}:{t.tb_lineno} {symbol_of(f)}" for f, t in mine),
-        raised_by_hand=frames[-1].tb_frame is frame and re.match(r"(raise|assert)\b", source) is not None,
+        raised_by_hand=frames[-1].tb_frame is frame
+        and re.match(r"(raise|assert)\b", source) is not None,
     )
 
 
@@ -81,7 +86,9 @@ def symbol_of(frame: FrameType) -> str:
 
 
 def owner_of(frame: FrameType | None) -> str | None:
-    """`Class.forward` or `Class.backward` of the hand-written Function this frame belongs to or was called from."""
+    """`Class.forward` or `Class.backward` of the hand-written Function this frame belongs to or was
+    called from.
+    """
     while frame is not None:
         if may_be_at_fault(frame.f_code.co_filename) and _is_function_method(frame):
             return symbol_of(frame)
@@ -92,24 +99,36 @@ def owner_of(frame: FrameType | None) -> str | None:
 def _is_function_method(frame: FrameType) -> bool:
     first = frame.f_code.co_varnames[:1]
     owner = frame.f_code.co_qualname.rpartition(".")[0]
-    return frame.f_code.co_name in ("forward", "backward", "vjp", "setup_context") and bool(owner) and first != ("self",)
+    return (
+        frame.f_code.co_name in ("forward", "backward", "vjp", "setup_context")
+        and bool(owner)
+        and first != ("self",)
+    )
 
 
 def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
     """Lines and columns of the instruction that failed."""
-    line, end, column, end_column = next(islice(tb.tb_frame.f_code.co_positions(), tb.tb_lasti // 2, None))
+    line, end, column, end_column = next(
+        islice(tb.tb_frame.f_code.co_positions(), tb.tb_lasti // 2, None)
+    )
     line = line or tb.tb_lineno
     return line, end or line, column, end_column
 
 
 def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -> dict[str, Tensor]:
-    """The tensors that the expression names, in order; names of attributes and of keywords are none."""
+    """The tensors that the expression names, in order; names of attributes and of keywords are
+    none.
+    """
     first, last, column, end_column = span
-    lines = [linecache.getline(frame.f_code.co_filename, n).encode() for n in range(first, last + 1)]
+    lines = [
+        linecache.getline(frame.f_code.co_filename, n).encode() for n in range(first, last + 1)
+    ]
     lines[-1] = lines[-1][:end_column]
     lines[0] = lines[0][column:]
     known: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
-    words = dict.fromkeys(re.findall(r"(?<![\w.])[^\W\d]\w*(?!\w|\s*=[^=])", b"".join(lines).decode(errors="replace")))
+    words = dict.fromkeys(
+        re.findall(r"(?<![\w.])[^\W\d]\w*(?!\w|\s*=[^=])", b"".join(lines).decode(errors="replace"))
+    )
     return {word: known[word] for word in words if isinstance(known.get(word), Tensor)}
 
 
@@ -118,13 +137,13 @@ def shown(tensor: Tensor) -> str:
     return f"{name(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]"
 
 
-_NO_ARITHMETIC = names(
-    """
+_NO_ARITHMETIC = names("""
     _to_copy detach alias lift_fresh view _unsafe_view t transpose permute expand unsqueeze squeeze slice select empty empty_like new_empty
     empty_strided new_empty_strided empty_permuted clone as_strided split set_
-    """
+    """)
+_ADDS = names(
+    "add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_"
 )
-_ADDS = names("add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_")
 
 
 @dataclass(frozen=True)
@@ -155,7 +174,9 @@ class Culprit:
 
 
 class _Recorder:
-    """A reader of the tape: keeps what every arithmetic operator was given and made, with the user's line that asked for it."""
+    """A reader of the tape: keeps what every arithmetic operator was given and made, with the
+    user's line that asked for it.
+    """
 
     def __init__(self) -> None:
         self.steps: list[_Step] = []
@@ -169,33 +190,52 @@ class _Recorder:
         made = _floats(result)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         into = kwargs.get("out", first if any(op.writes) else None)
-        grows = op.name in _ADDS and bool(made) and first is not None and (into is not None or first.shape == made[0].shape)
+        grows = (
+            op.name in _ADDS
+            and bool(made)
+            and first is not None
+            and (into is not None or first.shape == made[0].shape)
+        )
         values = tuple(t.detach().double().clone() for t in made)
-        self.steps.append(_Step(op.name, values, given, made[0].dtype if made else None, grows, _users_line()))
+        self.steps.append(
+            _Step(op.name, values, given, made[0].dtype if made else None, grows, _users_line())
+        )
         return result
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_flatten(tree)[0] if isinstance(t, Tensor) and t.is_floating_point()]
+    return [
+        t for t in pytree.tree_flatten(tree)[0] if isinstance(t, Tensor) and t.is_floating_point()
+    ]
 
 
 def _users_line() -> Place | None:
-    """The innermost line of the checked code; frames beyond `attempt` belong to the caller of the check.
+    """The innermost line of the checked code; frames beyond `attempt` belong to the caller of the
+    check.
 
-    No frame is kept: its tensors would live on, and autograd copies a gradient that somebody else holds.
+    No frame is kept: its tensors would live on, and autograd copies a gradient that somebody else
+    holds.
     """
     for frame in running_frames(2):
         if frame.f_code is attempt.__code__:
             return None
         if may_be_at_fault(frame.f_code.co_filename):
-            return Place(file=frame.f_code.co_filename, line=frame.f_lineno, symbol=owner_of(frame) or symbol_of(frame))
+            return Place(
+                file=frame.f_code.co_filename,
+                line=frame.f_lineno,
+                symbol=owner_of(frame) or symbol_of(frame),
+            )
     return None
 
 
-def locate(subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool = False) -> Culprit | None:
-    """The culprit line, or None where the two runs do not go through the same operators (or the code is not made of operators).
+def locate(
+    subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool = False
+) -> Culprit | None:
+    """The culprit line, or None where the two runs do not go through the same operators (or the
+    code is not made of operators).
 
-    long_sum  the error grew with the number of rows: the line that adds most often into a low-precision tensor, if there is one
+    long_sum  the error grew with the number of rows: the line that adds most often into a
+              low-precision tensor, if there is one
     """
     narrow, wide = _Recorder(), _Recorder()
     if not attempt(subject, sample, setting, around=lambda: narrow.tape).ran:
@@ -216,18 +256,28 @@ def locate(subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool
     if not placed:
         return None
     if long_sum:
-        sums = Counter(step.place for step in narrow.steps if step.accumulates and step.place is not None and _is_low(step.dtype))
+        sums = Counter(
+            step.place
+            for step in narrow.steps
+            if step.accumulates and step.place is not None and _is_low(step.dtype)
+        )
         busiest = next((place for place, count in sums.most_common(1) if count > 1), None)
-        last = max((i for i in placed if narrow.steps[i].place == busiest and narrow.steps[i].accumulates), default=None)
+        last = max(
+            (i for i in placed if narrow.steps[i].place == busiest and narrow.steps[i].accumulates),
+            default=None,
+        )
         if last is not None:
             return _culprit(narrow.steps, last, given[last], errors[last])
-    # the step that made its own result much worse than what it was given, and above all the error that the last steps show
+    # the step that made its own result much worse than what it was given, and above all the error
+    # that the last steps show
     final = max(errors[i] for i in placed)
     if final == float("inf"):
         endless = next(i for i in placed if errors[i] == final)
         return _culprit(narrow.steps, endless, given[endless], final)
     growth = {i: errors[i] / max(given[i], 1e-9) for i in placed if errors[i] > final / 8}
-    grown = [i for i, times in growth.items() if times > 4] or [i for i in placed if errors[i] > final / 4]
+    grown = [i for i, times in growth.items() if times > 4] or [
+        i for i in placed if errors[i] > final / 4
+    ]
     return _culprit(narrow.steps, grown[0], given[grown[0]], errors[grown[0]]) if grown else None
 
 

@@ -1,7 +1,9 @@
-"""AC001 to AC004, AC014: what raises, gradients and outputs in the wrong dtype, and an OpContract broken. AC008 to AC011: memory that
-belongs to someone else, written to. AC012: gradients that depend on which other inputs are frozen.
+"""AC001 to AC004, AC014: what raises, gradients and outputs in the wrong dtype, and an OpContract
+broken. AC008 to AC011: memory that belongs to someone else, written to. AC012: gradients that
+depend on which other inputs are frozen.
 
-The last five are looked for on one setting that runs, against the same function's own gradients; they depend on no tolerance for dtypes.
+The last five are looked for on one setting that runs, against the same function's own gradients;
+they depend on no tolerance for dtypes.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ from .samples import Sample, Setting, Subject, parameter_names
 
 _NO_KERNEL = re.compile(
     r"not implemented for|not supported on|no kernel|could not create a primitive|Could not run '|"
-    r"not yet implemented|doesn't support|does not support|No available kernel|not currently implemented",
+    r"not yet implemented|doesn't support|does not support|No available kernel|not currently"
+    r" implemented",
     re.IGNORECASE,
 )
 # out= variants and in-place products take no part in autocast
-_OUT = re.compile(r"[(,]\s*out\s*=(?!=)")  # the keyword of a call: `out = x @ w` writes nothing into a buffer
+# the keyword of a call: `out = x @ w` writes nothing into a buffer
+_OUT = re.compile(r"[(,]\s*out\s*=(?!=)")
 _IN_PLACE_PRODUCT = re.compile(r"\.(addmm|addmv|addbmm|baddbmm|addr|matmul|mm)_\(")
-_SCATTER = re.compile(r"\b(scatter|scatter_add|scatter_reduce|index_put|index_add|index_copy|masked_scatter|copy)_?\(|\]\s*[-+*/]?=(?!=)")
+_SCATTER = re.compile(
+    r"\b(scatter|scatter_add|scatter_reduce|index_put|index_add|index_copy|masked_scatter|copy)_?\(|\]\s*[-+*/]?=(?!=)"
+)
 
 
 def first_line(error: BaseException) -> str:
@@ -49,7 +55,13 @@ def first_line(error: BaseException) -> str:
 
 
 def legitimate(
-    outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, *, plain_runs: bool | None, declared: bool
+    outcome: Outcome,
+    setting: Setting,
+    sample: Sample,
+    subject: Subject,
+    *,
+    plain_runs: bool | None,
+    declared: bool,
 ) -> str | None:
     """Why raising is right here, or None.
 
@@ -74,12 +86,18 @@ def legitimate(
         if len(sample.met(setting.by_group) | subject.captured_dtypes()) > 1:
             return "plain PyTorch refuses mixed dtypes with autocast off"
         return None
-    if failure.function is None and not _skips_autocast(failure) and not setting.produced_by_any_trainer(sample):
+    if (
+        failure.function is None
+        and not _skips_autocast(failure)
+        and not setting.produced_by_any_trainer(sample)
+    ):
         return "plain PyTorch refuses it"
     return None
 
 
-def finding_for(outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity) -> tuple[tuple[object, ...], Finding]:
+def finding_for(
+    outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity
+) -> tuple[tuple[object, ...], Finding]:
     """The finding for an outcome that raised, and what makes it the same fault as another."""
     assert outcome.error is not None
     failure = failure_of(outcome.error)
@@ -131,15 +149,25 @@ def _described(failure: Failure, outcome: Outcome) -> list[str]:
         elif call is not None and _same_storage(tensor, call.saved()):
             role = " (a saved tensor)"
         else:
-            owner = next((n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None)
-            role = f" (input {owner})" if owner and owner != word and not owner.startswith("input") else ""
+            owner = next(
+                (n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None
+            )
+            role = (
+                f" (input {owner})"
+                if owner and owner != word and not owner.startswith("input")
+                else ""
+            )
         said.append(f"{word} {shown(tensor)}{role}")
     return said
 
 
 def _same_storage(tensor: Tensor, others: list[Tensor]) -> bool:
     try:
-        return any(o.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and o.dtype == tensor.dtype for o in others)
+        return any(
+            o.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            and o.dtype == tensor.dtype
+            for o in others
+        )
     except (RuntimeError, NotImplementedError):
         return False
 
@@ -151,29 +179,60 @@ def _skips_autocast(failure: Failure) -> bool:
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
     """Gradients that the engine had to cast.
 
-    Narrower than everything in play: precision is lost, an error. In the autocast dtype, as plain autocast operators return them: right.
-    In the dtype of another tensor of a mixed call: what a cast would have given, right. Wider than its tensor: cast without loss, a note.
+    Narrower than everything in play: precision is lost, an error. In the autocast dtype, as plain
+    autocast operators return them: right. In the dtype of another tensor of a mixed call: what a
+    cast would have given, right. Wider than its tensor: cast without loss, a note.
     """
     faults = []
     for call in outcome.calls:
-        met = {d for d in call.expected if d is not None} | {t.dtype for t in call.incoming if t.is_floating_point()}
+        met = {d for d in call.expected if d is not None} | {
+            t.dtype for t in call.incoming if t.is_floating_point()
+        }
         for i, (returned, expected) in enumerate(zip(call.returned or [], call.expected)):
-            if returned is None or expected is None or returned == expected or not returned.is_floating_point:
+            if (
+                returned is None
+                or expected is None
+                or returned == expected
+                or not returned.is_floating_point
+            ):
                 continue
             if setting.autocast is not None and returned == setting.autocast:
                 continue
             wider = torch.finfo(returned).bits > torch.finfo(expected).bits
             if not wider and returned in met:
                 continue
-            owner, argument = owner_of_method(call.function, "backward"), _argument(call.function, i)
-            words: dict[str, Any] = {"owner": owner, "argument": argument, "wider": wider, "got": name(returned), "wanted": name(expected)}
+            owner, argument = (
+                owner_of_method(call.function, "backward"),
+                _argument(call.function, i),
+            )
+            words: dict[str, Any] = {
+                "owner": owner,
+                "argument": argument,
+                "wider": wider,
+                "got": name(returned),
+                "wanted": name(expected),
+            }
             auto = name(setting.autocast) if setting.autocast else "off"
-            faults.append(fault("AC003", return_of(call.function, owner), owner, argument, wider, autocast=auto, **words))
+            faults.append(
+                fault(
+                    "AC003",
+                    return_of(call.function, owner),
+                    owner,
+                    argument,
+                    wider,
+                    autocast=auto,
+                    **words,
+                )
+            )
     return faults
 
 
-def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, plain: Outcome | None) -> list[Fault]:
-    """Outputs narrower than anything in play, or not in the dtype in which the reference returns them."""
+def output_faults(
+    outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, plain: Outcome | None
+) -> list[Fault]:
+    """Outputs narrower than anything in play, or not in the dtype in which the reference returns
+    them.
+    """
     inputs, classes = sample.met(setting.by_group), outcome.functions
     most = max((sample.tensor(s).dim() for s in sample.slots), default=0)
     faults: list[Fault] = []
@@ -182,12 +241,19 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
         if dtype in inputs or dtype == setting.autocast:
             continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
         if plain is not None:
-            wanted, against = plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype, "the reference returns"
+            wanted, against = (
+                (plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype),
+                "the reference returns",
+            )
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
             if wider and tensor.dim() < most:
                 continue  # every fused loss returns fp32, which is no fault
         elif classes and not subject.captured_dtypes() and torch.finfo(dtype).bits < 32:
-            wanted, against, wider = max(inputs, key=lambda d: torch.finfo(d).bits), "every input is", False
+            wanted, against, wider = (
+                max(inputs, key=lambda d: torch.finfo(d).bits),
+                "every input is",
+                False,
+            )
         else:
             continue
         if wanted == dtype:
@@ -213,7 +279,9 @@ def _argument(function: type[torch.autograd.Function], index: int) -> str:
     return names[index] if index < len(names) else f"input {index}"
 
 
-def contract_faults(outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract) -> list[Fault]:
+def contract_faults(
+    outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract
+) -> list[Fault]:
     """What one run did against what was declared."""
     letters: dict[str, str] = {}  # as this call's inputs bind them, and the named sizes
     sizes: dict[str, Any] = {}
@@ -225,23 +293,51 @@ def contract_faults(outcome: Outcome, setting: Setting, subject: Subject, contra
     return [*of_outputs, *_gradient_faults(outcome, setting, contract, letters)]
 
 
-def declared_output(spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]) -> TensorSpec:
+def declared_output(
+    spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
+) -> TensorSpec:
     """The output's spec under this setting: autocast may lower a free letter, or raise it to fp32."""
     if setting.autocast is not None and spec.free and contract.autocast != "ignored":
-        return replace(spec, dtype=name(setting.autocast) if contract.autocast == "follows" else "fp32")
-    if setting.autocast is not None and contract.autocast == "fp32" and spec.dtype in ("any", "float"):
+        return replace(
+            spec, dtype=name(setting.autocast) if contract.autocast == "follows" else "fp32"
+        )
+    if (
+        setting.autocast is not None
+        and contract.autocast == "fp32"
+        and spec.dtype in ("any", "float")
+    ):
         return replace(spec, dtype="fp32")
     return replace(spec, dtype=letters.get(spec.dtype, spec.dtype)) if spec.free else spec
 
 
 def _output_faults(
-    outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract, letters: dict[str, str], sizes: dict[str, Any]
+    outcome: Outcome,
+    setting: Setting,
+    subject: Subject,
+    contract: OpContract,
+    letters: dict[str, str],
+    sizes: dict[str, Any],
 ) -> list[Fault]:
-    floats = [spec for spec in contract.outputs if spec.free or not spec.dtype.startswith(("int", "uint", "bool"))]
+    floats = [
+        spec
+        for spec in contract.outputs
+        if spec.free or not spec.dtype.startswith(("int", "uint", "bool"))
+    ]
     faults = []
     if len(floats) != len(outcome.outputs):
-        message = f"{subject.label} returns {len(outcome.outputs)} floating outputs; {len(floats)} are declared"
-        return [_fault(("count",), message, subject.place, contract.signature, f"{len(outcome.outputs)} outputs")]
+        message = (
+            f"{subject.label} returns {len(outcome.outputs)} floating outputs; {len(floats)} are"
+            " declared"
+        )
+        return [
+            _fault(
+                ("count",),
+                message,
+                subject.place,
+                contract.signature,
+                f"{len(outcome.outputs)} outputs",
+            )
+        ]
     for i, (given, spec) in enumerate(zip(outcome.outputs, floats)):
         expected = declared_output(spec, setting, contract, letters)
         observed = name(given.dtype)
@@ -250,16 +346,30 @@ def _output_faults(
         if wanted is not None:
             message = f"{subject.label} returns {which} in {observed}; its contract says {wanted}"
             seen = f"{observed} with {setting.describe()}"
-            faults.append(_fault(("output", i, observed, wanted), message, subject.place, f"{spec}, autocast {contract.autocast}", seen))
+            faults.append(
+                _fault(
+                    ("output", i, observed, wanted),
+                    message,
+                    subject.place,
+                    f"{spec}, autocast {contract.autocast}",
+                    seen,
+                )
+            )
         shape = spec.shape_fault(tuple(given.shape), dict(sizes))
         if shape is not None:
             message = f"{subject.label} returns {which} with {shape}"
-            faults.append(_fault(("shape", i), message, subject.place, str(spec), str(list(given.shape))))
+            faults.append(
+                _fault(("shape", i), message, subject.place, str(spec), str(list(given.shape)))
+            )
     return faults
 
 
-def _gradient_faults(outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]) -> list[Fault]:
-    """Only gradients that reach an argument directly are judged; the op does not decide the result of a cast in between."""
+def _gradient_faults(
+    outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]
+) -> list[Fault]:
+    """Only gradients that reach an argument directly are judged; the op does not decide the result
+    of a cast in between.
+    """
     by_tensor = {id(t): n for n, t in outcome.tensors.items()}
     faults = []
     for call in outcome.calls:
@@ -272,20 +382,35 @@ def _gradient_faults(outcome: Outcome, setting: Setting, contract: OpContract, l
             if wanted is None or wanted == name(returned):
                 continue
             owner = owner_of_method(call.function, "backward")
-            message = f"{owner} returns the gradient of {argument} in {name(returned)}; its contract says {wanted}"
+            message = (
+                f"{owner} returns the gradient of {argument} in {name(returned)}; its contract says"
+                f" {wanted}"
+            )
             seen = f"{name(returned)} with {setting.describe()}"
             faults.append(
-                _fault(("grad", argument, name(returned)), message, return_of(call.function, owner), f"{argument}: {declared}", seen)
+                _fault(
+                    ("grad", argument, name(returned)),
+                    message,
+                    return_of(call.function, owner),
+                    f"{argument}: {declared}",
+                    seen,
+                )
             )
     return faults
 
 
-def _fault(key: tuple[object, ...], message: str, place: Place, declared: str, observed: str) -> Fault:
+def _fault(
+    key: tuple[object, ...], message: str, place: Place, declared: str, observed: str
+) -> Fault:
     return fault("AC014", place, *key, message=message, declared=declared, observed=observed)
 
 
-def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome, *, stable: bool) -> list[Fault]:
-    """`baseline` is an undisturbed run under the same setting, with its inputs watched; `stable`: two runs of it agree."""
+def aliasing_faults(
+    numerics: Numerics, setting: Setting, baseline: Outcome, *, stable: bool
+) -> list[Fault]:
+    """`baseline` is an undisturbed run under the same setting, with its inputs watched; `stable`:
+    two runs of it agree.
+    """
     subject = numerics.subject
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
     if baseline.grads:
@@ -303,8 +428,11 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
         given_back = any(_overlap(tensor, out) for out in baseline.outputs)
         if given_back:
             continue  # an operator that is in place by intention returns what it wrote to
-        plain = not baseline.calls and bool(tensor._version)  # in-place code: autograd raises an error where it matters
-        place = method_at_fault(subject, baseline, "forward" if argument in baseline.changed_by_forward else "backward")
+        # in-place code: autograd raises an error where it matters
+        plain = not baseline.calls and bool(tensor._version)
+        place = method_at_fault(
+            subject, baseline, "forward" if argument in baseline.changed_by_forward else "backward"
+        )
         faults.append(fault("AC011", place, name=argument, plain=plain))
     return faults
 
@@ -332,7 +460,15 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
     given = attempt(subject, sample, setting, gradient=expanded)
     if not right.ran:
         return []
-    return _judged("AC009", method_at_fault(subject, right, "backward"), given, right, setting, numerics, baseline)
+    return _judged(
+        "AC009",
+        method_at_fault(subject, right, "backward"),
+        given,
+        right,
+        setting,
+        numerics,
+        baseline,
+    )
 
 
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
@@ -341,11 +477,19 @@ def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) ->
     if twice.error is not None and twice.stage != BACKWARD:
         return []
     doubled = Outcome(grads={n: None if g is None else g * 2 for n, g in baseline.grads.items()})
-    return _judged("AC010", method_at_fault(subject, baseline, "backward"), twice, doubled, setting, numerics)
+    return _judged(
+        "AC010", method_at_fault(subject, baseline, "backward"), twice, doubled, setting, numerics
+    )
 
 
 def _judged(
-    code: str, place: Place, given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None
+    code: str,
+    place: Place,
+    given: Outcome,
+    right: Outcome,
+    setting: Setting,
+    numerics: Numerics,
+    usual: Outcome | None = None,
 ) -> list[Fault]:
     """A fault where a run raises, other than by hand, or gives other gradients than it should."""
     if given.error is None:
@@ -354,7 +498,11 @@ def _judged(
     failure = failure_of(given.error)
     if failure is not None and failure.raised_by_hand:
         return []
-    spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
+    spot = (
+        Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol)
+        if failure
+        else place
+    )
     return [fault(code, spot, raised=first_line(given.error))]
 
 
@@ -371,28 +519,53 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
             failure = failure_of(outcome.error)
             if failure is None or failure.raised_by_hand:
                 continue
-            place = Place(file=failure.place.file, line=failure.place.line, symbol=failure.function or place.symbol)
+            place = Place(
+                file=failure.place.file,
+                line=failure.place.line,
+                symbol=failure.function or place.symbol,
+            )
             words: dict[str, Any] = {"raised": first_line(outcome.error)}
         else:
             others = [n for n in trainable if n != frozen]
-            wrong = [n for n in others if not numerics.alike(outcome.grads.get(n), baseline.grads[n], setting)]
+            wrong = [
+                n
+                for n in others
+                if not numerics.alike(outcome.grads.get(n), baseline.grads[n], setting)
+            ]
             if not wrong:
                 continue
-            words = {"missing": ", ".join(n for n in wrong if outcome.grads.get(n) is None), "wrong": ", ".join(wrong)}
+            words = {
+                "missing": ", ".join(n for n in wrong if outcome.grads.get(n) is None),
+                "wrong": ", ".join(wrong),
+            }
         faults.append(fault("AC012", place, frozen=frozen, **words))
     return faults
 
 
-def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None) -> str:
+def _differing(
+    given: Outcome,
+    right: Outcome,
+    setting: Setting,
+    numerics: Numerics,
+    usual: Outcome | None = None,
+) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
     sizes = usual.grads if usual is not None else {}
-    wrong = [n for n, g in right.grads.items() if not numerics.alike(given.grads.get(n), g, setting, usual=sizes.get(n))]
+    wrong = [
+        n
+        for n, g in right.grads.items()
+        if not numerics.alike(given.grads.get(n), g, setting, usual=sizes.get(n))
+    ]
     return ", ".join(wrong)
 
 
 def same(left: Tensor, right: Tensor) -> bool:
     """Bit for bit, NaN beside NaN."""
-    return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(torch.nan_to_num(left), torch.nan_to_num(right)))
+    return (
+        left.shape == right.shape
+        and left.dtype == right.dtype
+        and bool(torch.equal(torch.nan_to_num(left), torch.nan_to_num(right)))
+    )
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:

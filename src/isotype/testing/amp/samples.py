@@ -1,5 +1,5 @@
-"""What is run: the function, the inputs of one call, and the dtype combinations that a trainer produces: dtypes of inputs and parameters,
-autocast, and where backward runs.
+"""What is run: the function, the inputs of one call, and the dtype combinations that a trainer
+produces: dtypes of inputs and parameters, autocast, and where backward runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ TRAINED = tuple(to_torch(word) for word in TRAINING_FLOATS)
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of a sample: its name, its group (tensors of a group share a dtype), and whether it requires a gradient.
+    """One tensor of a sample: its name, its group (tensors of a group share a dtype), and whether
+    it requires a gradient.
 
     group  `input`, `param`, a contract's free letter, or `fixed` (never changes dtype)
     """
@@ -42,14 +43,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Sample:
-    """One call's arguments, flattened: `leaves` in order, `slots` for the floating tensors among them."""
+    """One call's arguments, flattened: `leaves` in order, `slots` for the floating tensors among
+    them.
+    """
 
     leaves: tuple[Any, ...]
     tree: Any
     slots: tuple[Slot, ...]
     guessed: bool  # whether the groups were guessed from shapes
-    owned: frozenset[torch.dtype] = frozenset()  # dtypes of the parameters that the subject itself owns, as built
-    behind_clone: bool = False  # whether the function is handed clones, so that it may work in place
+    # dtypes of the parameters that the subject itself owns, as built
+    owned: frozenset[torch.dtype] = frozenset()
+    # whether the function is handed clones, so that it may work in place
+    behind_clone: bool = False
 
     @property
     def device(self) -> str:
@@ -77,35 +82,55 @@ class Sample:
         return {self.tensor(slot).dtype for slot in self.slots} | self.owned
 
     def fresh(
-        self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
+        self,
+        dtypes: Mapping[str, torch.dtype] | None,
+        *,
+        exact: torch.dtype | None = None,
+        frozen: str | None = None,
     ) -> tuple[list[Any], dict[str, Tensor]]:
-        """Copies of the leaves with each group in its dtype (None: as built), and the tensors by name.
+        """Copies of the leaves with each group in its dtype (None: as built), and the tensors by
+        name.
 
         exact   afterwards widened to this dtype, so that values are those of the narrow dtype
         frozen  the slot that requires no gradient in this trial
         """
-        leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        leaves = [
+            leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
+        ]
         named = {}
         for slot in self.slots:
             given = self.tensor(slot)
-            dtype = given.dtype if dtypes is None or slot.group == FIXED else dtypes.get(slot.group, given.dtype)
+            dtype = (
+                given.dtype
+                if dtypes is None or slot.group == FIXED
+                else dtypes.get(slot.group, given.dtype)
+            )
             tensor = given.detach().to(dtype)
             tensor = tensor.to(exact) if exact is not None else tensor
             tensor = tensor.clone() if tensor.data_ptr() == given.data_ptr() else tensor
             tensor.requires_grad_(slot.wants_grad and slot.name != frozen)
-            leaves[slot.index], named[slot.name] = tensor.clone() if self.behind_clone else tensor, tensor
+            leaves[slot.index], named[slot.name] = (
+                (tensor.clone() if self.behind_clone else tensor),
+                tensor,
+            )
         return leaves, named
 
     def call_arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(list(leaves), self.tree)
+        call: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
+            list(leaves), self.tree
+        )
         return call
 
     def with_tensors(self, tensors: Mapping[int, Tensor]) -> Sample:
         """The same sample with some leaves exchanged, by index."""
-        return replace(self, leaves=tuple(tensors.get(i, leaf) for i, leaf in enumerate(self.leaves)))
+        return replace(
+            self, leaves=tuple(tensors.get(i, leaf) for i, leaf in enumerate(self.leaves))
+        )
 
     def describe(self) -> str:
-        return ", ".join(f"{s.name} {name(self.tensor(s).dtype)}{list(self.tensor(s).shape)}" for s in self.slots)
+        return ", ".join(
+            f"{s.name} {name(self.tensor(s).dtype)}{list(self.tensor(s).shape)}" for s in self.slots
+        )
 
 
 def read_samples(
@@ -116,25 +141,48 @@ def read_samples(
     names: Sequence[str] = (),
     owns_parameters: bool = False,
 ) -> list[Sample]:
-    """What a caller may pass as `inputs`: one tensor, a tuple of arguments, a dict of keyword arguments, or a list of such samples."""
-    several = isinstance(inputs, list) and inputs and all(isinstance(item, (tuple, Mapping)) for item in inputs)
-    samples = [_read(item, tuple(params), contract, names, not owns_parameters) for item in (inputs if several else [inputs])]
+    """What a caller may pass as `inputs`: one tensor, a tuple of arguments, a dict of keyword
+    arguments, or a list of such samples.
+    """
+    several = (
+        isinstance(inputs, list)
+        and inputs
+        and all(isinstance(item, (tuple, Mapping)) for item in inputs)
+    )
+    samples = [
+        _read(item, tuple(params), contract, names, not owns_parameters)
+        for item in (inputs if several else [inputs])
+    ]
     if not owns_parameters and not any(sample.slots for sample in samples):
-        raise UsageError("ampcheck needs at least one floating tensor among its inputs", fix="pass the tensors the function is called with")
+        raise UsageError(
+            "ampcheck needs at least one floating tensor among its inputs",
+            fix="pass the tensors the function is called with",
+        )
     return samples
 
 
-def _read(item: Any, params: tuple[Any, ...], contract: OpContract | None, names: Sequence[str], grads_by_default: bool) -> Sample:
+def _read(
+    item: Any,
+    params: tuple[Any, ...],
+    contract: OpContract | None,
+    names: Sequence[str],
+    grads_by_default: bool,
+) -> Sample:
     args, kwargs = _as_call(item)
     paths, tree = pytree.tree_flatten_with_path(((*args, *params), kwargs))
     leaves = tuple(leaf for _, leaf in paths)
     first_param = len(args) if params else None
-    tensors = [(i, path, leaf) for i, (path, leaf) in enumerate(paths) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [
+        (i, path, leaf)
+        for i, (path, leaf) in enumerate(paths)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
     asked = any(leaf.requires_grad for _, _, leaf in tensors) or not grads_by_default
     declared = list(contract.inputs.items()) if contract else []
     slots = []
     for (i, path, leaf), group in zip(tensors, _guessed([leaf for _, _, leaf in tensors])):
-        indices = [key.idx if isinstance(key, pytree.SequenceKey) else -1 for key in path]  # -1 for a name
+        # -1 for a name
+        indices = [key.idx if isinstance(key, pytree.SequenceKey) else -1 for key in path]
         position = indices[1] if indices[0] == 0 and len(path) == 2 else None
         label = _label(path, names if not declared else [n for n, _ in declared])
         if first_param is not None and indices[0] == 0:
@@ -143,9 +191,18 @@ def _read(item: Any, params: tuple[Any, ...], contract: OpContract | None, names
             group = FIXED  # fp8 and other storage formats
         if declared and position is not None and position < len(declared):
             spec = declared[position][1]
-            group = spec.dtype if spec.free else (FIXED if spec.dtype not in ("any", "float") else group)
+            group = (
+                spec.dtype
+                if spec.free
+                else (FIXED if spec.dtype not in ("any", "float") else group)
+            )
         slots.append(Slot(label, i, group, leaf.requires_grad if asked else True))
-    return Sample(leaves, tree, tuple(slots), guessed=first_param is None and not declared and len({s.group for s in slots}) > 1)
+    return Sample(
+        leaves,
+        tree,
+        tuple(slots),
+        guessed=first_param is None and not declared and len({s.group for s in slots}) > 1,
+    )
 
 
 def _as_call(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,22 +217,30 @@ def _label(path: Sequence[Any], names: Sequence[str]) -> str:
     """`gate`, `input 2`, `batch['mask']`: the argument's name, and the way inside it."""
     first, *rest = path[1:]
     key = getattr(first, "idx", None)
-    head = str(getattr(first, "key", None) or (names[key] if key is not None and key < len(names) else f"input {key}"))
+    head = str(
+        getattr(first, "key", None)
+        or (names[key] if key is not None and key < len(names) else f"input {key}")
+    )
     return head + pytree.keystr(tuple(rest)) if rest else head
 
 
 def _guessed(tensors: Sequence[Tensor]) -> list[str]:
-    """The group of each: which tensors are activations and which are weights, from dtypes and shapes alone.
+    """The group of each: which tensors are activations and which are weights, from dtypes and
+    shapes alone.
 
-    Tensors built in different dtypes are grouped by dtype. Built alike, those that share the leading size of the first one
-    are activations; the others are weights, which a trainer keeps in another dtype than activations.
+    Tensors built in different dtypes are grouped by dtype. Built alike, those that share the
+    leading size of the first one are activations; the others are weights, which a trainer keeps in
+    another dtype than activations.
     """
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
         groups = [INPUT, PARAM, *(f"{PARAM} {i}" for i in range(2, len(dtypes)))]
         return [groups[dtypes.index(t.dtype)] for t in tensors]
     lead = next((t.shape[0] for t in tensors if t.dim() and not isinstance(t, nn.Parameter)), None)
-    weights = [isinstance(t, nn.Parameter) or bool(t.dim() and lead is not None and t.shape[0] != lead) for t in tensors]
+    weights = [
+        isinstance(t, nn.Parameter) or bool(t.dim() and lead is not None and t.shape[0] != lead)
+        for t in tensors
+    ]
     return [PARAM if weight else INPUT for weight in weights]
 
 
@@ -189,17 +254,23 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
 
 
 def lengthened(sample: Sample, rows: int) -> Sample | None:
-    """The sample with its rows drawn again and again until there are `rows` of them; None where that cannot be done.
+    """The sample with its rows drawn again and again until there are `rows` of them; None where
+    that cannot be done.
 
-    A row is an index of the leading dimension that the first tensor has; every tensor of that leading size that does not look
-    like a weight is drawn with the same indices, so that labels stay with their rows.
+    A row is an index of the leading dimension that the first tensor has; every tensor of that
+    leading size that does not look like a weight is drawn with the same indices, so that labels
+    stay with their rows.
     """
     first = next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)
     if first is None:
         return None
     rows_of = sample.tensor(first)
     lead = rows_of.shape[0]
-    per_row = max(1, rows_of.numel() // max(1, lead) // max(1, rows_of.shape[-1])) if rows_of.dim() > 1 else 1
+    per_row = (
+        max(1, rows_of.numel() // max(1, lead) // max(1, rows_of.shape[-1]))
+        if rows_of.dim() > 1
+        else 1
+    )
     wanted = -(-rows // per_row)
     if lead == 0 or wanted <= lead:
         return None
@@ -221,7 +292,8 @@ class Setting:
 
     dtypes   group -> dtype; None: as built
     inside   backward runs inside the autocast region (trainers run it outside)
-    produced whether a trainer is sure to produce it; a combination resting on guessed groups is only worth a note
+    produced whether a trainer is sure to produce it; a combination resting on guessed groups is
+    only worth a note
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] | None
@@ -239,7 +311,9 @@ class Setting:
         return max(met, key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
     def produced_by_any_trainer(self, sample: Sample) -> bool:
-        """Under autocast: not the combination that torch's own layers refuse (inputs wider than the weights)."""
+        """Under autocast: not the combination that torch's own layers refuse (inputs wider than the
+        weights).
+        """
         met = dict(self.dtypes) if self.dtypes is not None else sample.as_built()
         weights = [d for g, d in met.items() if g.startswith(PARAM)]
         inputs = [d for g, d in met.items() if not g.startswith(PARAM)]
@@ -258,7 +332,9 @@ class Setting:
         return ", ".join(parts)
 
 
-def uniform(sample: Sample, dtype: torch.dtype, groups: tuple[str, ...], autocast: torch.dtype | None = None) -> Setting:
+def uniform(
+    sample: Sample, dtype: torch.dtype, groups: tuple[str, ...], autocast: torch.dtype | None = None
+) -> Setting:
     return Setting(tuple((group, dtype) for group in groups), autocast)
 
 
@@ -266,7 +342,8 @@ def settings(sample: Sample, groups: tuple[str, ...], *, every: bool) -> Iterato
     """The combinations to try, the likeliest first.
 
     groups  the sample's groups, and `param` for a module's own parameters
-    every   also those that only a reference or a contract can judge: every dtype of every group under every autocast
+    every   also those that only a reference or a contract can judge: every dtype of every group
+            under every autocast
     """
     distinct: dict[Any, Setting] = {}
     for setting in _ordered(sample, groups, every):
@@ -280,7 +357,8 @@ def settings(sample: Sample, groups: tuple[str, ...], *, every: bool) -> Iterato
 def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[Setting]:
     low_as_built = set(LOW) & sample.met(None)
     for autocast in (None, *LOW):
-        # not a realistic combination: a model in one low dtype under autocast to the other, which torch's own cat and stack refuse
+        # not a realistic combination: a model in one low dtype under autocast to the other, which
+        # torch's own cat and stack refuse
         if autocast is None or not low_as_built - {autocast}:
             yield Setting(None, autocast)
     for autocast in (None, *LOW):
@@ -294,7 +372,11 @@ def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[S
             # activations that an autocast op made, weights kept in fp32
             yield Setting(tuple((g, torch.float32 if g in weights else low) for g in groups), low)
             # a model in the low dtype that meets an fp32 norm's output
-            yield Setting(tuple((g, low if g in weights else torch.float32) for g in groups), low, produced=not sample.guessed)
+            yield Setting(
+                tuple((g, low if g in weights else torch.float32) for g in groups),
+                low,
+                produced=not sample.guessed,
+            )
     if every and 1 < len(groups) <= 3:
         for dtypes in itertools.product(TRAINED, repeat=len(groups)):
             for autocast in (None, *LOW):
@@ -310,9 +392,18 @@ class Subject:
         applied = owner if getattr(target, "__name__", "") == "apply" else target
         is_function = inspect.isclass(applied) and issubclass(applied, torch.autograd.Function)
         self.function_class: type[torch.autograd.Function] | None = applied if is_function else None
-        self.module = target if isinstance(target, nn.Module) else owner if isinstance(owner, nn.Module) else None
+        self.module = (
+            target
+            if isinstance(target, nn.Module)
+            else owner
+            if isinstance(owner, nn.Module)
+            else None
+        )
         if self.function_class is None and not callable(target):
-            raise UsageError(f"ampcheck cannot call a {type(target).__name__}", fix="pass an autograd.Function, an nn.Module or a callable")
+            raise UsageError(
+                f"ampcheck cannot call a {type(target).__name__}",
+                fix="pass an autograd.Function, an nn.Module or a callable",
+            )
         self.label = self._label()
 
     def _label(self) -> str:
@@ -321,12 +412,16 @@ class Subject:
         if self.module is not None:
             return type(self.module).__qualname__
         target = self.target.func if isinstance(self.target, functools.partial) else self.target
-        return str(getattr(target, "__qualname__", type(target).__qualname__)).removeprefix("build.<locals>.")
+        return str(getattr(target, "__qualname__", type(target).__qualname__)).removeprefix(
+            "build.<locals>."
+        )
 
     @property
     def place(self) -> Place:
         """Where the target is defined, as far as `inspect` can find it."""
-        target = self.function_class or (type(self.module) if self.module is not None else self.target)
+        target = self.function_class or (
+            type(self.module) if self.module is not None else self.target
+        )
         try:
             file = inspect.getsourcefile(target)
             line: int | None = inspect.getsourcelines(target)[1]
@@ -338,9 +433,14 @@ class Subject:
     @property
     def argument_names(self) -> list[str]:
         if self.function_class is not None:
-            return parameter_names(self.function_class.forward, skip=0 if self.sets_up_context else 1)
-        written = getattr(self.target, "_init_fn", self.target)  # of an operator made with torch.library.custom_op
-        return parameter_names(self.target.forward if isinstance(self.target, nn.Module) else written)
+            return parameter_names(
+                self.function_class.forward, skip=0 if self.sets_up_context else 1
+            )
+        # of an operator made with torch.library.custom_op
+        written = getattr(self.target, "_init_fn", self.target)
+        return parameter_names(
+            self.target.forward if isinstance(self.target, nn.Module) else written
+        )
 
     @property
     def sets_up_context(self) -> bool:
@@ -350,19 +450,35 @@ class Subject:
     @property
     def groups(self) -> tuple[str, ...]:
         """`param` when it owns parameters of its own."""
-        return (PARAM,) if self.module is not None and any(p.is_floating_point() for p in self.module.parameters()) else ()
+        return (
+            (PARAM,)
+            if self.module is not None
+            and any(p.is_floating_point() for p in self.module.parameters())
+            else ()
+        )
 
     def owned_dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes of its own floating parameters, as built."""
-        return frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point()) if self.module is not None else frozenset()
+        return (
+            frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point())
+            if self.module is not None
+            else frozenset()
+        )
 
     def ready(
-        self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
+        self,
+        dtypes: Mapping[str, torch.dtype] | None,
+        *,
+        exact: torch.dtype | None = None,
+        frozen: str | None = None,
     ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-        """A callable for one run and the parameters it owns, by name; a module is copied, so that no run sees another's."""
+        """A callable for one run and the parameters it owns, by name; a module is copied, so that
+        no run sees another's.
+        """
         if self.function_class is not None:
             function = self.function_class
-            return lambda *args, **kwargs: function.apply(*args, **kwargs), {}  # looked up when called: `twin` exchanges it
+            # looked up when called: `twin` exchanges it
+            return lambda *args, **kwargs: function.apply(*args, **kwargs), {}
         if self.module is None:
             return self.target, {}
         module = copy.deepcopy(self.module)
@@ -371,10 +487,16 @@ class Subject:
         if exact is not None:
             module = module.to(exact)
         module.zero_grad(set_to_none=True)
-        named: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
+        named: dict[str, Tensor] = {
+            n: p for n, p in module.named_parameters() if p.is_floating_point()
+        }
         if frozen in named:
             named[frozen].requires_grad_(False)
-        run: Callable[..., Any] = module if isinstance(self.target, nn.Module) else MethodType(self.target.__func__, module)
+        run: Callable[..., Any] = (
+            module
+            if isinstance(self.target, nn.Module)
+            else MethodType(self.target.__func__, module)
+        )
         return run, named
 
     def holds_parameters_of(self, module: nn.Module) -> bool:
@@ -383,11 +505,17 @@ class Subject:
         return any(id(t) in own for t in self._held())
 
     def captured_dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial arguments, globals it names)."""
+        """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial
+        arguments, globals it names).
+        """
         return {t.dtype for t in self._held() if t.is_floating_point()}
 
     def _held(self) -> Iterator[Tensor]:
-        return iter(()) if self.function_class is not None or self.module is not None else _captured(self.target, depth=3)
+        return (
+            iter(())
+            if self.function_class is not None or self.module is not None
+            else _captured(self.target, depth=3)
+        )
 
 
 def _captured(target: Any, depth: int) -> Iterator[Tensor]:
@@ -404,7 +532,9 @@ def _captured(target: Any, depth: int) -> Iterator[Tensor]:
     elif isinstance(target, functools.partial):
         yield from _captured([target.func, target.args, target.keywords], depth)
     elif inspect.ismethod(target) and not inspect.isclass(target.__self__):
-        yield from _captured([target.__func__, list(getattr(target.__self__, "__dict__", {}).values())], depth)
+        yield from _captured(
+            [target.__func__, list(getattr(target.__self__, "__dict__", {}).values())], depth
+        )
     elif inspect.isfunction(target) and depth:
         names = target.__code__.co_names
         held = list(target.__defaults__ or ())
@@ -412,5 +542,9 @@ def _captured(target: Any, depth: int) -> Iterator[Tensor]:
             held += inspect.getclosurevars(target).nonlocals.values()
         held += [target.__globals__[n] for n in names if n in target.__globals__]
         for item in held:
-            if isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial)) or inspect.isfunction(item) or inspect.ismethod(item):
+            if (
+                isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial))
+                or inspect.isfunction(item)
+                or inspect.ismethod(item)
+            ):
                 yield from _captured(item, depth - 1)

@@ -1,9 +1,12 @@
-"""How much memory this process may use of its device, how freed memory is given back, and how a step is made to fit.
+"""How much memory this process may use of its device, how freed memory is given back, and how a
+step is made to fit.
 
-`train.gradient_checkpointing: auto` recomputes no layer if the memory plan fits, else as few layers as needed, the first ones. At the end
-of forward, where memory is highest, each recomputed layer saves the same. But in backward the last layers are recomputed while the
-activations of all others are still in memory, and the first layers when those have been freed. Attention's output (`train.keep_attention`)
-is the most expensive part of a recompute for the memory that it takes: it is kept where the layers that must recompute fit with it too.
+`train.gradient_checkpointing: auto` recomputes no layer if the memory plan fits, else as few layers
+as needed, the first ones. At the end of forward, where memory is highest, each recomputed layer
+saves the same. But in backward the last layers are recomputed while the activations of all others
+are still in memory, and the first layers when those have been freed. Attention's output
+(`train.keep_attention`) is the most expensive part of a recompute for the memory that it takes: it
+is kept where the layers that must recompute fit with it too.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 
 WITHIN = 0.15  # what the plan is right to: measured beside the peak memory of real CPU runs
-_TRIES = 3  # simulations between "too few layers" and "all of them"; the peak is nearly linear in their number
+# simulations between "too few layers" and "all of them"; the peak is nearly linear in their number
+_TRIES = 3
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 _RETURNED = 128 << 10  # glibc's own threshold before it grows; setting it keeps it from growing
 _returning = False
@@ -32,10 +36,12 @@ Found = tuple[Checkpointing, MemoryPlan]
 
 
 def return_freed_blocks() -> bool:
-    """Makes malloc return freed blocks of 128 KiB and more to the system. Returns whether this is possible (glibc only).
+    """Makes malloc return freed blocks of 128 KiB and more to the system. Returns whether this is
+    possible (glibc only).
 
-    By default glibc retains freed blocks of up to 32 MiB, so that a process uses more memory than its tensors. Returning the blocks causes
-    page faults: 3 to 8% of a step's time at a hidden size of 768, 19 to 32% at 256. Use it when memory is scarce.
+    By default glibc retains freed blocks of up to 32 MiB, so that a process uses more memory than
+    its tensors. Returning the blocks causes page faults: 3 to 8% of a step's time at a hidden size
+    of 768, 19 to 32% at 256. Use it when memory is scarce.
     """
     global _returning
     with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -47,7 +53,9 @@ def return_freed_blocks() -> bool:
 
 
 def trim_freed_blocks() -> None:
-    """Gives the system what malloc retains of freed blocks (glibc only): what an observed step leaves between the others' blocks."""
+    """Gives the system what malloc retains of freed blocks (glibc only): what an observed step
+    leaves between the others' blocks.
+    """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -58,7 +66,9 @@ def returns_freed_blocks() -> bool:
 
 
 def memory_there(total: int, device: torch.device) -> int:
-    """The bytes that this process may use of a device with `total` bytes: on a GPU without those of other processes. 0 if unknown."""
+    """The bytes that this process may use of a device with `total` bytes: on a GPU without those of
+    other processes. 0 if unknown.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return min(total, free + torch.cuda.memory_reserved(device))
@@ -66,7 +76,9 @@ def memory_there(total: int, device: torch.device) -> int:
 
 
 def other_memory(model: nn.Module, device: torch.device) -> int:
-    """The memory of this process besides the model: libraries and data, which use the same memory on a CPU."""
+    """The memory of this process besides the model: libraries and data, which use the same memory
+    on a CPU.
+    """
     if device.type != "cpu":
         return 0
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -74,17 +86,26 @@ def other_memory(model: nn.Module, device: torch.device) -> int:
 
 
 def auto_checkpointing(
-    simulate: Callable[[Checkpointing], MemoryPlan], *, layers: int, has: int, besides: int, device_type: str, target: int | None = None
+    simulate: Callable[[Checkpointing], MemoryPlan],
+    *,
+    layers: int,
+    has: int,
+    besides: int,
+    device_type: str,
+    target: int | None = None,
 ) -> Found:
     """The choice that `auto` makes, and the memory plan for it.
 
     simulate  the plan of a step under a choice
     layers    how many can recompute
-    has       bytes of the device, 0 where unknown; `besides` of them go to something else than the step
+    has       bytes of the device, 0 where unknown; `besides` of them go to something else than the
+              step
     target    bytes that the step's plan shall stay below, `train.memory`
     """
     # the target is of the plan, which needs no margin; a device's end is where a run fails
-    limits = ([int(has * (1 - WITHIN))] if has else []) + ([] if target is None else [target + besides])
+    limits = ([int(has * (1 - WITHIN))] if has else []) + (
+        [] if target is None else [target + besides]
+    )
     limit = min(limits, default=0)
 
     def choice(kind: str, n: int, why: str) -> Checkpointing:
@@ -96,9 +117,19 @@ def auto_checkpointing(
     without = simulate(choice(NONE, 0, ""))
     takes = f"the step takes {shown(without.peak + besides)}"
     if not limit or without.not_simulated or not layers:
-        why = "the device's memory is unknown" if not limit else "no layers that could recompute" if not layers else "the step has no plan"
+        why = (
+            "the device's memory is unknown"
+            if not limit
+            else "no layers that could recompute"
+            if not layers
+            else "the step has no plan"
+        )
         return choice(NONE, 0, why), without
-    of = f"{shown(target)} (train.memory)" if target is not None and limit == target + besides else shown(has)
+    of = (
+        f"{shown(target)} (train.memory)"
+        if target is not None and limit == target + besides
+        else shown(has)
+    )
     if over(without) <= 0:
         return choice(NONE, 0, f"{takes} of {of}"), without
     need = f"without it {takes} of {of}"
@@ -107,7 +138,9 @@ def auto_checkpointing(
     if over(plan) > 0:
         if device_type == "cpu":
             return found, plan
-        found = choice(OFFLOAD, layers, f"{need}, and recomputing alone {shown(plan.peak + besides)}")
+        found = choice(
+            OFFLOAD, layers, f"{need}, and recomputing alone {shown(plan.peak + besides)}"
+        )
         plan = simulate(found)
     else:
         # what one layer saves, measured at both ends; the layers between are checked
@@ -131,12 +164,19 @@ def auto_checkpointing(
 def less_memory(config: RunConfig, checkpointing: str) -> str:
     """Ways to take less memory that the settings do not have already.
 
-    checkpointing  what the run recomputes, or `train.gradient_checkpointing` where that was not decided yet
+    checkpointing  what the run recomputes, or `train.gradient_checkpointing` where that was not
+                   decided yet
     """
     ways = ["train.gradient_checkpointing: layers"] if checkpointing in (NONE, AUTO) else []
     if config.train.batch_size > 1:
-        ways.append("a smaller train.batch_size with more train.accumulate (the result is the same)")
-    ways.append("a smaller data.max_length" if config.images.train is None else "a smaller images.resolution")
+        ways.append(
+            "a smaller train.batch_size with more train.accumulate (the result is the same)"
+        )
+    ways.append(
+        "a smaller data.max_length"
+        if config.images.train is None
+        else "a smaller images.resolution"
+    )
     if (config.precision.base or config.precision.preset) not in ("nf4", "nf4-lora"):
         ways.append("--preset qlora")
     return ", ".join(ways[:-1]) + (", or " if ways[1:] else "") + ways[-1]

@@ -1,9 +1,10 @@
 """Moves what recomputed layers keep to host memory and back, two calls at a time.
 
-A call keeps its input, and attention's output where that is kept. Copies run while forward and backward run.
-To the host: a separate CUDA stream copies into pinned memory. What the last two calls keep stays on the device until their copies are done.
-The compute stream, not the host, waits for those copies, so that memory is freed in stream order even if the host runs ahead.
-To the device: while one call is recomputed, what the call before it has kept is copied.
+A call keeps its input, and attention's output where that is kept. Copies run while forward and
+backward run. To the host: a separate CUDA stream copies into pinned memory. What the last two calls
+keep stays on the device until their copies are done. The compute stream, not the host, waits for
+those copies, so that memory is freed in stream order even if the host runs ahead. To the device:
+while one call is recomputed, what the call before it has kept is copied.
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
 def _planned_copy(x: Tensor) -> None:
-    """Stands in a plan for a copy of `x` between the host and a device, so that who records the step sees it."""
+    """Stands in a plan for a copy of `x` between the host and a device, so that who records the
+    step sees it.
+    """
 
 
 class Streamed:
-    """Copies on a separate CUDA stream per device. Each copy begins after the work that the device's compute stream has at that time."""
+    """Copies on a separate CUDA stream per device. Each copy begins after the work that the
+    device's compute stream has at that time.
+    """
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __call__(self, to: Tensor, source: Tensor) -> Copied:
-        """Begins the copy between the host and a device, and returns its end, for which the device's compute stream can wait."""
+        """Begins the copy between the host and a device, and returns its end, for which the
+        device's compute stream can wait.
+        """
         device = to.device if to.is_cuda else source.device
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
@@ -50,7 +57,9 @@ class Streamed:
 
 
 class Copied:
-    """The end of a copy. An event's own `wait` acts on the stream of the current device, which may not be the tensor's device."""
+    """The end of a copy. An event's own `wait` acts on the stream of the current device, which may
+    not be the tensor's device.
+    """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event, self.device = event, device
@@ -60,7 +69,9 @@ class Copied:
 
 
 class Kept:
-    """What one call keeps, in the order in which it was put away; weak, since a step's graph owns its own. `before`: the call before it."""
+    """What one call keeps, in the order in which it was put away; weak, since a step's graph owns
+    its own. `before`: the call before it.
+    """
 
     def __init__(self, before: Kept | None) -> None:
         self.tensors: list[weakref.ref[Away]] = []
@@ -75,7 +86,9 @@ class Kept:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Of a copy that takes no more memory than its elements: the tensor's own, where it takes no more, else contiguous."""
+    """Of a copy that takes no more memory than its elements: the tensor's own, where it takes no
+    more, else contiguous.
+    """
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size != 1 and stride != step:
@@ -85,19 +98,25 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Away:
-    """One tensor in host memory, with the dtype, shape and order in memory that it must have when it is copied back."""
+    """One tensor in host memory, with the dtype, shape and order in memory that it must have when
+    it is copied back.
+    """
 
     def __init__(self, tensor: Tensor, call: Kept) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
         # a transposed tensor's order is kept: a reader needs no copy either
         self.strides = strides_of(tensor)
-        # a memory plan counts the device's bytes: its host tensors have none, whatever their shape says
+        # a memory plan counts the device's bytes: its host tensors have none, whatever their shape
+        # says
         planned = tensor.is_meta or isinstance(tensor, FakeTensor)
         if planned:
             self.host = torch.empty(0, dtype=tensor.dtype)
         else:
-            self.host = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self.here: Tensor | None = tensor.detach()  # the graph would hold what it needs anyway, and more
+            self.host = torch.empty_strided(
+                self.shape, self.strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        # the graph would hold what it needs anyway, and more
+        self.here: Tensor | None = tensor.detach()
         self.copied: Any = None
         self.spent = False
         self.call = call
@@ -110,13 +129,20 @@ class Away:
 
 
 class HostMemory:
-    """A gradient checkpointing function for transformers' layers. Without a CUDA device it copies synchronously.
+    """A gradient checkpointing function for transformers' layers. Without a CUDA device it copies
+    synchronously.
 
     call    runs a layer under checkpointing
-    copies  begins a copy and returns an object whose `wait()` makes later work wait for it; created for the first CUDA tensor
+    copies  begins a copy and returns an object whose `wait()` makes later work wait for it; created
+            for the first CUDA tensor
     """
 
-    def __init__(self, copies: Callable[[Tensor, Tensor], Any] | None = None, *, call: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        copies: Callable[[Tensor, Tensor], Any] | None = None,
+        *,
+        call: Callable[..., Any] | None = None,
+    ) -> None:
         self.leaving: deque[list[Away]] = deque()
         self.kept: Kept | None = None
         self.call = call or partial(call_and_recompute, keep_attention=False)
@@ -163,14 +189,22 @@ class HostMemory:
         for other in before.alive() if before is not None else ():
             if not other.spent:
                 self._fetch(other)
-        assert (tensor.dtype, tensor.shape) == (packed.dtype, packed.shape), f"{packed.dtype} went to host memory, {tensor.dtype} came back"
+        assert (tensor.dtype, tensor.shape) == (
+            packed.dtype,
+            packed.shape,
+        ), f"{packed.dtype} went to host memory, {tensor.dtype} came back"
         return tensor
 
     def _fetch(self, away: Away) -> None:
         if away.here is None:
-            assert away.host.dtype == away.dtype, f"{away.dtype} went to host memory, {away.host.dtype} lies there"
-            # allocated on the compute stream, which frees it too; the copy waits for the memory's last user
-            away.here = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, device=away.device)
+            assert away.host.dtype == away.dtype, (
+                f"{away.dtype} went to host memory, {away.host.dtype} lies there"
+            )
+            # allocated on the compute stream, which frees it too; the copy waits for the memory's
+            # last user
+            away.here = torch.empty_strided(
+                away.shape, away.strides, dtype=away.dtype, device=away.device
+            )
             self._copy(away, away.here, away.host)
 
     def _copy(self, away: Away, to: Tensor, source: Tensor) -> None:

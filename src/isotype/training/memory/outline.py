@@ -13,8 +13,12 @@ from ...ops.packed import PackedState
 BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
 
 
-def quantise_outline(model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double: bool = True) -> None:
-    """Replaces `layers` of `model` by nf4 layers on the meta device; with `double` their scales are quantised too."""
+def quantise_outline(
+    model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double: bool = True
+) -> None:
+    """Replaces `layers` of `model` by nf4 layers on the meta device; with `double` their scales are
+    quantised too.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
@@ -28,27 +32,45 @@ def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
 
     with torch.device("meta"):
         layer = bitsandbytes.nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=compute, quant_type="nf4"
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=compute,
+            quant_type="nf4",
         )
         if linear.bias is not None:
             layer.bias.data = linear.bias.data
         elements = linear.in_features * linear.out_features
         scales = -(-elements // BLOCK)
-        weight: Any = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False)
+        weight: Any = nn.Parameter(
+            torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False
+        )
         weight.compress_statistics, weight.quant_type = double, "nf4"
-        inner = QuantState(absmax=torch.empty(-(-scales // INNER_BLOCK)), code=torch.empty(256), blocksize=INNER_BLOCK, dtype=torch.float32)
+        inner = QuantState(
+            absmax=torch.empty(-(-scales // INNER_BLOCK)),
+            code=torch.empty(256),
+            blocksize=INNER_BLOCK,
+            dtype=torch.float32,
+        )
         weight.quant_state = QuantState(
             absmax=torch.empty(scales, dtype=torch.uint8 if double else torch.float32),
-            shape=torch.Size((linear.out_features, linear.in_features)), code=torch.empty(16), blocksize=BLOCK, quant_type="nf4",
-            dtype=compute, offset=torch.empty(()) if double else None, state2=inner if double else None,
-        )  # fmt: skip
+            shape=torch.Size((linear.out_features, linear.in_features)),
+            code=torch.empty(16),
+            blocksize=BLOCK,
+            quant_type="nf4",
+            dtype=compute,
+            offset=torch.empty(()) if double else None,
+            state2=inner if double else None,
+        )
     layer.weight = weight
     layer.support_avx512bf16_for_cpu = False
     return layer
 
 
 def scales_of(parameter: Tensor) -> list[Tensor]:
-    """The tensors that belong to a packed weight but are not parameters of the model: scales and code tables."""
+    """The tensors that belong to a packed weight but are not parameters of the model: scales and
+    code tables.
+    """
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
@@ -59,7 +81,9 @@ def scales_of(parameter: Tensor) -> list[Tensor]:
 
 
 def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
-    """Copies the quantisation state of `parameter` to its replacement `made`, with `make` applied to every tensor."""
+    """Copies the quantisation state of `parameter` to its replacement `made`, with `make` applied
+    to every tensor.
+    """
     import copy
 
     state = getattr(parameter, "quant_state", None)

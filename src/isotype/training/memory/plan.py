@@ -1,14 +1,16 @@
 """Plans how much memory a run will need, by running its first steps on tensors without data.
 
-No formula covers every architecture, attention and recomputation. So the run's own step (forward, loss, backward, accumulation, update)
-runs under FakeTensorMode, where operators compute only shapes and dtypes, and `LiveBytes` counts the bytes of live tensors. The result is
-within 15% of the peak resident size of real CPU runs that return freed memory. A process whose C library retains
-freed blocks, as glibc does by default, uses more.
+No formula covers every architecture, attention and recomputation. So the run's own step (forward,
+loss, backward, accumulation, update) runs under FakeTensorMode, where operators compute only shapes
+and dtypes, and `LiveBytes` counts the bytes of live tensors. The result is within 15% of the peak
+resident size of real CPU runs that return freed memory. A process whose C library retains freed
+blocks, as glibc does by default, uses more.
 
-Of weights, gradients and states a process that shares its model holds 1 / parts (the scales of 4-bit weights whole). Besides, it holds what
-is gathered at a time: the last unit (norm and head) from forward to backward, and two layers, of which one runs while the next is gathered;
-and in backward the whole gradient of a layer, once as autograd makes it and once as it is sent. No gradient is gathered in a forward, so
-that the peaks of forward and backward are planned apart.
+Of weights, gradients and states a process that shares its model holds 1 / parts (the scales of
+4-bit weights whole). Besides, it holds what is gathered at a time: the last unit (norm and head)
+from forward to backward, and two layers, of which one runs while the next is gathered; and in
+backward the whole gradient of a layer, once as autograd makes it and once as it is sent. No
+gradient is gathered in a forward, so that the peaks of forward and backward are planned apart.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ from .recomputation import Checkpointing, apply_checkpointing
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """All values are bytes. The first four stay allocated during the whole run; `peak` is the maximum.
+    """All values are bytes. The first four stay allocated during the whole run; `peak` is the
+    maximum.
 
     frozen        with blocks in host memory: of what is outside of them, and of the two largest
     activations   live at the end of a forward pass: tensors saved for backward, and the logits
@@ -58,7 +61,8 @@ class MemoryPlan:
     update        what the optimizer step adds to the first four
     evaluation    what an evaluation adds
     sampling      what generating an answer with its cache adds; None if it could not be simulated
-    gathered      the most of other processes' weights and gradients at a time, where several share the model
+    gathered      the most of other processes' weights and gradients at a time, where several share
+                  the model
     not_simulated the reason why activations, working and update are unknown, or None
     """
 
@@ -89,32 +93,56 @@ class MemoryPlan:
 
 
 def plan_memory(
-    made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, *, checkpointing: Checkpointing,
-    device_type: str = "cpu", earlier: MemoryPlan | None = None,
-) -> MemoryPlan:  # fmt: skip
-    """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be planned again with other settings.
+    made: Outline,
+    train: TrainSection,
+    precision: Precision,
+    largest: StepOutline,
+    *,
+    checkpointing: Checkpointing,
+    device_type: str = "cpu",
+    earlier: MemoryPlan | None = None,
+) -> MemoryPlan:
+    """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be
+    planned again with other settings.
 
     made     the task's outline; its parameters are replaced by fake ones here
     largest  the task's largest step, evaluation and sample
-    earlier  a plan of the same step with other recomputation: its evaluation and sample are taken over, since they recompute nothing
-    A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a GPU. If a step cannot be simulated,
-    `held` is still exact, and `not_simulated` gives the reason.
+    earlier  a plan of the same step with other recomputation: its evaluation and sample are taken
+             over, since they recompute nothing
+    A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a
+    GPU. If a step cannot be simulated, `held` is still exact, and `not_simulated` gives the reason.
     """
     held = held_memory(made.model, train, precision)
     held = replace(held, frozen=held.frozen + largest.beside)
     apply_checkpointing(made.model, checkpointing)
     try:
-        return _simulated(made.model, train, precision, largest, device_type=device_type, held=held, earlier=earlier)
+        return _simulated(
+            made.model,
+            train,
+            precision,
+            largest,
+            device_type=device_type,
+            held=held,
+            earlier=earlier,
+        )
     except UsageError:
         raise
     except Exception as error:
-        # an architecture whose shapes depend on values (routed experts), or an operator without a fake: what is held is still exact
-        return replace(held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated=first_line(error)[:160])
+        # an architecture whose shapes depend on values (routed experts), or an operator without a
+        # fake: what is held is still exact
+        return replace(
+            held,
+            peak=held.held,
+            rows=largest.rows,
+            length=largest.length,
+            not_simulated=first_line(error)[:160],
+        )
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Of one FSDP unit: its weights, those of them that are trained, the trained elements, and the scales of 4-bit weights.
+    """Of one FSDP unit: its weights, those of them that are trained, the trained elements, and the
+    scales of 4-bit weights.
 
     All as they travel: rows that do not come out even are padded to equal parts.
     """
@@ -126,8 +154,9 @@ class UnitBytes:
 
 
 def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
-    """Of every unit of a model as `distributed.shard` would cut it for so many processes, the root last; the model may be on the meta
-    device."""
+    """Of every unit of a model as `distributed.shard` would cut it for so many processes, the root
+    last; the model may be on the meta device.
+    """
     inner = inner_model(model)
     inside: set[int] = set()
     found = []
@@ -148,22 +177,40 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
 
 
 def padded_elements(weight: Tensor, parts: int) -> int:
-    """The elements of a weight whose rows are filled up to equal parts, as FSDP2 keeps and sends them."""
+    """The elements of a weight whose rows are filled up to equal parts, as FSDP2 keeps and sends
+    them.
+    """
     if weight.dim() == 0 or weight.numel() == 0:
         return weight.numel()
     return weight.numel() // len(weight) * parts * -(-len(weight) // parts)
 
 
 def plan_part(
-    made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, *, checkpointing: Checkpointing, device_type: str,
-    parts: int, earlier: MemoryPlan | None = None,
-) -> MemoryPlan:  # fmt: skip
+    made: Outline,
+    train: TrainSection,
+    precision: Precision,
+    largest: StepOutline,
+    *,
+    checkpointing: Checkpointing,
+    device_type: str,
+    parts: int,
+    earlier: MemoryPlan | None = None,
+) -> MemoryPlan:
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
     units = unit_bytes(made.model, parts) if parts > 1 else []
     if parts > 1:
-        # with gradients of an earlier micro-batch present, a backward adds no gradient buffers: they exist for the own part only
+        # with gradients of an earlier micro-batch present, a backward adds no gradient buffers:
+        # they exist for the own part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
-    plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
+    plan = plan_memory(
+        made,
+        train,
+        precision,
+        largest,
+        checkpointing=checkpointing,
+        device_type=device_type,
+        earlier=earlier,
+    )
     if parts == 1:
         return plan
     *layers, root = units
@@ -178,7 +225,9 @@ def plan_part(
     copy = max(unit.weights for unit in units) if device_type == "cpu" else 0
     shared = replace(
         plan,
-        frozen=sum(unit.weights for unit in units) // parts - trained + sum(unit.scales for unit in units),
+        frozen=sum(unit.weights for unit in units) // parts
+        - trained
+        + sum(unit.scales for unit in units),
         trained=trained,
         gradients=round(plan.gradients * own),
         optimizer=round(plan.optimizer * own),
@@ -196,7 +245,13 @@ def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> 
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
     away = {id(tensor) for tensor in away_from(model)}
-    here = sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p)) if id(t) not in away)
+    here = sum(
+        _bytes(t)
+        for p in parameters
+        if not p.requires_grad
+        for t in (p, *scales_of(p))
+        if id(t) not in away
+    )
     return MemoryPlan(
         frozen=here + held_at_most(model),
         trained=sum(_bytes(p) for p in trained),
@@ -216,16 +271,25 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, held: MemoryPlan,
+    model: nn.Module,
+    train: TrainSection,
+    precision: Precision,
+    largest: StepOutline,
+    *,
+    device_type: str,
+    held: MemoryPlan,
     earlier: MemoryPlan | None,
-) -> MemoryPlan:  # fmt: skip
+) -> MemoryPlan:
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
     live = LiveBytes(device.type, {**scratch(), **head_scratch()}, elsewhere=away_from(model))
     with without_data(device_type), live, without_warnings():
         make_fake(model, device)
-        accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
-        # other optimizers read numbers out of tensors: their states are known, and an update takes less than two copies of a tensor besides
+        accumulator = GradientAccumulator(
+            model.parameters(), dtype=precision.grads, reduce=precision.reduce
+        )
+        # other optimizers read numbers out of tensors: their states are known, and an update takes
+        # less than two copies of a tensor besides
         runs = train.optimizer in ("adamw", MUON)
         plain = train if runs else train.model_copy(update={"optimizer": "adamw"})
         largest_trained = max((_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
@@ -243,7 +307,10 @@ def _simulated(
             after_forward.append(live.now)
             part_begins()
 
-        counting = [model.register_forward_pre_hook(part_begins), model.register_forward_hook(forward_ends)]
+        counting = [
+            model.register_forward_pre_hook(part_begins),
+            model.register_forward_hook(forward_ends),
+        ]
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
@@ -272,7 +339,9 @@ def _simulated(
             hook.remove()
         accumulator.zero()
         if earlier is None:
-            evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
+            evaluation = (
+                _added(live, largest.evaluation, model, device) if largest.evaluation else 0
+            )
             sampling = _sampling(model, live, largest, device)
         else:
             evaluation, sampling = earlier.evaluation, earlier.sampling
@@ -295,7 +364,12 @@ def _simulated(
     )
 
 
-def _added(live: LiveBytes, run: Callable[[nn.Module, torch.device], None], model: nn.Module, device: torch.device) -> int:
+def _added(
+    live: LiveBytes,
+    run: Callable[[nn.Module, torch.device], None],
+    model: nn.Module,
+    device: torch.device,
+) -> int:
     """The peak bytes of live tensors during `run`, beyond those before it."""
     live.restart_peak()
     before = live.now
@@ -303,17 +377,22 @@ def _added(live: LiveBytes, run: Callable[[nn.Module, torch.device], None], mode
     return live.peak - before
 
 
-def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: torch.device) -> int | None:
+def _sampling(
+    model: nn.Module, live: LiveBytes, largest: StepOutline, device: torch.device
+) -> int | None:
     if largest.sampling is None:
         return 0
     try:
         return _added(live, largest.sampling, model, device)
-    except Exception:  # a model without a cache, or one whose cache depends on values; the plan of the step is used
+    # a model without a cache, or one whose cache depends on values; the plan of the step is used
+    except Exception:
         return None
 
 
 def make_fake(model: nn.Module, device: torch.device) -> None:
-    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied. Those of blocks in host memory stay."""
+    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied.
+    Those of blocks in host memory stay.
+    """
     memo: dict[int, nn.Parameter] = {}
     away = {id(tensor) for tensor in away_from(model)}
     for module in model.modules():
@@ -322,7 +401,11 @@ def make_fake(model: nn.Module, device: torch.device) -> None:
                 if id(parameter) not in memo:
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                    take_scales(memo[id(parameter)], parameter, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+                    take_scales(
+                        memo[id(parameter)],
+                        parameter,
+                        lambda t: torch.empty(t.shape, dtype=t.dtype, device=device),
+                    )
                 module._parameters[name] = memo[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -331,7 +414,9 @@ def make_fake(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def without_data(device_type: str) -> Iterator[None]:
-    """Operators compute shapes and dtypes only: of fake tensors on a CPU, of meta tensors that stand for another device's."""
+    """Operators compute shapes and dtypes only: of fake tensors on a CPU, of meta tensors that
+    stand for another device's.
+    """
     if device_type == "cpu":
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
@@ -342,14 +427,21 @@ def without_data(device_type: str) -> Iterator[None]:
 
 
 def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, length: int) -> int:
-    """An upper bound on the bytes of a step on `train.batch_size` rows of `length` (padded) tokens, even without recomputation: the sum of
-    weights, gradients and states, six fp32 copies of the input and output of every matrix, and the full attention scores."""
+    """An upper bound on the bytes of a step on `train.batch_size` rows of `length` (padded) tokens,
+    even without recomputation: the sum of weights, gradients and states, six fp32 copies of the
+    input and output of every matrix, and the full attention scores.
+    """
     widths = [width for module in model.modules() for width in _widths(module)]
     tokens = train.batch_size * length
     layers = layer_settings(getattr(model, "config", None))
     scores = sum(getattr(layer, "num_attention_heads", 0) for layer in layers) * tokens * length
     largest = max((a * b for a, b in zip(widths[::2], widths[1::2])), default=0)
-    return held_memory(model, train, precision).held + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
+    return (
+        held_memory(model, train, precision).held
+        + 24 * tokens * sum(widths)
+        + 16 * scores
+        + 32 * largest
+    )
 
 
 def _widths(module: nn.Module) -> tuple[int, ...]:
@@ -357,30 +449,41 @@ def _widths(module: nn.Module) -> tuple[int, ...]:
     weight = module._parameters.get("weight")
     if weight is None or (weight.ndim < 2 and not is_quantised(weight)):
         return ()
-    features = tuple(int(n) for name in ("in_features", "out_features") if (n := getattr(module, name, None)) is not None)
+    features = tuple(
+        int(n)
+        for name in ("in_features", "out_features")
+        if (n := getattr(module, name, None)) is not None
+    )
     if features:
         return features
     return int(weight.shape[-1]), int(weight.shape[-2])
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, `now` is the size of the live tensors that were made in it, and `peak` its maximum, in bytes.
+    """While active, `now` is the size of the live tensors that were made in it, and `peak` its
+    maximum, in bytes.
 
     device_type  counts only tensors on this device
-    scratch      operator -> function from its arguments to the bytes it needs besides its results; 0 for other operators
+    scratch      operator -> function from its arguments to the bytes it needs besides its results;
+                 0 for other operators
     elsewhere    tensors that take nothing, nor do their views
     Each storage is counted once, however many views it has.
     """
 
     def __init__(
-        self, device_type: str = "cpu", scratch: Mapping[Any, Callable[..., int]] | None = None, elsewhere: Sequence[Tensor] = ()
+        self,
+        device_type: str = "cpu",
+        scratch: Mapping[Any, Callable[..., int]] | None = None,
+        elsewhere: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.device_type, self.scratch = device_type, scratch or {}
         self._alive: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in elsewhere}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:

@@ -1,9 +1,12 @@
-"""Runs a layer so that backward runs it again: of all tensors that autograd would save, only the layer's inputs are kept.
+"""Runs a layer so that backward runs it again: of all tensors that autograd would save, only the
+layer's inputs are kept.
 
-A saved tensor is replaced by an empty place. The first place that backward asks for runs the layer again, which fills all of them and stops
-where the last one is full. Each place gives its tensor away once, so that memory is freed as backward goes on; a second backward over the
-same graph runs the layer once more. As torch.utils.checkpoint with use_reentrant=False, for a fraction of its calls of Python functions:
-what has no user here (other contexts, a trace of operators, groups of backwards) is left out.
+A saved tensor is replaced by an empty place. The first place that backward asks for runs the layer
+again, which fills all of them and stops where the last one is full. Each place gives its tensor
+away once, so that memory is freed as backward goes on; a second backward over the same graph runs
+the layer once more. As torch.utils.checkpoint with use_reentrant=False, for a fraction of its calls
+of Python functions: what has no user here (other contexts, a trace of operators, groups of
+backwards) is left out.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from ...environment import planned
 from ...ops.recompute import RecomputedLayer
 
 
-def call_and_recompute(function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any) -> Any:
+def call_and_recompute(
+    function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any
+) -> Any:
     """`function(*args)`, whose activations are recomputed in backward.
 
-    keep_attention  attention's output and logsumexp are kept, so that the recompute runs no attention
+    keep_attention  attention's output and logsumexp are kept, so that the recompute runs no
+                    attention
     options         of RecomputedLayer: put and get, which say where what is kept waits
     """
     layer = RecomputedLayer(keep_attention=keep_attention, **options)
@@ -35,9 +41,11 @@ def call_and_recompute(function: Callable[..., Any], *args: Any, keep_attention:
 
 
 def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`. In backward it runs again, under the same autocast and, where it drew random numbers, with the same ones.
+    """`function(*args)`. In backward it runs again, under the same autocast and, where it drew
+    random numbers, with the same ones.
 
-    Raises  CheckpointError in backward where the second run saves other shapes or dtypes than the first
+    Raises  CheckpointError in backward where the second run saves other shapes or dtypes than the
+            first
     """
     call = _Call(function, args)
     with saved_tensors_hooks(call.empty, call.taken):
@@ -47,7 +55,9 @@ def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves tensors as any operator does: they are checked for changes in place, and hooks around the layer see them."""
+    """Saves tensors as any operator does: they are checked for changes in place, and hooks around
+    the layer see them.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -56,7 +66,9 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Place:
-    """Of one saved tensor. It belongs to the graph: once the graph frees it, nothing is kept for it."""
+    """Of one saved tensor. It belongs to the graph: once the graph frees it, nothing is kept for
+    it.
+    """
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
     tensor: Tensor | None
@@ -75,19 +87,36 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function, self.places = function, list[weakref.ref[_Place]]()
         tensors = {i: value for i, value in enumerate(args) if isinstance(value, Tensor)}
-        self.rest, self.positions = [None if i in tensors else value for i, value in enumerate(args)], tuple(tensors)
+        self.rest, self.positions = (
+            [None if i in tensors else value for i, value in enumerate(args)],
+            tuple(tensors),
+        )
         self.inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors.values())
-        self.devices = list(dict.fromkeys(t.device for t in tensors.values() if t.device.type not in ("cpu", "meta")))
-        self.autocast = [_autocast(kind) for kind in dict.fromkeys(("cpu", *(device.type for device in self.devices)))]
+        self.devices = list(
+            dict.fromkeys(
+                t.device for t in tensors.values() if t.device.type not in ("cpu", "meta")
+            )
+        )
+        self.autocast = [
+            _autocast(kind)
+            for kind in dict.fromkeys(("cpu", *(device.type for device in self.devices)))
+        ]
         self.random: list[Tensor] | None = _random_states(self.devices)
 
     def forward_ended(self) -> None:
-        if all(_bits(a) == _bits(b) for a, b in zip(self.random or (), _random_states(self.devices))):
+        if all(
+            _bits(a) == _bits(b) for a, b in zip(self.random or (), _random_states(self.devices))
+        ):
             self.random = None
 
     def empty(self, tensor: Tensor) -> _Place:
         place = _Place()
-        place.tensor, place.shape, place.dtype, place.device = None, tensor.shape, tensor.dtype, tensor.device
+        place.tensor, place.shape, place.dtype, place.device = (
+            None,
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+        )
         self.places.append(weakref.ref(place))
         return place
 
@@ -107,11 +136,20 @@ class _Call:
         def fill(tensor: Tensor) -> Tensor:
             nonlocal filled
             # an output would hold the operator that holds it
-            tensor, place = tensor.detach() if tensor.requires_grad else tensor, self.places[filled]()
+            tensor, place = (
+                tensor.detach() if tensor.requires_grad else tensor,
+                self.places[filled](),
+            )
             filled += 1
             if place is not None:
-                if tensor.shape != place.shape or tensor.dtype != place.dtype or tensor.device != place.device:
-                    raise CheckpointError(_DIFFERS + f": {_words(tensor)} where it saved {_words(place)}")
+                if (
+                    tensor.shape != place.shape
+                    or tensor.dtype != place.dtype
+                    or tensor.device != place.device
+                ):
+                    raise CheckpointError(
+                        _DIFFERS + f": {_words(tensor)} where it saved {_words(place)}"
+                    )
                 place.tensor = tensor
             if filled == count:
                 raise _Full
@@ -122,7 +160,11 @@ class _Call:
                 stack.enter_context(_drawing_from(self.random, self.devices))
             for then in self.autocast:
                 if then != _autocast(then[0]):
-                    stack.enter_context(torch.autocast(then[0], enabled=then[1], dtype=then[2], cache_enabled=then[3]))
+                    stack.enter_context(
+                        torch.autocast(
+                            then[0], enabled=then[1], dtype=then[2], cache_enabled=then[3]
+                        )
+                    )
             stack.enter_context(saved_tensors_hooks(fill, _as_it_is))
             stack.enter_context(torch.enable_grad())
             try:
@@ -132,7 +174,10 @@ class _Call:
         raise CheckpointError(_DIFFERS + f": {filled} tensors where it saved {count}")
 
 
-_DIFFERS = "a recomputed layer saves other tensors in backward than in forward, by a condition that changed between the two"
+_DIFFERS = (
+    "a recomputed layer saves other tensors in backward than in forward, by a condition that"
+    " changed between the two"
+)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -145,11 +190,19 @@ def _words(of: Tensor | _Place) -> str:
 
 def _autocast(kind: str) -> tuple[str, bool, torch.dtype, bool]:
     """Of a device type: whether it is on, its dtype, whether it keeps the weights that it cast."""
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    return (
+        kind,
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+    return [
+        torch.get_rng_state(),
+        *(torch.get_device_module(device).get_rng_state(device) for device in devices),
+    ]
 
 
 def _bits(state: Tensor) -> bytes:
@@ -159,7 +212,9 @@ def _bits(state: Tensor) -> bytes:
 
 @contextmanager
 def _drawing_from(states: list[Tensor], devices: list[torch.device]) -> Iterator[None]:
-    """Within this block random numbers are those that follow `states`; afterwards they go on where they were."""
+    """Within this block random numbers are those that follow `states`; afterwards they go on where
+    they were.
+    """
     before = _random_states(devices)
     _put_random(states, devices)
     try:

@@ -1,7 +1,8 @@
-"""`preflight(subject, skips)`: runs every check in order, writes the record, and refuses the run when a check found an error.
+"""`preflight(subject, skips)`: runs every check in order, writes the record, and refuses the run
+when a check found an error.
 
-Cheap checks run first: static facts, data, memory, then a trial step. After a phase that found an error no further phase runs. The task
-adds its own checks.
+Cheap checks run first: static facts, data, memory, then a trial step. After a phase that found an
+error no further phase runs. The task adds its own checks.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class Outcome:
         return {
             "refused": self.refused,
             "findings": [f.as_json() for f in worst_first(self.findings)],
-            "skipped": [{"code": code, "check": CODES[code], "reason": reason} for code, reason in self.skipped.items()],
+            "skipped": [
+                {"code": code, "check": CODES[code], "reason": reason}
+                for code, reason in self.skipped.items()
+            ],
             "checks": {code: CODES[code] for code in self.ran},
             "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
         }
@@ -67,19 +71,31 @@ class Outcome:
         """A line for the run's header, and one for each finding and each check left out."""
         passed = len(self.ran) - len({f.code for f in self.findings})
         return [
-            ("preflight", f"{passed} of {len(self.ran)} checks passed in {sum(self.seconds.values()):.1f} s"),
+            (
+                "preflight",
+                f"{passed} of {len(self.ran)} checks passed in {sum(self.seconds.values()):.1f} s",
+            ),
             *[(str(f.severity), _line(f)) for f in worst_first(self.findings)],
-            *[("skipped", f"{code} {CODES[code]}: {reason}") for code, reason in self.skipped.items()],
+            *[
+                ("skipped", f"{code} {CODES[code]}: {reason}")
+                for code, reason in self.skipped.items()
+            ],
         ]
 
 
 def preflight(
-    subject: Subject, skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS, world: World = ALONE
+    subject: Subject,
+    skips: Mapping[str, str],
+    *,
+    checks: Mapping[str, tuple[Check, ...]] = CHECKS,
+    world: World = ALONE,
 ) -> Outcome:
-    """Runs the checks, writes preflight.json, and raises PreflightError with every error found. A resumed run gets static checks only.
+    """Runs the checks, writes preflight.json, and raises PreflightError with every error found. A
+    resumed run gets static checks only.
 
     checks  by phase, beside the task's own
-    world   each process checks its own machine and step; what one refuses, all refuse. The record is the first one's.
+    world   each process checks its own machine and step; what one refuses, all refuse. The record
+            is the first one's.
     """
     record = subject.folder / RECORD
     before = RunFolder(record.parent).read_json(record.name) if subject.resuming else {}
@@ -113,8 +129,12 @@ def refusal(outcome: Outcome) -> PreflightError:
     errors = [f for f in worst_first(outcome.findings) if f.severity >= Severity.ERROR]
     codes = list(dict.fromkeys(f.code for f in errors))
     shown = "\n".join(f.render() for f in worst_first(outcome.findings))
-    skip = next((f', or --skip {code}="why it does not matter here"' for code in codes if code in CODES), "")
-    return PreflightError(f"refused before step 1: {', '.join(codes)}\n{shown}", fix=f"mend it{skip}")
+    skip = next(
+        (f', or --skip {code}="why it does not matter here"' for code in codes if code in CODES), ""
+    )
+    return PreflightError(
+        f"refused before step 1: {', '.join(codes)}\n{shown}", fix=f"mend it{skip}"
+    )
 
 
 def _line(finding: Finding) -> str:
@@ -122,10 +142,14 @@ def _line(finding: Finding) -> str:
 
 
 def skipped_before(record: Path) -> dict[str, str]:
-    """The checks that were skipped when the run started, code to reason; invalid entries are ignored."""
+    """The checks that were skipped when the run started, code to reason; invalid entries are
+    ignored.
+    """
     skipped = RunFolder(record.parent).read_json(record.name).get("skipped")
     return {
         entry["code"]: entry["reason"]
         for entry in (skipped if isinstance(skipped, list) else [])
-        if isinstance(entry, dict) and isinstance(entry.get("reason"), str) and str(entry.get("code")) in CODES.keys() - NOT_SKIPPED.keys()
+        if isinstance(entry, dict)
+        and isinstance(entry.get("reason"), str)
+        and str(entry.get("code")) in CODES.keys() - NOT_SKIPPED.keys()
     }

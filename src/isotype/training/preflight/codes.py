@@ -35,15 +35,22 @@ NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 def check_skips(skip: Mapping[str, str], words: str = "skip={{'{}': '...'}}") -> dict[str, str]:
     """The same, code to reason. `words`: how the user gives one.
 
-    Raises  UsageError for a code that no check has, or whose check cannot be left out, and for a missing reason
+    Raises  UsageError for a code that no check has, or whose check cannot be left out, and for a
+            missing reason
     """
     for code, reason in skip.items():
         given = words.format(code)
         if code not in CODES:
             near = get_close_matches(code.upper(), CODES, n=1)
-            raise UsageError(f"{given}: no such check", fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}")
+            raise UsageError(
+                f"{given}: no such check",
+                fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}",
+            )
         if code in NOT_SKIPPED:
-            raise UsageError(f"{given}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype doctor explain {code}")
+            raise UsageError(
+                f"{given}: cannot be skipped: {NOT_SKIPPED[code]}",
+                fix=f"isotype doctor explain {code}",
+            )
         if not str(reason).strip():
             raise UsageError(f"{given}: a reason is needed", fix="say why it does not matter here")
     return dict(skip)

@@ -1,10 +1,12 @@
-"""PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and one sample, then restores the state.
+"""PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and
+one sample, then restores the state.
 
-The update of an optimizer of a program's own is left out: it may keep state outside `optimizer.state`, which could not be put back.
+The update of an optimizer of a program's own is left out: it may keep state outside
+`optimizer.state`, which could not be put back.
 
-It restores gradients, optimizer states, buffers, modes, the loss scale and every random generator, so that the weights of a run with
-preflight are bit-identical to those without. At learning rate 0 AdamW changes no weight, not even with stochastic rounding: the value is
-exact.
+It restores gradients, optimizer states, buffers, modes, the loss scale and every random generator,
+so that the weights of a run with preflight are bit-identical to those without. At learning rate 0
+AdamW changes no weight, not even with stochastic rounding: the value is exact.
 """
 
 from __future__ import annotations
@@ -33,16 +35,30 @@ from ...wording import counted, first_line
 from ..setup import Prepared, Subject
 from ..task import modes_restored, random_state_restored
 
-# what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
-STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, MemoryError)
+# what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and
+# NotImplementedError among it
+STEP_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    MemoryError,
+)
 _SHOWN = 3  # names of tensors in a finding
-_OURS_AND_PYTORCHS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+_OURS_AND_PYTORCHS = (
+    str(Path(__file__).parents[2]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+)
 
 
 @contextmanager
 def undone(prepared: Prepared) -> Iterator[None]:
-    """Restores, on exit, all state that forward, backward, an evaluation or a generation changes. Weights of a shared model are parts
-    again."""
+    """Restores, on exit, all state that forward, backward, an evaluation or a generation changes.
+    Weights of a shared model are parts again.
+    """
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet) if stepper.loss_scale else None
@@ -65,8 +81,13 @@ def undone(prepared: Prepared) -> Iterator[None]:
 
 @contextmanager
 def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """An update in this block begins without states, at learning rate 0; the optimizer's states and settings are restored on exit."""
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """An update in this block begins without states, at learning rate 0; the optimizer's states and
+    settings are restored on exit.
+    """
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     # a trainer that trains once more, or was given an optimizer, has states already
     states, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
@@ -80,7 +101,9 @@ def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def rehearsed_step(subject: Subject) -> Iterator[Finding]:
-    """Runs forward, backward and update on the longest rows, and checks the gradients before they are freed."""
+    """Runs forward, backward and update on the longest rows, and checks the gradients before they
+    are freed.
+    """
     prepared = subject.prepared
     stepper = prepared.stepper
     batch = subject.batch_of(subject.longest_rows)
@@ -117,16 +140,22 @@ def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
     """Runs one evaluation pass on the longest evaluation rows."""
     prepared, result = subject.prepared, None
     with _tried(subject, "PF016", "an evaluation of the longest rows", EVALUATION) as found:
-        result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
+        result = subject.task.rehearse_evaluation(
+            prepared.model, prepared.device, dtype=prepared.resolved.precision.loss
+        )
     yield from found
     if result is not None and not math.isfinite(result.loss):
         yield Finding(
-            code="PF016", severity=Severity.ERROR, place=Place(symbol="data.eval"),
+            code="PF016",
+            severity=Severity.ERROR,
+            place=Place(symbol="data.eval"),
             message=f"the evaluation loss before training is {result.loss}",
-            fix="another precision.preset: fp16 overflows at 65504, where bf16 and fp32 do not"
-            if prepared.resolved.precision.compute == "fp16"
-            else "another base, or another data.eval: nothing was trained yet",
-        )  # fmt: skip
+            fix=(
+                "another precision.preset: fp16 overflows at 65504, where bf16 and fp32 do not"
+                if prepared.resolved.precision.compute == "fp16"
+                else "another base, or another data.eval: nothing was trained yet"
+            ),
+        )
 
 
 def rehearsed_samples(subject: Subject) -> Iterator[Finding]:
@@ -138,11 +167,17 @@ def rehearsed_samples(subject: Subject) -> Iterator[Finding]:
     with _tried(subject, "PF017", "a small sample", GENERATION, "generate") as found:
         subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
     for one in found:
-        yield replace(one, fix=f"run.sample_every: 0 trains without samples; {one.fix}") if one.code == "PF017" else one
+        yield (
+            replace(one, fix=f"run.sample_every: 0 trains without samples; {one.fix}")
+            if one.code == "PF017"
+            else one
+        )
 
 
 @contextmanager
-def _tried(subject: Subject, code: str, what: str, watched: str, role: str = "compute") -> Iterator[list[Finding]]:
+def _tried(
+    subject: Subject, code: str, what: str, watched: str, role: str = "compute"
+) -> Iterator[list[Finding]]:
     """Undoes what runs in this block; gives its violations, or the finding about its failure."""
     found: list[Finding] = []
     with undone(subject.prepared):
@@ -160,23 +195,45 @@ def without_gradient(subject: Subject) -> Iterator[Finding]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
     useful = _not_zero(given, subject)
-    filled = _not_zero({name: local_part(p).detach() for name, p in trained.items() if ".lora_" in name or ".lokr_" in name}, subject)
-    lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained, filled, subject.prepared.manifest.unused)]
+    filled = _not_zero(
+        {
+            name: local_part(p).detach()
+            for name, p in trained.items()
+            if ".lora_" in name or ".lokr_" in name
+        },
+        subject,
+    )
+    lost = [
+        name
+        for name in trained
+        if name not in useful
+        and not _rightly_zero(name, trained, filled, subject.prepared.manifest.unused)
+    ]
     if not lost:
         return
     none = [name for name in lost if name not in given]
     shown = ", ".join(lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
     yield Finding(
-        code="PF014", severity=Severity.WARNING if useful else Severity.ERROR, place=Place(symbol=lost[0]),
+        code="PF014",
+        severity=Severity.WARNING if useful else Severity.ERROR,
+        place=Place(symbol=lost[0]),
         message=f"{len(lost)} of {len(trained)} trained tensors get no usable gradient: {shown}",
         observed=f"{len(none)} are not reached by backward, {len(lost) - len(none)} get zeros only",
-        cause="the loss does not depend on them: a module that this forward does not use, a detach, or activations that underflow",
-        fix="leave them out of adapter.targets and adapter.modules_to_save, or find what cuts them off: isotype doctor trace",
-    )  # fmt: skip
+        cause=(
+            "the loss does not depend on them: a module that this forward does not use, a detach,"
+            " or activations that underflow"
+        ),
+        fix=(
+            "leave them out of adapter.targets and adapter.modules_to_save, or find what cuts them"
+            " off: isotype doctor trace"
+        ),
+    )
 
 
 def _not_zero(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
-    """The names of tensors with an element that is not zero, in any of the processes that share a model."""
+    """The names of tensors with an element that is not zero, in any of the processes that share a
+    model.
+    """
     stepper = subject.prepared.stepper
     some = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
     if stepper.sharding is not None and some:
@@ -184,9 +241,11 @@ def _not_zero(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
     return {name for name, any_element in zip(tensors, some) if any_element}
 
 
-def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str], unused: Sequence[str]) -> bool:
-    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step 1, and LoKr with one factor 0; an expert
-    may get no token.
+def _rightly_zero(
+    name: str, trained: dict[str, nn.Parameter], filled: set[str], unused: Sequence[str]
+) -> bool:
+    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step
+    1, and LoKr with one factor 0; an expert may get no token.
 
     filled  the adapters' matrices that are not zero
     unused  layers whose result the model drops
@@ -194,10 +253,18 @@ def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str],
     if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused):
         return True
     if ".lokr_" in name:
-        others = [one for one in trained if one != name and one.startswith(f"{name.partition('.lokr_')[0]}.lokr_")]
+        others = [
+            one
+            for one in trained
+            if one != name and one.startswith(f"{name.partition('.lokr_')[0]}.lokr_")
+        ]
         return any(one not in filled for one in others)
-    for one, other in (("lora_A", "lora_B"), ("lora_B", "lora_A"), ("lora_embedding_A", "lora_embedding_B"),
-                       ("lora_embedding_B", "lora_embedding_A")):  # fmt: skip
+    for one, other in (
+        ("lora_A", "lora_B"),
+        ("lora_B", "lora_A"),
+        ("lora_embedding_A", "lora_embedding_B"),
+        ("lora_embedding_B", "lora_embedding_A"),
+    ):
         partner = name.replace(f".{one}.", f".{other}.")
         if partner != name and partner in trained and partner not in filled:
             return True
@@ -214,12 +281,23 @@ def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
         return
     first = next(iter(held))
     yield Finding(
-        code="PF015", severity=Severity.ERROR, place=Place(symbol=first),
-        message=f"{counted(len(held), 'tensor that is not trained gets', 'tensors that are not trained get')} a gradient, {first} first",
-        observed=f"{sum(g.numel() * g.element_size() for g in held.values()):,} bytes of gradients that nothing reads or clears",
-        cause="requires_grad was switched on after the optimizer was built, or by the model's own code",
+        code="PF015",
+        severity=Severity.ERROR,
+        place=Place(symbol=first),
+        message=(
+            f"{counted(len(held), 'tensor that is not trained gets', 'tensors that are not trained get')}"
+            f" a gradient, {first} first"
+        ),
+        observed=(
+            f"{sum(g.numel() * g.element_size() for g in held.values()):,} bytes of gradients that"
+            " nothing reads or clears"
+        ),
+        cause=(
+            "requires_grad was switched on after the optimizer was built, or by the model's own"
+            " code"
+        ),
         fix="name them in adapter.modules_to_save to train them, else requires_grad_(False)",
-    )  # fmt: skip
+    )
 
 
 def _not_finite(subject: Subject, what: str) -> Finding:
@@ -228,37 +306,63 @@ def _not_finite(subject: Subject, what: str) -> Finding:
     error = stepper.non_finite([batch], step=0, what=what)
     first, *rest = error.message.splitlines()
     return Finding(
-        code="PF013", severity=Severity.ERROR, message=f"{what} is not finite on the longest rows, before anything was trained",
-        observed="\n".join([first.removeprefix("step 0: "), *(line.strip() for line in rest)]), fix=error.fix,
-    )  # fmt: skip
+        code="PF013",
+        severity=Severity.ERROR,
+        message=f"{what} is not finite on the longest rows, before anything was trained",
+        observed="\n".join([first.removeprefix("step 0: "), *(line.strip() for line in rest)]),
+        fix=error.fix,
+    )
 
 
 def _not_rehearsed(own: str) -> Finding:
     return Finding(
-        code="PF012", severity=Severity.NOTE, place=Place(symbol=own), message=f"the update by {own} is not rehearsed",
-        cause="code of your own may keep state that no rehearsal could put back", observed="whether it runs, and its memory, are not known",
-    )  # fmt: skip
+        code="PF012",
+        severity=Severity.NOTE,
+        place=Place(symbol=own),
+        message=f"the update by {own} is not rehearsed",
+        cause="code of your own may keep state that no rehearsal could put back",
+        observed="whether it runs, and its memory, are not known",
+    )
 
 
 def _failed(code: str, what: str, error: Exception) -> Finding:
     text = first_line(error)
     if (missing := out_of_memory(error)) is not None:
         text = f"out of memory: {missing}"
-        fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers"
+        fix = (
+            "a smaller train.batch_size with more train.accumulate gives the same result;"
+            " train.gradient_checkpointing: layers"
+        )
     elif isinstance(error, IsotypeError) and error.fix:
         fix = error.fix
     else:
-        fix = f"isotype doctor explain {shlex.quote(text)} says more if this is a dtype error; ISOTYPE_TRACEBACK=1 shows where it came from"
+        fix = (
+            f"isotype doctor explain {shlex.quote(text)} says more if this is a dtype error;"
+            " ISOTYPE_TRACEBACK=1 shows where it came from"
+        )
     return Finding(
-        code=code, severity=Severity.ERROR, place=Place(symbol=_where(error)), message=f"{what} failed: {text}",
-        cause=type(error).__name__, fix=fix,
-    )  # fmt: skip
+        code=code,
+        severity=Severity.ERROR,
+        place=Place(symbol=_where(error)),
+        message=f"{what} failed: {text}",
+        cause=type(error).__name__,
+        fix=fix,
+    )
 
 
 def _where(error: Exception) -> str | None:
-    """The innermost line of the traceback that is neither PyTorch's nor Isotype's own (else the innermost), `file:line in function`."""
+    """The innermost line of the traceback that is neither PyTorch's nor Isotype's own (else the
+    innermost), `file:line in function`.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return None
-    at = next((frame for frame in reversed(frames) if not frame.filename.startswith((*_OURS_AND_PYTORCHS, "<"))), frames[-1])
+    at = next(
+        (
+            frame
+            for frame in reversed(frames)
+            if not frame.filename.startswith((*_OURS_AND_PYTORCHS, "<"))
+        ),
+        frames[-1],
+    )
     return f"{Path(at.filename).name}:{at.lineno} in {at.name}"

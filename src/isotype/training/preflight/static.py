@@ -1,5 +1,6 @@
-"""Checks of the preflight that run no step: device (PF001), updates lost by rounding (PF003), disk (PF004), memory
-(PF011)."""
+"""Checks of the preflight that run no step: device (PF001), updates lost by rounding (PF003), disk
+(PF004), memory (PF011).
+"""
 
 from __future__ import annotations
 
@@ -27,23 +28,43 @@ SAMPLED = 4096  # elements looked at in each tensor
 
 
 def unexpected_device(subject: Subject) -> Iterator[Finding]:
-    """Checks only `auto`: a device given by name is found or refused earlier, when the run is prepared."""
+    """Checks only `auto`: a device given by name is found or refused earlier, when the run is
+    prepared.
+    """
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
         return
     gpu = installed_gpu()
     if gpu is None:
         return
-    hidden = next((f"{v}={os.environ[v]!r}" for v in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if v in os.environ), None)
+    hidden = next(
+        (
+            f"{v}={os.environ[v]!r}"
+            for v in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+            if v in os.environ
+        ),
+        None,
+    )
     if torch.version.cuda is None and torch.version.hip is None:
-        cause, fix = f"torch {torch.__version__} is a build without CUDA and ROCm", "install torch's build for this GPU (pytorch.org)"
+        cause, fix = (
+            f"torch {torch.__version__} is a build without CUDA and ROCm",
+            "install torch's build for this GPU (pytorch.org)",
+        )
     elif hidden is not None:
         cause, fix = f"{hidden} in the environment hides it", f"unset {hidden.partition('=')[0]}"
     else:
-        cause, fix = f"torch {torch.__version__} cannot use its driver", "isotype doctor env says which versions do not go together"
+        cause, fix = (
+            f"torch {torch.__version__} cannot use its driver",
+            "isotype doctor env says which versions do not go together",
+        )
     yield Finding(
-        code="PF001", severity=Severity.WARNING, place=Place(symbol="model.device"), message="this run is on the CPU, and there is a GPU",
-        observed=gpu, cause=cause, fix=f"{fix}; or model.device: cpu, if the CPU is meant",
-    )  # fmt: skip
+        code="PF001",
+        severity=Severity.WARNING,
+        place=Place(symbol="model.device"),
+        message="this run is on the CPU, and there is a GPU",
+        observed=gpu,
+        cause=cause,
+        fix=f"{fix}; or model.device: cpu, if the CPU is meant",
+    )
 
 
 def installed_gpu() -> str | None:
@@ -51,7 +72,9 @@ def installed_gpu() -> str | None:
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         try:
-            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
+            listed = subprocess.run(
+                [tool, "-L"], capture_output=True, text=True, timeout=10, check=False
+            )
         except (OSError, subprocess.SubprocessError):
             listed = None
         if listed is not None and listed.returncode == 0 and listed.stdout.startswith("GPU "):
@@ -63,29 +86,43 @@ def installed_gpu() -> str | None:
 
 
 def vanishing_updates(subject: Subject) -> Iterator[Finding]:
-    """Compares the update that the learning rate makes with the spacing of each trained tensor's dtype at its own magnitudes.
+    """Compares the update that the learning rate makes with the spacing of each trained tensor's
+    dtype at its own magnitudes.
 
-    AdamW moves a weight by the learning rate times m / sqrt(v), which is 1 at the first step and 0.2 to 0.4 (root mean square) later
-    (Liu et al. 2025, "Muon is scalable for LLM training"). A step below half the distance to the next number of the dtype is lost.
+    AdamW moves a weight by the learning rate times m / sqrt(v), which is 1 at the first step and
+    0.2 to 0.4 (root mean square) later (Liu et al. 2025, "Muon is scalable for LLM training"). A
+    step below half the distance to the next number of the dtype is lost.
     """
     train, precision = subject.config.train, subject.prepared.resolved.precision
     rate = train.learning_rate
     if rate == 0:
         yield Finding(
-            code="PF003", severity=Severity.ERROR, place=Place(symbol="train.learning_rate"),
-            message="the learning rate is 0: nothing would be learnt", fix="train.learning_rate above 0",
-        )  # fmt: skip
+            code="PF003",
+            severity=Severity.ERROR,
+            place=Place(symbol="train.learning_rate"),
+            message="the learning rate is 0: nothing would be learnt",
+            fix="train.learning_rate above 0",
+        )
         return
     if rate >= 1 and train.optimizer != "prodigy":
         yield Finding(
-            code="PF003", severity=Severity.WARNING, place=Place(symbol="train.learning_rate"),
-            message=f"the learning rate is {rate:g}: AdamW moves each weight by about that much in a step, and weights are below 1",
+            code="PF003",
+            severity=Severity.WARNING,
+            place=Place(symbol="train.learning_rate"),
+            message=(
+                f"the learning rate is {rate:g}: AdamW moves each weight by about that much in a"
+                " step, and weights are below 1"
+            ),
             fix="train.learning_rate: 2e-4 for an adapter, 1e-5 to 5e-5 for every weight",
-        )  # fmt: skip
+        )
     stochastic = precision.rounding == "stochastic" and train.optimizer == "adamw"
     if stochastic and precision.trainable != "fp32":
         return
-    trained = [(name, p) for name, p in subject.prepared.model.named_parameters() if p.requires_grad and local_part(p).numel()]
+    trained = [
+        (name, p)
+        for name, p in subject.prepared.model.named_parameters()
+        if p.requires_grad and local_part(p).numel()
+    ]
     stuck, total, still = 0.0, 0, []
     for name, parameter in trained:
         part = local_part(parameter)
@@ -98,15 +135,28 @@ def vanishing_updates(subject: Subject) -> Iterator[Finding]:
     if share < MANY:
         return
     yield Finding(
-        code="PF003", severity=Severity.ERROR if share >= NEARLY_ALL else Severity.WARNING,
+        code="PF003",
+        severity=Severity.ERROR if share >= NEARLY_ALL else Severity.WARNING,
         place=Place(symbol="train.learning_rate, precision.trainable, precision.rounding"),
         message=f"a typical update is lost in {share:.0%} of the trained weights",
         declared=f"learning rate {rate:g}, {precision.trainable} weights, rounded to nearest",
-        cause=f"{precision.trainable} keeps {-int(math.log2(torch.finfo(to_torch(precision.trainable)).eps)) + 1} bits: a change below "
-        "half of the last one rounds away",
+        cause=(
+            f"{precision.trainable} keeps"
+            f" {-int(math.log2(torch.finfo(to_torch(precision.trainable)).eps)) + 1} bits: a change"
+            " below half of the last one rounds away"
+        ),
         fix=_fix(precision.trainable, train.optimizer, rate),
-        details=(("still", f"{len(still)} of {len(trained)} tensors cannot move at all, {still[0]} first"),) if still else (),
-    )  # fmt: skip
+        details=(
+            (
+                (
+                    "still",
+                    f"{len(still)} of {len(trained)} tensors cannot move at all, {still[0]} first",
+                ),
+            )
+            if still
+            else ()
+        ),
+    )
 
 
 def _fix(trainable: str, optimizer: str, rate: float) -> str:
@@ -119,7 +169,8 @@ def _fix(trainable: str, optimizer: str, rate: float) -> str:
 
 
 def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
-    """The share of elements that `update` does not change when the result is rounded to nearest in the weight's dtype.
+    """The share of elements that `update` does not change when the result is rounded to nearest in
+    the weight's dtype.
 
     weight  F[...]
     inside  fp32
@@ -132,44 +183,69 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
 
 
 def disk_too_small(subject: Subject) -> Iterator[Finding]:
-    """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written before an old one is removed."""
+    """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written
+    before an old one is removed.
+    """
     plan, run, checkpoints = subject.plan, subject.config.run, subject.folder / "checkpoints"
     free = shutil.disk_usage(subject.folder).free
     one, result = checkpoint_bytes(subject), result_bytes(subject)
     kept = min(run.keep, -(-plan.total // plan.save_every)) + bool(plan.eval_every)
-    adapters = min((plan.total - 1) // plan.adapters_every, run.adapters_keep or plan.total) if plan.adapters_every else 0
-    there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()) if subject.resuming else 0
+    adapters = (
+        min((plan.total - 1) // plan.adapters_every, run.adapters_keep or plan.total)
+        if plan.adapters_every
+        else 0
+    )
+    there = (
+        sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+        if subject.resuming
+        else 0
+    )
     needed = (kept + 1) * one + (1 + adapters) * result - there
     if needed <= free:
         return
     yield Finding(
-        code="PF004", severity=Severity.ERROR, place=Place(symbol="run.folder", file=str(subject.folder)),
+        code="PF004",
+        severity=Severity.ERROR,
+        place=Place(symbol="run.folder", file=str(subject.folder)),
         message=f"the run writes up to {size(needed)}, and {size(free)} are free",
         details=(
             ("checkpoints", f"{kept} kept and 1 in writing, {size(one)} each"),
-            ("result", size(result) + (f", and {adapters} adapters on the way" if adapters else "")),
+            (
+                "result",
+                size(result) + (f", and {adapters} adapters on the way" if adapters else ""),
+            ),
         ),
         fix="free space, another run.folder, or a smaller run.keep or run.adapters_keep",
-    )  # fmt: skip
+    )
 
 
 def checkpoint_bytes(subject: Subject) -> int:
-    """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are kilobytes."""
-    held = held_memory(subject.prepared.model, subject.config.train, subject.prepared.resolved.precision)
+    """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are
+    kilobytes.
+    """
+    held = held_memory(
+        subject.prepared.model, subject.config.train, subject.prepared.resolved.precision
+    )
     return held.trained + held.optimizer
 
 
 def result_bytes(subject: Subject) -> int:
     """The adapter or the model in the dtype it is saved in."""
     precision, whole = subject.prepared.resolved.precision, subject.config.adapter.kind == "none"
-    elements = sum(p.numel() for p in subject.prepared.model.parameters() if whole or p.requires_grad)
+    elements = sum(
+        p.numel() for p in subject.prepared.model.parameters() if whole or p.requires_grad
+    )
     return elements * to_torch(precision.save_model if whole else precision.save_adapter).itemsize
 
 
 def memory_too_small(subject: Subject) -> Iterator[Finding]:
-    """Plans the step, which takes seconds, only if a generous upper bound comes near the available memory."""
+    """Plans the step, which takes seconds, only if a generous upper bound comes near the available
+    memory.
+    """
     prepared, config, task = subject.prepared, subject.config, subject.task
-    assert isinstance(prepared, Prepared), "the loop's own run: an attached trainer's memory is not planned"
+    assert isinstance(prepared, Prepared), (
+        "the loop's own run: an attached trainer's memory is not planned"
+    )
     precision, device = prepared.resolved.precision, prepared.device.type
     has = memory_there(prepared.hardware.memory, prepared.device)
     besides = other_memory(prepared.model, prepared.device)
@@ -189,13 +265,34 @@ def memory_too_small(subject: Subject) -> Iterator[Finding]:
         return
     fits = needs <= has * (1 + WITHIN)
     yield Finding(
-        code="PF011", severity=Severity.WARNING if fits else Severity.ERROR, place=Place(symbol="train.batch_size, data.max_length"),
-        message=f"the step on the longest rows {'may' if fits else 'will'} not fit: {shown(needs)} of {shown(has)}",
+        code="PF011",
+        severity=Severity.WARNING if fits else Severity.ERROR,
+        place=Place(symbol="train.batch_size, data.max_length"),
+        message=(
+            f"the step on the longest rows {'may' if fits else 'will'} not fit: {shown(needs)} of"
+            f" {shown(has)}"
+        ),
         details=(
             ("weights", shown(plan.frozen + plan.trained)),
-            ("training", f"{shown(plan.gradients)} of gradients, {shown(plan.optimizer)} of optimizer states"),
-            ("step", f"{shown(plan.peak - plan.held)} on {counted(plan.rows, 'row')} of length {plan.length}"),
+            (
+                "training",
+                (
+                    f"{shown(plan.gradients)} of gradients, {shown(plan.optimizer)} of optimizer"
+                    " states"
+                ),
+            ),
+            (
+                "step",
+                (
+                    f"{shown(plan.peak - plan.held)} on {counted(plan.rows, 'row')} of length"
+                    f" {plan.length}"
+                ),
+            ),
         ),
-        cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
+        cause=(
+            f"not simulated, weights and states only: {plan.not_simulated}"
+            if plan.not_simulated
+            else None
+        ),
         fix=less_memory(config, prepared.checkpointing.kind),
-    )  # fmt: skip
+    )

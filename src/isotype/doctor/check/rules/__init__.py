@@ -1,4 +1,6 @@
-"""The rules: each registers itself under its code when its module is imported; and the pages of check's codes."""
+"""The rules: each registers itself under its code when its module is imported; and the pages of
+check's codes.
+"""
 
 from ....pages import docstring_page
 from . import keys  # noqa: F401
@@ -9,11 +11,13 @@ RULES = dict(sorted(_REGISTERED.items()))  # by code: which file a rule lies in 
 
 _OTHERS = {
     CODE: docstring_page(CODE, autocast_around_backward),
-    "CF099": """# CF099: a file cannot be read
+    "CF099": (
+        """# CF099: a file cannot be read
 
 The file looks like a configuration and does not parse (the line is named), or holds nothing that `isotype doctor check` knows. Nothing in
 it was checked.
-""",
+"""
+    ),
 }
 
 

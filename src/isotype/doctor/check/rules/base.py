@@ -1,9 +1,12 @@
-"""What a rule is: a function from a record to findings, naming the settings, their places and who wins; its docstring is its page.
+"""What a rule is: a function from a record to findings, naming the settings, their places and who
+wins; its docstring is its page.
 
-Rules are sheets (`*.txt` beside this file, read by `pages.sheets`); those that look at every key of a file are functions (`keys.py`). The
-name of a section may hold rows of words, `half=bf16 other=fp16; half=fp16 other=bf16`: the section is asked once for each row. Its head may
-`set` names to settings. An entry's title is the finding's message, its ranks are the severities, its fields: `shows` (the settings listed,
-with `,` between them, each the first of `|` that is there), `cause`, `fix`, `today`, `holds`.
+Rules are sheets (`*.txt` beside this file, read by `pages.sheets`); those that look at every key of
+a file are functions (`keys.py`). The name of a section may hold rows of words, `half=bf16
+other=fp16; half=fp16 other=bf16`: the section is asked once for each row. Its head may `set` names
+to settings. An entry's title is the finding's message, its ranks are the severities, its fields:
+`shows` (the settings listed, with `,` between them, each the first of `|` that is there), `cause`,
+`fix`, `today`, `holds`.
 """
 
 from __future__ import annotations
@@ -60,14 +63,26 @@ def found(
     given = list({(s.key, s.file, s.line): s for s in settings if s is not None}.values())
     details: list[tuple[str, str]] = []
     for setting in given:
-        label = setting.key if all(setting.key != known for known, _ in details) else f"{setting.key}, also"
+        label = (
+            setting.key
+            if all(setting.key != known for known, _ in details)
+            else f"{setting.key}, also"
+        )
         details.append((label, setting.shown))
     if wins:
         details.append(("today", wins))
     if holds:
         details.append(("holds for", holds))
     place = given[0].place if given else Place()
-    return Finding(code="", severity=severity, message=message, place=place, cause=cause, fix=fix, details=tuple(details))
+    return Finding(
+        code="",
+        severity=severity,
+        message=message,
+        place=place,
+        cause=cause,
+        fix=fix,
+        details=tuple(details),
+    )
 
 
 error = partial(found, Severity.ERROR)
@@ -75,10 +90,16 @@ error = partial(found, Severity.ERROR)
 
 def _evaluated_before_training(r: Record) -> Setting | None:
     """The program's first call of evaluate or predict, where it stands above its call of train."""
-    calls = [(s.line or 0, name.partition("@")[0], s) for name, s in r.facts.all("code") if "@" in name]
+    calls = [
+        (s.line or 0, name.partition("@")[0], s) for name, s in r.facts.all("code") if "@" in name
+    ]
     calls.sort(key=lambda call: call[0])
     first = next((call for call in calls if call[1] in ("evaluate", "predict")), None)
-    return first[2] if first and any(call[1] == "train" and call[0] > first[0] for call in calls) else None
+    return (
+        first[2]
+        if first and any(call[1] == "train" and call[0] > first[0] for call in calls)
+        else None
+    )
 
 
 def _undivided_size(r: Record) -> Setting | None:
@@ -86,21 +107,48 @@ def _undivided_size(r: Record) -> Setting | None:
     block = r.facts.value("checkpoint.quantization_config.weight_block_size")
     if not isinstance(block, list) or len(block) != 2:
         return None
-    for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "vocab_size"):
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "q_lora_rank",
+        "vocab_size",
+    ):
         size = r.facts.get(f"checkpoint.{name}", f"checkpoint.text_config.{name}")
-        if size is not None and isinstance(size.value, int) and size.value > int(block[0]) and size.value % int(block[0]):
+        if (
+            size is not None
+            and isinstance(size.value, int)
+            and size.value > int(block[0])
+            and size.value % int(block[0])
+        ):
             return size
     # of DeepSeek's kv_a_proj_with_mqa: 512 + 64 are 576
-    rank, angles = (r.facts.get(f"checkpoint.{name}") for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if rank and angles and isinstance(rank.value, int) and isinstance(angles.value, int) and (rank.value + angles.value) % int(block[0]):
-        return replace(rank, value=rank.value + angles.value, key=f"{rank.key} + {angles.key.rpartition('.')[2]}")
+    rank, angles = (
+        r.facts.get(f"checkpoint.{name}") for name in ("kv_lora_rank", "qk_rope_head_dim")
+    )
+    if (
+        rank
+        and angles
+        and isinstance(rank.value, int)
+        and isinstance(angles.value, int)
+        and (rank.value + angles.value) % int(block[0])
+    ):
+        return replace(
+            rank,
+            value=rank.value + angles.value,
+            key=f"{rank.key} + {angles.key.rpartition('.')[2]}",
+        )
     return None
 
 
 def _rounded_activations(r: Record) -> Setting | None:
     """The setting of a published checkpoint that asks for them, by compressed-tensors or torchao."""
     for setting in r.facts.under("checkpoint.quantization_config"):
-        if ".config_groups." in setting.key and ".input_activations" in setting.key and setting.value:
+        if (
+            ".config_groups." in setting.key
+            and ".input_activations" in setting.key
+            and setting.value
+        ):
             return setting
         if ".quant_type" in setting.key and "DynamicActivation" in str(setting.value):
             return setting
@@ -108,8 +156,13 @@ def _rounded_activations(r: Record) -> Setting | None:
 
 
 def _precision_plugin(r: Record) -> Setting | None:
-    given = ((name, s, f"{s.value}{name}".lower().replace("trainer.precision", "")) for name, s in r.facts.all("lightning"))
-    return next((s for name, s, text in given if "plugins" in name.split(".") and "precision" in text), None)
+    given = (
+        (name, s, f"{s.value}{name}".lower().replace("trainer.precision", ""))
+        for name, s in r.facts.all("lightning")
+    )
+    return next(
+        (s for name, s, text in given if "plugins" in name.split(".") and "precision" in text), None
+    )
 
 
 _QUANTO = "precision with quanto"
@@ -132,16 +185,27 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
     "fsdp": lambda r: uses_fsdp(r.facts),
     "fsdp version": lambda r: fsdp_version(r.facts)[0],
     "fsdp version by": lambda r: fsdp_version(r.facts)[1],
-    "made by": lambda r: next((made for d in r.facts.documents if (made := d.attributes.get("made_by"))), None),
+    "made by": lambda r: next(
+        (made for d in r.facts.documents if (made := d.attributes.get("made_by"))), None
+    ),
     "launcher": lambda r: launcher_mode(r.facts),
     "lightning precision": lambda r: lightning_precision(r.facts),
     "quantised": lambda r: r.quantised,
     "quantised by": lambda r: r.quantised_by,
-    "quantised by simpletuner": lambda r: r.facts.word("simpletuner.base_model_precision") not in ("", "no_change"),
+    "quantised by simpletuner": (
+        lambda r: r.facts.word("simpletuner.base_model_precision") not in ("", "no_change")
+    ),
     "tool": lambda r: r.tool,
     "zero stage": lambda r: zero_stage(r.facts)[0],
     "zero stage by": lambda r: zero_stage(r.facts)[1],
-    _QUANTO: lambda r: next((s for n, s in r.facts.all("simpletuner") if n.endswith("_precision") and "quanto" in str(s.value)), None),
+    _QUANTO: lambda r: next(
+        (
+            s
+            for n, s in r.facts.all("simpletuner")
+            if n.endswith("_precision") and "quanto" in str(s.value)
+        ),
+        None,
+    ),
 }
 _READINGS: dict[str, Callable[[Any], Any]] = {
     " as dtype": dtype_of,
@@ -161,17 +225,19 @@ _OF_KEYS: dict[str, Callable[[str], str | None]] = {
 
 
 class Facts(Known):
-    """What is known of a run, by name: words and settings that the sheet made, roles of the record by name, and the following.
+    """What is known of a run, by name: words and settings that the sheet made, roles of the record
+    by name, and the following.
 
-    TOOL.KEY, TOOL.KEY     the first of these settings that is given; after `on` or `off` the first that is switched so, after `given`
-                           that is written at all, after `under` that begins so
+    TOOL.KEY, TOOL.KEY     the first of these settings that is given; after `on` or `off` the first
+                           that is switched so, after `given` that is written at all, after `under`
+                           that begins so
     by ROLE                the setting that decided a role
     deepspeed KEY          a setting of DeepSpeed's, wherever the tool keeps it
     has TOOL               whether a file of the tool is there
     unknown TOOL.KEY       whether a program computes the value
 
-    and the names of `_SHARED`; `NAME as dtype` and the other endings of `_READINGS` read a value so, those of `_OF_KEYS` a setting's key.
-    `NAME < number` and `NAME >= number` are tests as well.
+    and the names of `_SHARED`; `NAME as dtype` and the other endings of `_READINGS` read a value
+    so, those of `_OF_KEYS` a setting's key. `NAME < number` and `NAME >= number` are tests as well.
     """
 
     def __init__(self, record: Record, words: dict[str, str]) -> None:
@@ -199,7 +265,11 @@ class Facts(Known):
         for ending, read in _READINGS.items():
             if name.endswith(ending):
                 value = self.get(name.removesuffix(ending))
-                return None if value is None else read(value.value if isinstance(value, Setting) else value)
+                return (
+                    None
+                    if value is None
+                    else read(value.value if isinstance(value, Setting) else value)
+                )
         for ending, of_key in _OF_KEYS.items():
             if name.endswith(ending):
                 setting = self.get(name.removesuffix(ending))
@@ -222,12 +292,19 @@ class Facts(Known):
                 return facts.has(rest)
             case "unknown":
                 tool, _, key = rest.partition(".")
-                return any(key in d.attributes.get("unknown", ()) for d in facts.documents if d.tool == tool)
+                return any(
+                    key in d.attributes.get("unknown", ())
+                    for d in facts.documents
+                    if d.tool == tool
+                )
         return facts.get(*name.split(", ")) if "." in name else None
 
     def setting(self, names: str) -> Setting | None:
         """The first of `one|another` that is a setting."""
-        return next((value for name in names.split("|") if isinstance(value := self.get(name), Setting)), None)
+        return next(
+            (value for name in names.split("|") if isinstance(value := self.get(name), Setting)),
+            None,
+        )
 
 
 def _findings(entries: list[Entry], facts: Facts) -> Iterator[Finding]:
@@ -238,15 +315,27 @@ def _findings(entries: list[Entry], facts: Facts) -> Iterator[Finding]:
     head.make(facts)
     for entry in entries[1:]:
         if severity := entry.rank(facts):
-            cause, fix, wins, holds = (entry.first(name, facts) for name in ("cause", "fix", "today", "holds"))
+            cause, fix, wins, holds = (
+                entry.first(name, facts) for name in ("cause", "fix", "today", "holds")
+            )
             settings = [facts.setting(names) for names in entry.first("shows", facts).split(", ")]
-            yield found(Severity.parse(severity), facts.say(entry.title), *settings, cause=cause, fix=fix, wins=wins, holds=holds)
+            yield found(
+                Severity.parse(severity),
+                facts.say(entry.title),
+                *settings,
+                cause=cause,
+                fix=fix,
+                wins=wins,
+                holds=holds,
+            )
 
 
 def register(path: Path) -> None:
     """Makes the rules of one sheet."""
     by_code: dict[str, list[Section]] = {}
-    for section in sections(path, ranks="error|warning|note", fields=r"set \w+|shows|cause|fix|today|holds"):
+    for section in sections(
+        path, ranks="error|warning|note", fields=r"set \w+|shows|cause|fix|today|holds"
+    ):
         by_code.setdefault(section.code, []).append(section)
     for code, parts in by_code.items():
 

@@ -1,4 +1,6 @@
-"""Rules that look at every key of a file: two halves side by side, words and keys that a tool refuses or drops."""
+"""Rules that look at every key of a file: two halves side by side, words and keys that a tool
+refuses or drops.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def _siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
         for key, fp16 in document.settings.items():
             prefix, _, last = key.rpartition(".")
             bf16 = document.settings.get(f"{prefix}.bf16" if prefix else "bf16")
-            if last == "fp16" and bf16 is not None and truth(fp16.value) is truth(bf16.value) is True:
+            if (
+                last == "fp16"
+                and bf16 is not None
+                and truth(fp16.value) is truth(bf16.value) is True
+            ):
                 yield bf16, fp16
 
 
@@ -33,11 +39,12 @@ def _siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
 def both_halves(r: Record) -> Iterator[Finding]:
     """fp16 and bf16 are both on
 
-    **Why it matters.** They exclude each other: bf16 has fp32's range and no loss scaling, fp16 needs it. Most trainers stop with "At most
-    one of fp16 and bf16 can be True"; some go on with whichever they look at first.
+    **Why it matters.** They exclude each other: bf16 has fp32's range and no loss scaling, fp16
+    needs it. Most trainers stop with "At most one of fp16 and bf16 can be True"; some go on with
+    whichever they look at first.
 
-    **Example.** `{"fp16": true, "bf16": true}`; a DeepSpeed file with both sections enabled; `bf16` for training and `fp16_full_eval`
-    for evaluation under DeepSpeed's "auto".
+    **Example.** `{"fp16": true, "bf16": true}`; a DeepSpeed file with both sections enabled; `bf16`
+    for training and `fp16_full_eval` for evaluation under DeepSpeed's "auto".
 
     **What to do.** Keep one: bf16 on Ampere and newer, else fp16.
     """
@@ -49,10 +56,15 @@ def both_halves(r: Record) -> Iterator[Finding]:
                 fp16,
                 bf16,
                 cause="fp16 and bf16 exclude each other; both cannot be true at once",
-                fix=f"keep only one: {bf16.key}: true with {fp16.key}: false where the GPU has bf16, else the reverse",
-                wins="there is no error: bf16 weights run under fp16 autocast with a GradScaler"
-                if "pure" in bf16.key
-                else "the trainer refuses to start, or takes whichever it looks at first",
+                fix=(
+                    f"keep only one: {bf16.key}: true with {fp16.key}: false where the GPU has"
+                    " bf16, else the reverse"
+                ),
+                wins=(
+                    "there is no error: bf16 weights run under fp16 autocast with a GradScaler"
+                    if "pure" in bf16.key
+                    else "the trainer refuses to start, or takes whichever it looks at first"
+                ),
             )
     bf16, fp16 = deepspeed_setting(f, "bf16.enabled"), deepspeed_setting(f, "fp16.enabled")
     if bf16 and fp16 and truth(bf16.value) and truth(fp16.value):
@@ -60,7 +72,10 @@ def both_halves(r: Record) -> Iterator[Finding]:
             "DeepSpeed's fp16 and bf16 sections are both enabled",
             fp16,
             bf16,
-            cause="DeepSpeed: bfloat16 and fp16 modes cannot be enabled at once; both sections are true",
+            cause=(
+                "DeepSpeed: bfloat16 and fp16 modes cannot be enabled at once; both sections are"
+                " true"
+            ),
             wins="DeepSpeed refuses to start",
             fix='keep one section enabled, and "enabled": false or "auto" in the other',
         )
@@ -75,8 +90,8 @@ def both_halves(r: Record) -> Iterator[Finding]:
                     fp16,
                     bf16,
                     cause=(
-                        '"auto" takes a section on when either the training or the full_eval flag of that half is set: both '
-                        "fp16 and bf16 are on"
+                        '"auto" takes a section on when either the training or the full_eval flag'
+                        " of that half is set: both fp16 and bf16 are on"
                     ),
                     fix=f"evaluate in the same half as training: remove {full.key}",
                     wins="DeepSpeed refuses to start",
@@ -84,15 +99,17 @@ def both_halves(r: Record) -> Iterator[Finding]:
 
 
 _NOT_TORCHS = ("bf16", "fp16", "fp32")
-_NOT_FOR_STORAGE = ("half", "float", "double")  # attributes of torch, and yet not among the words that a storage dtype may be
+# attributes of torch, and yet not among the words that a storage dtype may be
+_NOT_FOR_STORAGE = ("half", "float", "double")
 
 
 @rule("CF043")
 def word_not_looked_up(r: Record) -> Iterator[Finding]:
     """A dtype of weights in a word that is not found: `torch.bfloat16`, `bf16`
 
-    **Why it matters.** `bnb_4bit_compute_dtype`, and a text given as `dtype` to `from_pretrained`, are handed to `getattr(torch, ...)`:
-    "module torch has no attribute torch.bfloat16". `bnb_4bit_quant_storage` takes six words, and not `half`, `float` and `double`.
+    **Why it matters.** `bnb_4bit_compute_dtype`, and a text given as `dtype` to `from_pretrained`,
+    are handed to `getattr(torch, ...)`: "module torch has no attribute torch.bfloat16".
+    `bnb_4bit_quant_storage` takes six words, and not `half`, `float` and `double`.
 
     **Example.** `"bnb_4bit_compute_dtype": "torch.bfloat16"`; `from_pretrained(..., dtype="bf16")`.
 
@@ -104,21 +121,41 @@ def word_not_looked_up(r: Record) -> Iterator[Finding]:
         done = set()
         for key, setting in document.settings.items():
             last, word = key.rpartition(".")[2], setting.value
-            loaded = key in ("dtype", "torch_dtype") and document.attributes.get("reader") == "python" and document.tool == "model"
-            looked_up = last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (loaded and not document.attributes.get("unsloth"))
+            loaded = (
+                key in ("dtype", "torch_dtype")
+                and document.attributes.get("reader") == "python"
+                and document.tool == "model"
+            )
+            looked_up = last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (
+                loaded and not document.attributes.get("unsloth")
+            )
             if not looked_up or (last, setting.line) in done:
                 continue
             if not isinstance(word, str) or isinstance(word, Name):
                 continue
             stored = last == "bnb_4bit_quant_storage"
-            if word.startswith("torch.") or word in _NOT_TORCHS or (stored and word in _NOT_FOR_STORAGE):
+            if (
+                word.startswith("torch.")
+                or word in _NOT_TORCHS
+                or (stored and word in _NOT_FOR_STORAGE)
+            ):
                 done.add((last, setting.line))
                 yield error(
-                    f"{last} does not take {word!r}" if stored else f"{last}: {word!r} is not a name in torch",
+                    (
+                        f"{last} does not take {word!r}"
+                        if stored
+                        else f"{last}: {word!r} is not a name in torch"
+                    ),
                     setting,
-                    cause="the string must be one of float16, bfloat16, float32, float64, int8 and uint8"
-                    if stored
-                    else "the string is looked up as an attribute of torch, and must be torch's own word without prefix",
+                    cause=(
+                        "the string must be one of float16, bfloat16, float32, float64, int8 and"
+                        " uint8"
+                        if stored
+                        else (
+                            "the string is looked up as an attribute of torch, and must be torch's"
+                            " own word without prefix"
+                        )
+                    ),
                     fix=f'{last}: "{torch_word(dtype_of(word) or word.removeprefix("torch."))}"',
                     wins=f"loading stops with {'a ValueError' if stored else 'an AttributeError'}",
                 )
@@ -143,11 +180,18 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
     for document in r.facts.documents:
         for key, setting in document.settings.items():
             section, _, last = key.rpartition(".")
-            if last in _FP16_ONLY and section.rpartition(".")[2] == "bf16" and (document.tool == "deepspeed" or "deepspeed" in key):
+            if (
+                last in _FP16_ONLY
+                and section.rpartition(".")[2] == "bf16"
+                and (document.tool == "deepspeed" or "deepspeed" in key)
+            ):
                 yield error(
                     f"{last} does not belong in DeepSpeed's bf16 section",
                     setting,
-                    cause=f"{last} is an fp16 loss scaling key; bf16 has none, and extra keys are refused",
+                    cause=(
+                        f"{last} is an fp16 loss scaling key; bf16 has none, and extra keys are"
+                        " refused"
+                    ),
                     fix=f"remove {last} from the bf16 section",
                     wins="DeepSpeed stops",
                 )
@@ -157,9 +201,11 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
 def policy_keys(r: Record) -> Iterator[Finding]:
     """A mixed precision policy with a key of the other FSDP version
 
-    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate refuses the wrong one.
+    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate
+    refuses the wrong one.
 
-    **Example.** `FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy={"buffer_dtype": "bf16"})`.
+    **Example.** `FullyShardedDataParallelPlugin(fsdp_version=2,
+    mixed_precision_policy={"buffer_dtype": "bf16"})`.
 
     **What to do.** The keys of the version that is used.
     """
@@ -172,13 +218,18 @@ def policy_keys(r: Record) -> Iterator[Finding]:
             section, _, last = key.rpartition(".")
             if section.rpartition(".")[2].removeprefix("fsdp_") != "mixed_precision_policy":
                 continue
-            if (version == 2 and last == "buffer_dtype") or (version in (1, None) and last == "output_dtype"):
+            if (version == 2 and last == "buffer_dtype") or (
+                version in (1, None) and last == "output_dtype"
+            ):
                 other = "output_dtype" if version == 2 else "buffer_dtype"
                 yield error(
                     f"{last} in the policy of FSDP{version or 1}",
                     setting,
                     by or uses_fsdp(f),
-                    cause=f"the mixed precision policy of FSDP{version or 1} has param_dtype, reduce_dtype and {other}, and no {last}",
+                    cause=(
+                        f"the mixed precision policy of FSDP{version or 1} has param_dtype,"
+                        f" reduce_dtype and {other}, and no {last}"
+                    ),
                     fix=f"{other} instead of {last}",
                     wins="accelerate stops: Invalid mixed precision policy",
                 )

@@ -4,16 +4,46 @@ from __future__ import annotations
 
 from .edits import FluxKontext, QwenImageEdit, QwenImageEditPlus
 from .family import REFUSED, Asked, Denoiser, Drawing, Family
-from .flow import SD3, AuraFlow, Chroma, Flux, Flux2, Flux2Klein, HiDream, Lumina2, QwenImage, Sana, ZImage
+from .flow import (
+    SD3,
+    AuraFlow,
+    Chroma,
+    Flux,
+    Flux2,
+    Flux2Klein,
+    HiDream,
+    Lumina2,
+    QwenImage,
+    Sana,
+    ZImage,
+)
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
 from .video import LTX, Wan
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family
     for family in (
-        Flux, FluxKontext, Flux2, Flux2Klein, QwenImage, QwenImageEdit, QwenImageEditPlus, ZImage, Chroma, SD3, SDXL, StableDiffusion, Sana,
-        AuraFlow, Lumina2, HiDream, PixArtAlpha, PixArtSigma, Wan, LTX,
+        Flux,
+        FluxKontext,
+        Flux2,
+        Flux2Klein,
+        QwenImage,
+        QwenImageEdit,
+        QwenImageEditPlus,
+        ZImage,
+        Chroma,
+        SD3,
+        SDXL,
+        StableDiffusion,
+        Sana,
+        AuraFlow,
+        Lumina2,
+        HiDream,
+        PixArtAlpha,
+        PixArtSigma,
+        Wan,
+        LTX,
     )
-}  # fmt: skip
+}
 
 __all__ = ["FAMILIES", "REFUSED", "Asked", "Denoiser", "Drawing", "Family"]

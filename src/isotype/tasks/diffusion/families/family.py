@@ -1,7 +1,8 @@
-"""What differs between diffusers' model families, as training needs it: the form of their latents, what the denoiser is given and gives;
-and the pipelines that are not trained, each with its reason.
+"""What differs between diffusers' model families, as training needs it: the form of their latents,
+what the denoiser is given and gives; and the pipelines that are not trained, each with its reason.
 
-Shapes: N pictures, C channels and H x W pixels of the denoiser's latents, S text tokens, D text width.
+Shapes: N pictures, C channels and H x W pixels of the denoiser's latents, S text tokens, D text
+width.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 FLOW_ONLY = ("flow_matching",)
 
 
-# --- latents: what a family's VAE is given and gives, and what stands between its latents and the denoiser's
+# --- latents: what a family's VAE is given and gives, and what stands between its latents and the
+# denoiser's
 
 Config = Mapping[str, Any]
 
@@ -46,7 +48,9 @@ class Latents:
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         """F[N 3 H W] in the VAE's dtype."""
-        return decoded(vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0))
+        return decoded(
+            vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        )
 
 
 def decoded(vae: Any, latents: Tensor, *given: Tensor) -> Tensor:
@@ -69,18 +73,26 @@ class OfAVideo(Latents):
     def statistics(self, vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
         """fp32[C 1 1] each: the mean and the deviation of the VAE's latents."""
         mean, deviation = (
-            torch.tensor(values, device=device)[:, None, None] for values in (vae.config.latents_mean, vae.config.latents_std)
+            torch.tensor(values, device=device)[:, None, None]
+            for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         return mean, deviation
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
         found = vae.encode(x_N3HW[:, :, None]).latent_dist
         offset, deviation = self.statistics(vae, x_N3HW.device)
-        return (found.mean[:, :, 0].float() - offset) / deviation, found.std[:, :, 0].float() / deviation
+        return (found.mean[:, :, 0].float() - offset) / deviation, found.std[
+            :, :, 0
+        ].float() / deviation
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         offset, deviation = self.statistics(vae, latents_NCHW.device)
-        time = [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)] if vae.config.get("timestep_conditioning") else []  # LTX's
+        # LTX's
+        time = (
+            [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)]
+            if vae.config.get("timestep_conditioning")
+            else []
+        )
         return decoded(vae, (latents_NCHW * deviation + offset)[:, :, None], *time)[:, :, 0]
 
 
@@ -114,7 +126,10 @@ class Patched(Latents):
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
         found = vae.encode(x_N3HW).latent_dist
         _, deviation = _running(vae)
-        return self.normalised(vae, patched(found.mean.float())), patched(found.std.float()) / deviation
+        return (
+            self.normalised(vae, patched(found.mean.float())),
+            patched(found.std.float()) / deviation,
+        )
 
     def normalised(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
         """fp32[N C H W]: the VAE's latents, patched, as the denoiser sees them."""
@@ -135,13 +150,21 @@ def _running(vae: Any) -> tuple[Tensor, Tensor]:
 def patched(x_NCHW: Tensor) -> Tensor:
     """F[N C H W] -> F[N 4C H/2 W/2], channel first, then row and column in the patch."""
     n, c, h, w = x_NCHW.shape
-    return x_NCHW.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(n, 4 * c, h // 2, w // 2)
+    return (
+        x_NCHW.reshape(n, c, h // 2, 2, w // 2, 2)
+        .permute(0, 1, 3, 5, 2, 4)
+        .reshape(n, 4 * c, h // 2, w // 2)
+    )
 
 
 def unpatched(x_NCHW: Tensor) -> Tensor:
     """The inverse of `patched`."""
     n, c, h, w = x_NCHW.shape
-    return x_NCHW.reshape(n, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3).reshape(n, c // 4, 2 * h, 2 * w)
+    return (
+        x_NCHW.reshape(n, c // 4, 2, 2, h, w)
+        .permute(0, 1, 4, 2, 5, 3)
+        .reshape(n, c // 4, 2 * h, 2 * w)
+    )
 
 
 # --- families
@@ -156,9 +179,11 @@ class Asked:
     """The inputs of a denoiser besides picture, time and text.
 
     guidance   the guidance scale of a guidance-distilled model
-    downscale  pixels in a latent pixel, in each direction: models that are told a picture's size get it in pixels
+    downscale  pixels in a latent pixel, in each direction: models that are told a picture's size
+               get it in pixels
     lengths    tokens of each caption, of a family with `own_lengths`
-    cut        fp32[N 4]  of each picture, as `pixels.cut_of` gives it; None: whole pictures of the size of the latents
+    cut        fp32[N 4]  of each picture, as `pixels.cut_of` gives it; None: whole pictures of the
+               size of the latents
     control    F[N C H W]  latents of the pictures before the edit, of a family with `pairs`
     """
 
@@ -180,32 +205,45 @@ class Drawing:
 
 
 class Family:
-    """One family. Latents are what the VAE gives after its own shift and scale, whatever the denoiser takes.
+    """One family. Latents are what the VAE gives after its own shift and scale, whatever the
+    denoiser takes.
 
     pipeline         the `_class_name` in model_index.json, a class of diffusers
     denoiser         the denoiser's folder and the pipeline's attribute
     objectives       what such models are trained to predict
-    time_scale       where the denoiser rounds its noise level to the dtype of its hidden states: what it multiplies the level by before
-                     the sinusoidal embedding (`keep_time_exact`); None where it takes the level as given
-    downscale        of latents: their sides are multiples of it; where the denoiser has tokens, the side of one
-    max_text_length  longest caption by default, in tokens of the text encoder; None where every caption has the length of CLIP's
-    own_lengths      a caption keeps its own length; those of a batch are padded to the longest, with a `mask`
+    time_scale       where the denoiser rounds its noise level to the dtype of its hidden states:
+                     what it multiplies the level by before the sinusoidal embedding
+                     (`keep_time_exact`); None where it takes the level as given
+    downscale        of latents: their sides are multiples of it; where the denoiser has tokens, the
+                     side of one
+    max_text_length  longest caption by default, in tokens of the text encoder; None where every
+                     caption has the length of CLIP's
+    own_lengths      a caption keeps its own length; those of a batch are padded to the longest,
+                     with a `mask`
     encoders         the names of text encoders and tokenizers in the folder
     not_needed       parts of the pipeline that are never loaded
     latents          what stands between the VAE and the denoiser
-    encoded          the encoded texts, and where `encode_prompt` returns each: `text` F[N S D], `pooled` F[N D], `mask` F[N S]
+    encoded          the encoded texts, and where `encode_prompt` returns each: `text` F[N S D],
+                     `pooled` F[N D], `mask` F[N S]
     width            D, as the denoiser's configuration calls it
-    arguments        what the pipeline calls each text, and after `negative_` that of the text it guides away from
-    guides_away      it takes one to guide away from; else the guidance is a number that the denoiser is given
-    loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
+    arguments        what the pipeline calls each text, and after `negative_` that of the text it
+                     guides away from
+    guides_away      it takes one to guide away from; else the guidance is a number that the
+                     denoiser is given
+    loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder
+                     only
     not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
-    in_comfyui       what ComfyUI has before the names of a transformer's modules, and `comfyui_names` parts of names that differ there
-    blocks           classes of the blocks that are recomputed, shared and adapted, where the denoiser's `_no_split_modules` lacks them
+    in_comfyui       what ComfyUI has before the names of a transformer's modules, and
+                     `comfyui_names` parts of names that differ there
+    blocks           classes of the blocks that are recomputed, shared and adapted, where the
+                     denoiser's `_no_split_modules` lacks them
     adapted          see `blocks_of`; empty: the blocks
     guidance         the pipeline's argument for the guidance scale
-    pairs            it edits: a row has a picture before the edit, whose latents the denoiser gets beside the noisy ones
+    pairs            it edits: a row has a picture before the edit, whose latents the denoiser gets
+                     beside the noisy ones
     sees_control     the text encoder gets that picture too (`encode_instructions`)
-    text_encoders    those that `adapter.text_encoders` trains; of `last_unused` the last layer's result is not taken
+    text_encoders    those that `adapter.text_encoders` trains; of `last_unused` the last layer's
+                     result is not taken
     """
 
     pipeline: ClassVar[str]
@@ -243,12 +281,16 @@ class Family:
         return None
 
     def prepare(self, denoiser: Any) -> None:
-        """Changes an instance that names no blocks, computes wider than declared, or could not be planned (on the meta device)."""
+        """Changes an instance that names no blocks, computes wider than declared, or could not be
+        planned (on the meta device).
+        """
         if self.blocks:
             denoiser._no_split_modules = list(self.blocks)
 
     def unused(self, denoiser: Any) -> tuple[str, ...]:
-        """Names, or beginnings of names, of layers in the blocks whose result the denoiser drops: nothing there gets a gradient."""
+        """Names, or beginnings of names, of layers in the blocks whose result the denoiser drops:
+        nothing there gets a gradient.
+        """
         return ()
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
@@ -267,46 +309,76 @@ class Family:
             shapes["mask"] = (length,)
         return shapes
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Any]:
-        """The texts that `encoded` names, of the pipeline's own text encoders: a tensor each, or with `own_lengths` a list of F[S D],
-        without mask.
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, Any]:
+        """The texts that `encoded` names, of the pipeline's own text encoders: a tensor each, or
+        with `own_lengths` a list of F[S D], without mask.
 
         options  of the pipeline's `encode_prompt`
         """
         known = inspect.signature(pipe.encode_prompt).parameters
         given = {"do_classifier_free_guidance": False, "max_sequence_length": max_length}
-        made = pipe.encode_prompt(captions, **{name: value for name, value in given.items() if name in known}, **options)
+        made = pipe.encode_prompt(
+            captions, **{name: value for name, value in given.items() if name in known}, **options
+        )
         found = {what: made[at] for what, at in self.encoded.items()}
         return found | ({"mask": found["mask"].to(found["text"].dtype)} if "mask" in found else {})
 
-    def encode_instructions(self, pipe: Any, captions: list[str], pictures: list[Any]) -> Mapping[str, Sequence[Tensor]]:
-        """`encode_text` of captions with the pictures before their edits (PIL), of a family with `sees_control`."""
+    def encode_instructions(
+        self, pipe: Any, captions: list[str], pictures: list[Any]
+    ) -> Mapping[str, Sequence[Tensor]]:
+        """`encode_text` of captions with the pictures before their edits (PIL), of a family with
+        `sees_control`.
+        """
         raise NotImplementedError
 
     def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        """`encode_text` of tokens, with gradient, of a family with `text_encoders`; encoders: by those names, P of them."""
+        """`encode_text` of tokens, with gradient, of a family with `text_encoders`; encoders: by
+        those names, P of them.
+        """
         raise NotImplementedError
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         """What the denoiser predicts for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C H W]."""
         raise NotImplementedError
 
     def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
-        """What the pipeline is given of the encoded texts, and of the empty one that it guides away from."""
+        """What the pipeline is given of the encoded texts, and of the empty one that it guides away
+        from.
+        """
         sides = {"": text, "negative_": empty} if self.guides_away else {"": text}
         whole = {sign: {"mask": every(words)} | words for sign, words in sides.items()}
-        return {sign + name: words[what] for sign, words in whole.items() for name, what in self.arguments.items()}
+        return {
+            sign + name: words[what]
+            for sign, words in whole.items()
+            for name, what in self.arguments.items()
+        }
 
     def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         """What the pipeline is given besides texts, size, steps, guidance and generator."""
         return {}
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
-        """Latents F[N C H W], as the denoiser sees them, from what the pipeline gives for pictures of `size` pixels."""
+        """Latents F[N C H W], as the denoiser sees them, from what the pipeline gives for pictures
+        of `size` pixels.
+        """
         return made
 
-    def sample(self, pipe: Any, text: Text, empty: Text, how: Drawing, generator: Any, control: Tensor | None = None) -> Tensor:
-        """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own loop. `control`: `Asked.control`."""
+    def sample(
+        self,
+        pipe: Any,
+        text: Text,
+        empty: Text,
+        how: Drawing,
+        generator: Any,
+        control: Tensor | None = None,
+    ) -> Tensor:
+        """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own
+        loop. `control`: `Asked.control`.
+        """
         given = {
             "height": how.size,
             "width": how.size,
@@ -343,13 +415,24 @@ def in_rows(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
 _VIDEO = "it makes videos: Isotype trains on pictures"
 
 REFUSED: dict[str, str] = {
-    "StableDiffusionInstructPix2PixPipeline": "its U-Net takes both pictures as channels; FluxKontextPipeline trains on pairs",
-    "FluxFillPipeline": "it completes masked pictures, and Isotype has no masked input; FluxPipeline trains",
+    "StableDiffusionInstructPix2PixPipeline": (
+        "its U-Net takes both pictures as channels; FluxKontextPipeline trains on pairs"
+    ),
+    "FluxFillPipeline": (
+        "it completes masked pictures, and Isotype has no masked input; FluxPipeline trains"
+    ),
     "FluxControlPipeline": "it draws from a second picture (depth, edges); FluxPipeline trains",
     "StableDiffusionControlNetPipeline": "ControlNet is not offered: Isotype trains the denoiser",
-    "StableDiffusionXLInpaintPipeline": "it completes masked pictures, and Isotype has no masked input; StableDiffusionXLPipeline trains",
-    "StableDiffusionXLImg2ImgPipeline": "the refiner draws from a picture; StableDiffusionXLPipeline trains",
-    "SanaSprintPipeline": "it is distilled to few steps with a loss of its own; SanaPipeline trains",
+    "StableDiffusionXLInpaintPipeline": (
+        "it completes masked pictures, and Isotype has no masked input; StableDiffusionXLPipeline"
+        " trains"
+    ),
+    "StableDiffusionXLImg2ImgPipeline": (
+        "the refiner draws from a picture; StableDiffusionXLPipeline trains"
+    ),
+    "SanaSprintPipeline": (
+        "it is distilled to few steps with a loss of its own; SanaPipeline trains"
+    ),
     "StableCascadePriorPipeline": "it has two denoisers in a row",
     "KolorsPipeline": "its text encoder is not one of transformers' own",
     "HunyuanDiTPipeline": "its captions have two masks and a style, which were never tried here",

@@ -1,4 +1,6 @@
-"""Families that learn a velocity by flow matching. What a token holds and how a text is encoded is each family's own."""
+"""Families that learn a velocity by flow matching. What a token holds and how a text is encoded is
+each family's own.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,52 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....instance_method import InstanceMethod
-from .family import MASKED, POOLED, Asked, Config, Denoiser, Deterministic, Family, OfAVideo, Patched, Text, config_of, in_rows, patched
+from .family import (
+    MASKED,
+    POOLED,
+    Asked,
+    Config,
+    Denoiser,
+    Deterministic,
+    Family,
+    OfAVideo,
+    Patched,
+    Text,
+    config_of,
+    in_rows,
+    patched,
+)
 
 
 def packed(latents_NCHW: Tensor) -> Tensor:
     """F[N C H W] -> F[N HW/4 4C]: each token holds 2 x 2 latent pixels, channel first."""
     n, c, h, w = latents_NCHW.shape
-    return latents_NCHW.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(n, h * w // 4, 4 * c)
+    return (
+        latents_NCHW.reshape(n, c, h // 2, 2, w // 2, 2)
+        .permute(0, 2, 4, 1, 3, 5)
+        .reshape(n, h * w // 4, 4 * c)
+    )
 
 
 def unpacked(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
     """The inverse of `packed`, to latents of `height` x `width`."""
     n, _, c = tokens_NTC.shape
-    return tokens_NTC.reshape(n, height // 2, width // 2, c // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(n, c // 4, height, width)
+    return (
+        tokens_NTC.reshape(n, height // 2, width // 2, c // 4, 2, 2)
+        .permute(0, 3, 1, 4, 2, 5)
+        .reshape(n, c // 4, height, width)
+    )
 
 
 class InTokens(Family):
     """Latents in tokens of 2 x 2; those of a picture before the edit come after the noisy ones."""
 
     def tokens_of(self, noisy_NCHW: Tensor, asked: Asked) -> Tensor:
-        return packed(noisy_NCHW) if asked.control is None else torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
+        return (
+            packed(noisy_NCHW)
+            if asked.control is None
+            else torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
+        )
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_scale_factor
@@ -43,30 +71,51 @@ class Flux(InTokens):
     pipeline = "FluxPipeline"
     time_scale = 1000.0
     max_text_length = 512
-    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    encoders: ClassVar[tuple[str, ...]] = (
+        "text_encoder",
+        "tokenizer",
+        "text_encoder_2",
+        "tokenizer_2",
+    )
     encoded = {"text": 0, "pooled": 1}
     arguments = POOLED
     guides_away = False
 
-    def beside(self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked) -> dict[str, Any]:
+    def beside(
+        self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> dict[str, Any]:
         """What the denoiser is given besides tokens, time and sequence."""
-        return {"guidance": told_guidance(model, time_N, asked), "pooled_projections": text["pooled"]}
+        return {
+            "guidance": told_guidance(model, time_N, asked),
+            "pooled_projections": text["pooled"],
+        }
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        tokens_NTC, ids_T3 = self.tokens_of(noisy_NCHW, asked), positions(height // 2, width // 2, noisy_NCHW.device)
+        tokens_NTC, ids_T3 = (
+            self.tokens_of(noisy_NCHW, asked),
+            positions(height // 2, width // 2, noisy_NCHW.device),
+        )
         if asked.control is not None:
             ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
         made_NTC = model(
-            hidden_states=tokens_NTC, timestep=time_N, encoder_hidden_states=text["text"], img_ids=ids_T3,
-            txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device), return_dict=False,
+            hidden_states=tokens_NTC,
+            timestep=time_N,
+            encoder_hidden_states=text["text"],
+            img_ids=ids_T3,
+            txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device),
+            return_dict=False,
             **self.beside(model, tokens_NTC, time_N, text, asked),
-        )[0]  # fmt: skip
+        )[0]
         return unpacked(made_NTC[:, : height * width // 4], height, width)
 
 
 def told_guidance(model: Any, time_N: Tensor, asked: Asked) -> Tensor | None:
-    """F[N] for a model that has an input for the guidance scale (Flux.1-dev), None for one without (schnell)."""
+    """F[N] for a model that has an input for the guidance scale (Flux.1-dev), None for one without
+    (schnell).
+    """
     return torch.full_like(time_N, asked.guidance) if config_of(model).guidance_embeds else None
 
 
@@ -79,7 +128,9 @@ def positions(rows: int, columns: int, device: torch.device, axes: int = 3) -> T
 
 
 class Chroma(Flux):
-    """Chroma: Flux without CLIP, whose text is masked behind its first padding token, and that guides away from an empty text."""
+    """Chroma: Flux without CLIP, whose text is masked behind its first padding token, and that
+    guides away from an empty text.
+    """
 
     pipeline = "ChromaPipeline"
     encoders = ("text_encoder", "tokenizer")
@@ -88,13 +139,18 @@ class Chroma(Flux):
     arguments = MASKED
     guides_away = True
 
-    def beside(self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked) -> dict[str, Any]:
-        mask_NS = text["mask"].to(tokens_NTC.dtype)  # of numbers, which attention adds, as in the pipeline
+    def beside(
+        self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> dict[str, Any]:
+        # of numbers, which attention adds, as in the pipeline
+        mask_NS = text["mask"].to(tokens_NTC.dtype)
         return {"attention_mask": torch.cat((mask_NS, mask_NS.new_ones(tokens_NTC.shape[:2])), 1)}
 
 
 class Flux2(Family):
-    """Flux.2 and Klein: latents of 2 x 2 in one as tokens, three layers of a language model as text, four positions a token."""
+    """Flux.2 and Klein: latents of 2 x 2 in one as tokens, three layers of a language model as
+    text, four positions a token.
+    """
 
     pipeline = "Flux2Pipeline"
     time_scale = 1000.0
@@ -103,14 +159,21 @@ class Flux2(Family):
     latents = Patched()
     guides_away = False
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         words_S4 = torch.zeros(text["text"].shape[1], 4, device=noisy_NCHW.device)
         words_S4[:, 3] = torch.arange(len(words_S4), device=noisy_NCHW.device)
         made_NTC = model(
-            hidden_states=noisy_NCHW.flatten(2).transpose(1, 2), timestep=time_N, guidance=told_guidance(model, time_N, asked),
-            encoder_hidden_states=text["text"], txt_ids=words_S4, img_ids=positions(height, width, noisy_NCHW.device, 4), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=noisy_NCHW.flatten(2).transpose(1, 2),
+            timestep=time_N,
+            guidance=told_guidance(model, time_N, asked),
+            encoder_hidden_states=text["text"],
+            txt_ids=words_S4,
+            img_ids=positions(height, width, noisy_NCHW.device, 4),
+            return_dict=False,
+        )[0]
         return in_rows(made_NTC, height, width)
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
@@ -140,35 +203,57 @@ class QwenImage(InTokens):
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, list[Tensor]]:
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, list[Tensor]]:
         text_NSD, mask_NS = pipe.encode_prompt(captions, max_sequence_length=max_length)
-        return {"text": [text if mask_NS is None else text[mask_NS[i].bool()] for i, text in enumerate(text_NSD)]}
+        return {
+            "text": [
+                text if mask_NS is None else text[mask_NS[i].bool()]
+                for i, text in enumerate(text_NSD)
+            ]
+        }
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         shapes = [(1, height // 2, width // 2)] * (1 if asked.control is None else 2)
         made_NTC = model(
-            hidden_states=self.tokens_of(noisy_NCHW, asked), timestep=time_N, encoder_hidden_states=text["text"],
-            encoder_hidden_states_mask=text["mask"].bool(), img_shapes=[shapes] * len(noisy_NCHW), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=self.tokens_of(noisy_NCHW, asked),
+            timestep=time_N,
+            encoder_hidden_states=text["text"],
+            encoder_hidden_states_mask=text["mask"].bool(),
+            img_shapes=[shapes] * len(noisy_NCHW),
+            return_dict=False,
+        )[0]
         return unpacked(made_NTC[:, : height * width // 4], height, width)
 
 
 class ZImage(Family):
-    """Z-Image: each picture and each caption is a sequence of its own length; the velocity points from noise to the latent."""
+    """Z-Image: each picture and each caption is a sequence of its own length; the velocity points
+    from noise to the latent.
+    """
 
     pipeline = "ZImagePipeline"
     max_text_length = 512
     own_lengths = True
     width = "cap_feat_dim"
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, list[Tensor]]:
-        made = super().encode_text(pipe, list(captions), max_length=max_length)  # the pipeline writes into the list that it is given
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, list[Tensor]]:
+        # the pipeline writes into the list that it is given
+        made = super().encode_text(pipe, list(captions), max_length=max_length)
         return {"text": list(made["text"])}
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         texts = [one[:length] for one, length in zip(text["text"], asked.lengths)]
-        made = model(list(noisy_NCHW[:, :, None].unbind(0)), 1 - time_N, texts, return_dict=False)[0]
+        made = model(list(noisy_NCHW[:, :, None].unbind(0)), 1 - time_N, texts, return_dict=False)[
+            0
+        ]
         return -torch.stack([one[:, 0] for one in made])
 
     def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
@@ -176,29 +261,51 @@ class ZImage(Family):
 
 
 class SD3(Family):
-    """Stable Diffusion 3 and 3.5: latents as pictures, two CLIP encoders and T5 in one sequence, classifier-free guidance."""
+    """Stable Diffusion 3 and 3.5: latents as pictures, two CLIP encoders and T5 in one sequence,
+    classifier-free guidance.
+    """
 
     pipeline = "StableDiffusion3Pipeline"
     max_text_length = 256
-    encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+    encoders = (
+        "text_encoder",
+        "tokenizer",
+        "text_encoder_2",
+        "tokenizer_2",
+        "text_encoder_3",
+        "tokenizer_3",
+    )
     encoded = {"text": 0, "pooled": 2}
     arguments = POOLED
 
     def unused(self, denoiser: Any) -> tuple[str, ...]:
         """The text's queries of the last block, whose text is not used."""
-        return tuple(f"transformer_blocks.{i}.attn.add_q_proj" for i, b in enumerate(denoiser.transformer_blocks) if b.context_pre_only)
+        return tuple(
+            f"transformer_blocks.{i}.attn.add_q_proj"
+            for i, b in enumerate(denoiser.transformer_blocks)
+            if b.context_pre_only
+        )
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length + max_length
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Any]:
-        return super().encode_text(pipe, captions, max_length=max_length, prompt_2=None, prompt_3=None)
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, Any]:
+        return super().encode_text(
+            pipe, captions, max_length=max_length, prompt_2=None, prompt_3=None
+        )
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         return model(
-            hidden_states=noisy_NCHW, timestep=time_N * 1000, encoder_hidden_states=text["text"], pooled_projections=text["pooled"],
+            hidden_states=noisy_NCHW,
+            timestep=time_N * 1000,
+            encoder_hidden_states=text["text"],
+            pooled_projections=text["pooled"],
             return_dict=False,
-        )[0]  # fmt: skip
+        )[0]
 
 
 class AuraFlow(Family):
@@ -209,12 +316,18 @@ class AuraFlow(Family):
     arguments = MASKED  # of the mask the pipeline checks the shape only
     adapted = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
-        return model(noisy_NCHW, encoder_hidden_states=text["text"], timestep=time_N, return_dict=False)[0]
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
+        return model(
+            noisy_NCHW, encoder_hidden_states=text["text"], timestep=time_N, return_dict=False
+        )[0]
 
 
 class Sana(Family):
-    """Sana: latents of 32 x 32 pixels as pictures, a language model's sequence with its mask, linear attention."""
+    """Sana: latents of 32 x 32 pixels as pictures, a language model's sequence with its mask,
+    linear attention.
+    """
 
     pipeline = "SanaPipeline"
     downscale = 1
@@ -226,25 +339,41 @@ class Sana(Family):
     not_in_comfyui = "ComfyUI itself has no Sana"
     adapted = ("SanaTransformerBlock",)
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
-        """A caption is encoded behind the instruction that the pipeline draws with; the empty one, which is guided away from, alone."""
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, Tensor]:
+        """A caption is encoded behind the instruction that the pipeline draws with; the empty one,
+        which is guided away from, alone.
+        """
         own = inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
         encode = super().encode_text
-        made = [encode(pipe, [one], max_length=max_length, complex_human_instruction=own if one else None) for one in captions]
+        made = [
+            encode(
+                pipe, [one], max_length=max_length, complex_human_instruction=own if one else None
+            )
+            for one in captions
+        ]
         return {what: torch.cat([one[what] for one in made]) for what in self.encoded}
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         return model(
-            noisy_NCHW, encoder_hidden_states=text["text"], encoder_attention_mask=text["mask"],
-            timestep=time_N * 1000 * config_of(model).timestep_scale, return_dict=False,
-        )[0]  # fmt: skip
+            noisy_NCHW,
+            encoder_hidden_states=text["text"],
+            encoder_attention_mask=text["mask"],
+            timestep=time_N * 1000 * config_of(model).timestep_scale,
+            return_dict=False,
+        )[0]
 
     def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"negative_prompt": None, "use_resolution_binning": False}
 
 
 class Lumina2(Family):
-    """Lumina 2: a caption behind the pipeline's system prompt in its own length, the velocity from noise to the latent."""
+    """Lumina 2: a caption behind the pipeline's system prompt in its own length, the velocity from
+    noise to the latent.
+    """
 
     pipeline = "Lumina2Pipeline"
     max_text_length = 256
@@ -258,18 +387,32 @@ class Lumina2(Family):
         rope = denoiser.rope_embedder
         rope.freqs_cis = [table.to(torch.complex64) for table in rope.freqs_cis]
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, list[Tensor]]:
-        """The empty caption, which is guided away from, is encoded without system prompt, as the pipeline does."""
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, list[Tensor]]:
+        """The empty caption, which is guided away from, is encoded without system prompt, as the
+        pipeline does.
+        """
         texts = []
         for caption in captions:
             # the pipeline puts the system prompt before `prompt` and not before `negative_prompt`
-            text_1SD, mask_1S, away_1SD, away_1S = pipe.encode_prompt([caption], max_sequence_length=max_length)
+            text_1SD, mask_1S, away_1SD, away_1S = pipe.encode_prompt(
+                [caption], max_sequence_length=max_length
+            )
             text, mask = (text_1SD, mask_1S) if caption else (away_1SD, away_1S)
             texts.append(text[0][mask[0].bool()])
         return {"text": texts}
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
-        return -model(noisy_NCHW, 1 - time_N, text["text"], _Mask(text["mask"], asked.lengths), return_dict=False)[0]
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
+        return -model(
+            noisy_NCHW,
+            1 - time_N,
+            text["text"],
+            _Mask(text["mask"], asked.lengths),
+            return_dict=False,
+        )[0]
 
     def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
         """Both of one length, which the pipeline asks for."""
@@ -286,8 +429,9 @@ class Lumina2(Family):
 
 
 class _Mask:
-    """A mask [N S] whose rows' sums are known: the denoiser asks for them in each pass, which would wait for the device, and cannot be
-    answered by a plan, whose tensors have no data."""
+    """A mask [N S] whose rows' sums are known: the denoiser asks for them in each pass, which would
+    wait for the device, and cannot be answered by a plan, whose tensors have no data.
+    """
 
     def __init__(self, mask_NS: Tensor, lengths: tuple[int, ...]) -> None:
         self.mask, self.lengths, self.shape = mask_NS, lengths, mask_NS.shape
@@ -303,47 +447,75 @@ class _Mask:
 
 
 class HiDream(Family):
-    """HiDream: every layer of a language model beside T5's sequence and CLIP's pooled texts, experts, the velocity from noise to latent."""
+    """HiDream: every layer of a language model beside T5's sequence and CLIP's pooled texts,
+    experts, the velocity from noise to latent.
+    """
 
     pipeline = "HiDreamImagePipeline"
     max_text_length = 128
     blocks = ("HiDreamBlock",)
     encoders = (
-        "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3", "text_encoder_4", "tokenizer_4",
-    )  # fmt: skip
+        "text_encoder",
+        "tokenizer",
+        "text_encoder_2",
+        "tokenizer_2",
+        "text_encoder_3",
+        "tokenizer_3",
+        "text_encoder_4",
+        "tokenizer_4",
+    )
     encoded = {"text": 0, "layers": 2, "pooled": 4}
-    arguments = {"prompt_embeds_t5": "text", "prompt_embeds_llama3": "layers", "pooled_prompt_embeds": "pooled"}
+    arguments = {
+        "prompt_embeds_t5": "text",
+        "prompt_embeds_llama3": "layers",
+        "pooled_prompt_embeds": "pooled",
+    }
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
         t5, language = config["caption_channels"]
         return {
-            "text": (length, int(t5)), "layers": (1 + max(config["llama_layers"]), length, int(language)),
+            "text": (length, int(t5)),
+            "layers": (1 + max(config["llama_layers"]), length, int(language)),
             "pooled": (int(config["text_emb_dim"]),),
-        }  # fmt: skip
+        }
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, Tensor]:
         made = super().encode_text(pipe, captions, max_length=max_length)
         used = 1 + max(pipe.transformer.config.llama_layers)
         return {**made, "layers": made["layers"][:used].transpose(0, 1)}
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         made = model(
-            noisy_NCHW, timesteps=time_N * 1000, encoder_hidden_states_t5=text["text"],
-            encoder_hidden_states_llama3=text["layers"].transpose(0, 1), pooled_embeds=text["pooled"], return_dict=False,
-        )[0]  # fmt: skip
-        return -(made if made.shape == noisy_NCHW.shape else _as_picture(made, noisy_NCHW, config_of(model).patch_size))
+            noisy_NCHW,
+            timesteps=time_N * 1000,
+            encoder_hidden_states_t5=text["text"],
+            encoder_hidden_states_llama3=text["layers"].transpose(0, 1),
+            pooled_embeds=text["pooled"],
+            return_dict=False,
+        )[0]
+        return -(
+            made
+            if made.shape == noisy_NCHW.shape
+            else _as_picture(made, noisy_NCHW, config_of(model).patch_size)
+        )
 
     def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
         by_layer = (words | {"layers": words["layers"].transpose(0, 1)} for words in (text, empty))
         return super().prompts(*by_layer)
 
     def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
-        pipe.default_sample_size = size // pipe.vae_scale_factor  # it scales every size to the area of this one
+        # it scales every size to the area of this one
+        pipe.default_sample_size = size // pipe.vae_scale_factor
         return {}
 
     def prepare(self, denoiser: Any) -> None:
         super().prepare(denoiser)
-        if denoiser.final_layer.linear.weight.is_meta:  # in evaluation it reads the pictures' sizes from a tensor
+        # in evaluation it reads the pictures' sizes from a tensor
+        if denoiser.final_layer.linear.weight.is_meta:
             InstanceMethod(_unpatchify, denoiser, "unpatchify").put()
         for module in denoiser.modules():
             if type(module).__name__ == "MOEFeedForwardSwiGLU" and module.gate.weight.is_meta:
@@ -356,16 +528,24 @@ def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> 
 
 
 def _as_picture(made_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
-    """F[N C H W] of the tokens F[N C T side*side] that the denoiser gives in training; those behind the picture's are padding."""
+    """F[N C H W] of the tokens F[N C T side*side] that the denoiser gives in training; those behind
+    the picture's are padding.
+    """
     height, width = (length // side for length in like_NCHW.shape[-2:])
-    tokens: Tensor = made_NCTP[:, :, : height * width].unflatten(2, (height, width)).unflatten(4, (side, side))
+    tokens: Tensor = (
+        made_NCTP[:, :, : height * width].unflatten(2, (height, width)).unflatten(4, (side, side))
+    )
     return tokens.transpose(3, 4).flatten(4).flatten(2, 3)
 
 
 def _in_equal_parts(moe: Any, x_NSD: Tensor) -> Tensor:
-    """The shapes of the layer's own forward where each expert gets equally many tokens: of a plan, in which a token has no value."""
+    """The shapes of the layer's own forward where each expert gets equally many tokens: of a plan,
+    in which a token has no value.
+    """
     tokens_TD = x_NSD.flatten(0, 1).repeat_interleave(moe.num_activated_experts, 0)
     parts = zip(tokens_TD.tensor_split(len(moe.experts)), moe.experts)
     made_TD = torch.cat([expert(part) for part, expert in parts])
-    made: Tensor = made_TD.unflatten(0, (-1, moe.num_activated_experts)).sum(1).view_as(x_NSD) + moe.shared_experts(x_NSD)
+    made: Tensor = made_TD.unflatten(0, (-1, moe.num_activated_experts)).sum(1).view_as(
+        x_NSD
+    ) + moe.shared_experts(x_NSD)
     return made

@@ -27,14 +27,26 @@ class StableDiffusion(Family):
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
-        return super().encode_text(pipe, captions, max_length=max_length, device=pipe._execution_device, num_images_per_prompt=1)
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, Tensor]:
+        return super().encode_text(
+            pipe,
+            captions,
+            max_length=max_length,
+            device=pipe._execution_device,
+            num_images_per_prompt=1,
+        )
 
     def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
         return {"text": encoders["text_encoder"](ids_NPS[:, 0])[0]}
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
-        return model(noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False)[0]
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
+        return model(
+            noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False
+        )[0]
 
 
 class SDXL(StableDiffusion):
@@ -49,42 +61,69 @@ class SDXL(StableDiffusion):
     last_unused = ("text_encoder",)
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
-        width = int(config["projection_class_embeddings_input_dim"]) - 6 * int(config["addition_time_embed_dim"])
+        width = int(config["projection_class_embeddings_input_dim"]) - 6 * int(
+            config["addition_time_embed_dim"]
+        )
         return {"text": (length, int(config[self.width])), "pooled": (width,)}
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
+    def encode_text(
+        self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
+    ) -> Mapping[str, Tensor]:
         made = super().encode_text(pipe, captions, max_length=max_length)
         if not pipe.config.force_zeros_for_empty_prompt:
             return made
-        captioned = torch.tensor([caption != "" for caption in captions], device=made["text"].device)
+        captioned = torch.tensor(
+            [caption != "" for caption in captions], device=made["text"].device
+        )
         # the pipeline guides away from zeros: a dropped caption is the same
-        return {what: text * captioned.view(-1, *[1] * (text.ndim - 1)) for what, text in made.items()}
+        return {
+            what: text * captioned.view(-1, *[1] * (text.ndim - 1)) for what, text in made.items()
+        }
 
     def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        made = [encoder(ids_NPS[:, i], output_hidden_states=True) for i, encoder in enumerate(encoders.values())]
-        return {"text": torch.cat([one.hidden_states[-2] for one in made], -1), "pooled": made[-1].text_embeds}
+        made = [
+            encoder(ids_NPS[:, i], output_hidden_states=True)
+            for i, encoder in enumerate(encoders.values())
+        ]
+        return {
+            "text": torch.cat([one.hidden_states[-2] for one in made], -1),
+            "pooled": made[-1].text_embeds,
+        }
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         return model(
-            noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False,
-            added_cond_kwargs={"text_embeds": text.get("pooled"), "time_ids": sizes(noisy_NCHW, asked)},
-        )[0]  # fmt: skip
+            noisy_NCHW,
+            time_N,
+            encoder_hidden_states=text.get("text", text),
+            return_dict=False,
+            added_cond_kwargs={
+                "text_embeds": text.get("pooled"),
+                "time_ids": sizes(noisy_NCHW, asked),
+            },
+        )[0]
 
 
 def sizes(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
-    """fp32[N 6]: original height and width, top and left of the crop, target height and width, in pixels. Without a cut the picture counts
-    as whole, in its target size: what the pipeline tells by default when it draws.
+    """fp32[N 6]: original height and width, top and left of the crop, target height and width, in
+    pixels. Without a cut the picture counts as whole, in its target size: what the pipeline tells
+    by default when it draws.
 
     Source  Podell et al. 2023, 2.2, in the order of diffusers' train_text_to_image_lora_sdxl
     """
     height, width = (side * asked.downscale for side in noisy_NCHW.shape[-2:])
-    target = torch.tensor([height, width], dtype=torch.float32, device=noisy_NCHW.device).repeat(len(noisy_NCHW), 1)
+    target = torch.tensor([height, width], dtype=torch.float32, device=noisy_NCHW.device).repeat(
+        len(noisy_NCHW), 1
+    )
     cut = torch.cat([target, torch.zeros_like(target)], 1) if asked.cut is None else asked.cut
     return torch.cat([cut, target], 1)
 
 
 class PixArtAlpha(Family):
-    """PixArt-alpha and PixArt-Sigma: latents as pictures, T5's sequence with its mask, a predicted variance that training does not use."""
+    """PixArt-alpha and PixArt-Sigma: latents as pictures, T5's sequence with its mask, a predicted
+    variance that training does not use.
+    """
 
     pipeline = "PixArtAlphaPipeline"
     objectives = ("epsilon", "v")
@@ -95,11 +134,17 @@ class PixArtAlpha(Family):
     loads_lora = False
     adapted = ("BasicTransformerBlock",)
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         made = model(
-            noisy_NCHW, encoder_hidden_states=text["text"], encoder_attention_mask=text["mask"], timestep=time_N,
-            added_cond_kwargs=told_size(model, noisy_NCHW, asked.downscale), return_dict=False,
-        )[0]  # fmt: skip
+            noisy_NCHW,
+            encoder_hidden_states=text["text"],
+            encoder_attention_mask=text["mask"],
+            timestep=time_N,
+            added_cond_kwargs=told_size(model, noisy_NCHW, asked.downscale),
+            return_dict=False,
+        )[0]
         return made[:, : noisy_NCHW.shape[1]]  # the rest is the variance
 
     def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
@@ -112,10 +157,18 @@ class PixArtSigma(PixArtAlpha):
 
 
 def told_size(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
-    """Height and width in pixels and their ratio, fp32[N 2] and fp32[N 1], for a model that takes them as inputs (alpha at 1024 pixels)."""
+    """Height and width in pixels and their ratio, fp32[N 2] and fp32[N 1], for a model that takes
+    them as inputs (alpha at 1024 pixels).
+    """
     told = config_of(model)
-    if not (told.sample_size == 128 if told.use_additional_conditions is None else told.use_additional_conditions):
+    if not (
+        told.sample_size == 128
+        if told.use_additional_conditions is None
+        else told.use_additional_conditions
+    ):
         return {"resolution": None, "aspect_ratio": None}
     n, _, height, width = noisy_NCHW.shape
-    size = torch.tensor([height * downscale, width * downscale], dtype=torch.float32, device=noisy_NCHW.device)
+    size = torch.tensor(
+        [height * downscale, width * downscale], dtype=torch.float32, device=noisy_NCHW.device
+    )
     return {"resolution": size.repeat(n, 1), "aspect_ratio": (size[:1] / size[1:]).repeat(n, 1)}

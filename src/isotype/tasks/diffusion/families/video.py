@@ -34,17 +34,30 @@ class Wan(OfAFrame):
     width = "text_dim"
     in_comfyui = "diffusion_model"
     comfyui_names = {
-        ".attn1.": ".self_attn.", ".attn2.": ".cross_attn.", ".to_q": ".q", ".to_k": ".k", ".to_v": ".v", ".to_out.0": ".o",
-        ".ffn.net.0.proj": ".ffn.0", ".ffn.net.2": ".ffn.2",
-    }  # fmt: skip
+        ".attn1.": ".self_attn.",
+        ".attn2.": ".cross_attn.",
+        ".to_q": ".q",
+        ".to_k": ".k",
+        ".to_v": ".v",
+        ".to_out.0": ".o",
+        ".ffn.net.0.proj": ".ffn.0",
+        ".ffn.net.2": ".ffn.2",
+    }
 
     def refusal(self, index: Mapping[str, Any]) -> str | None:
         if index.get("transformer_2", [None, None])[1] is None:
             return None
-        return "it has two denoisers, one for much noise and one for little: a run trains one (Wan 2.1, or 2.2 TI2V)"
+        return (
+            "it has two denoisers, one for much noise and one for little: a run trains one (Wan"
+            " 2.1, or 2.2 TI2V)"
+        )
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
-        return model(noisy_NCHW[:, :, None], time_N * 1000, text["text"], return_dict=False)[0][:, :, 0]
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
+        return model(noisy_NCHW[:, :, None], time_N * 1000, text["text"], return_dict=False)[0][
+            :, :, 0
+        ]
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
         return made[:, :, 0]
@@ -63,7 +76,9 @@ class OfLTX(OfAVideo):
         return int(config["latent_channels"])
 
     def statistics(self, vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-        offset, deviation = (values.float()[:, None, None] for values in (vae.latents_mean, vae.latents_std))
+        offset, deviation = (
+            values.float()[:, None, None] for values in (vae.latents_mean, vae.latents_std)
+        )
         return offset, deviation / vae.config.scaling_factor
 
 
@@ -80,12 +95,21 @@ class LTX(OfAFrame):
     blocks = ("LTXVideoTransformerBlock",)
     in_comfyui = "diffusion_model"
 
-    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+    def predict(
+        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+    ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         made_NTC = model(
-            noisy_NCHW.flatten(2).transpose(1, 2), text["text"], time_N * 1000, text["mask"], num_frames=1, height=height, width=width,
-            rope_interpolation_scale=(1.0, asked.downscale, asked.downscale), return_dict=False,
-        )[0]  # fmt: skip
+            noisy_NCHW.flatten(2).transpose(1, 2),
+            text["text"],
+            time_N * 1000,
+            text["mask"],
+            num_frames=1,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(1.0, asked.downscale, asked.downscale),
+            return_dict=False,
+        )[0]
         return in_rows(made_NTC, height, width)
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
