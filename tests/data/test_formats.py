@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from isotype.data.bad_rows import RowError
 from isotype.data.formats import detect, example, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
@@ -23,7 +24,7 @@ TOOL = {
 }
 
 
-def read(row: Any, form: str = "auto", columns: dict[str, str] | None = None) -> Any:
+def read(row: Any, form: str = "auto", columns: dict[str, str | None] | None = None) -> Any:
     record = Record("x.jsonl", 3, row)
     name, _ = detect(record, form, columns)
     return example(record, name, needs_answer=True, columns=columns)
@@ -104,7 +105,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"messages": [ASK, ANSWER], "chosen": 1, "rejected": 2}, "the row has chosen and rejected"),
     (
         {"prompt": "a", "completion": "b", "label": False},
-        "the row has a label that is true or false",
+        "label is false: that marks an unwanted answer",
     ),
     (
         {"question": "a", "answer": "b"},
@@ -166,6 +167,57 @@ def test_what_is_no_row_is_refused_with_its_place() -> None:
         with pytest.raises(UsageError) as caught:
             read(row)
         assert str(caught.value).startswith(f"x.jsonl:3: {said}")
+
+
+UNWANTED: list[tuple[str, Any]] = [
+    ("label", False), ("label", 0), ("label", -1), ("label", "FALSE"), ("label", "0"), ("Label ", "false"), ("label", "rejected"),
+    ("kto_tag", False), ("kto_tag", "False"), ("feedback", "down"), ("feedback", "negative"), ("thumbs", "thumbs down"), ("thumbs", -1),
+    ("score", 0), ("score", -2.5), ("rejected", True), ("rejected", 1), ("rejected", "yes"), ("thumbs_down", "TRUE"),
+]  # fmt: skip
+WANTED: list[tuple[str, Any]] = [
+    ("label", True), ("label", 1), ("label", "TRUE"), ("label", None), ("label", "negative"), ("label", 3), ("kto_tag", True),
+    ("feedback", "up"), ("feedback", "The answer is short."), ("feedback", None), ("score", 4.5), ("rejected", False),
+    ("rejected", "another answer"), ("id", 0), ("thumbs", ""),
+]  # fmt: skip
+ANSWERED: list[tuple[str, dict[str, Any]]] = [
+    ("prompt_completion", {"prompt": "a", "completion": "b"}),
+    ("messages", {"messages": [ASK, ANSWER]}),
+    ("sharegpt", {"conversations": from_gpt("hi", "yes")}),
+    ("alpaca", {"instruction": "hi", "output": "yes"}),
+]
+
+
+@pytest.mark.parametrize(("form", "row"), ANSWERED)
+def test_an_answer_marked_as_unwanted_is_never_learnt_in_silence(
+    form: str, row: dict[str, Any]
+) -> None:
+    for asked in ("auto", form):
+        for key, value in UNWANTED:
+            with pytest.raises(UsageError, match="marks an unwanted answer") as caught:
+                read({**row, key: value}, asked)
+            assert not isinstance(caught.value, RowError)  # no setting leaves it out in silence
+            assert "train.objective=kto" in str(caught.value.fix)
+            columns = {key: None}  # the fix for a column that says something else
+            assert read({**row, key: value}, asked, columns) is not None
+            assert key not in ignored_keys({**row, key: value}, form, columns)  # type: ignore[arg-type]
+        for key, value in WANTED:
+            assert read({**row, key: value}, asked) is not None, (key, value)
+
+
+def test_a_turn_marked_as_unwanted_is_refused_unless_it_is_not_learnt() -> None:
+    for key, value in (("feedback", "down"), ("label", 0), ("rejected", True)):
+        with pytest.raises(UsageError, match=f"a turn has {key}"):
+            read({"messages": [ASK, {**ANSWER, key: value}]})
+        with pytest.raises(UsageError, match=f"a turn has {key}"):
+            read({"conversations": [{"from": "gpt", "value": "yes", key: value}]})
+        unlearnt = {**ANSWER, key: value, "weight": 0}
+        assert read({"messages": [ASK, unlearnt, ASK, ANSWER]}).messages[1] == unlearnt
+
+
+def test_classes_of_plain_texts_are_no_verdicts() -> None:
+    assert read({"text": "a", "label": 0}).text == "a"
+    with pytest.raises(UsageError, match="marks an unwanted answer"):
+        read({"text": "a", "label": False})
 
 
 def test_an_answer_that_is_json_is_text() -> None:

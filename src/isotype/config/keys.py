@@ -77,8 +77,11 @@ def _words(schema: dict[str, Any]) -> str:
         )
     if "pattern" in schema:
         return f"text such as {schema['examples'][0]!r}"
-    if schema.get("additionalProperties") == {"type": "string"}:
+    values = schema.get("additionalProperties")
+    if values == {"type": "string"}:
         return "a mapping of names to text"
+    if values == {"anyOf": [{"type": "string"}, {"type": "null"}]}:
+        return "a mapping of names to text or null"
     return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(
         str(kind), "a value"
     )

@@ -125,9 +125,9 @@ class DataSection(Section):
     """The format of a row; `auto` detects it from the keys and prints the reason. `preference`: for
     objectives that learn from pairs, `labelled`: for kto.
     """
-    columns: dict[str, str] | None = None
+    columns: dict[str, str | None] | None = None
     """The data's own names for keys: `{prompt: question, completion: answer}` reads `question` as
-    the prompt.
+    the prompt. `{label: null}` does not read the data's key `label`, and says nothing of it.
     """
     max_length: PositiveInt = 1024
     """Longest row in tokens; longer ones are cut at the end and counted."""

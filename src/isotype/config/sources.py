@@ -34,7 +34,7 @@ class SourceSpec:
     group: str = ""
     weight: float | None = None
     format: str = "auto"
-    columns: Mapping[str, str] | None = None
+    columns: Mapping[str, str | None] | None = None
     limit: int | None = None
     subset: str | None = None
     split: str = "train"
@@ -257,14 +257,20 @@ def _checked(
         or not 0 < weight < float("inf")
     ):
         raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")
-    if columns is not None and not (
-        isinstance(columns, dict) and all(isinstance(value, str) for value in columns.values())
-    ):
+    if columns is not None and not _is_columns(columns, may_drop="format" in keys):
         raise UsageError(
             f"{where}.columns: expected a mapping of our keys to the data's, as {{ours: theirs}},"
             f" got {columns!r}"
         )
     return settings | ({} if weight is None else {"weight": float(weight)})
+
+
+def _is_columns(columns: Any, *, may_drop: bool) -> bool:
+    """Whether it maps keys to the data's names; with `may_drop` also to null, for keys not read."""
+    allowed = (str, type(None)) if may_drop else (str,)
+    return isinstance(columns, dict) and all(
+        isinstance(value, allowed) for value in columns.values()
+    )
 
 
 def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -> SourceSpec:

@@ -30,11 +30,12 @@ from .conversations import (
     with_system,
 )
 from .read import Record
+from .verdicts import LEARN_LABELS, refuse_unwanted_answer
 
 FormatName = Literal[
     "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"
 ]
-Columns = Mapping[str, str] | None
+Columns = Mapping[str, str | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,6 @@ _BESIDE_A_PAIR = {
 }
 _TURN = {"role", "author", "from", "parts"}
 _LEARN_PAIRS = "train.objective=dpo learns from pairs (docs/preferences.md)"
-_LEARN_LABELS = "train.objective=kto learns from labels (docs/preferences.md)"
 # formats of one kind of objective: the keys by which they are told, their name, what to write, and
 # which objective reads them
 _JUDGED: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
@@ -80,7 +80,7 @@ _JUDGED: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
         _PREFERENCES, "pairs of answers",
         "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt, completions and scores", _LEARN_PAIRS,
     ),
-    "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", _LEARN_LABELS),
+    "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", LEARN_LABELS),
 }  # fmt: skip
 _LABELS: Mapping[Any, bool] = {
     True: True,
@@ -172,12 +172,6 @@ def detect(
                 " chosen}, or {messages: chosen} where it is a conversation"
             ),
         )
-    if found and isinstance(row.get("label"), bool):
-        raise UsageError(
-            f"{record.place}: the row has a label that is true or false: answers wanted and"
-            " unwanted, and a run learns every answer",
-            fix=f"{_LEARN_LABELS}; or keep the wanted rows only, and set data.format: {found[0]}",
-        )
     if len(found) > 1:
         names = " and ".join(", ".join(FORMATS[name].keys) for name in found)
         raise UsageError(
@@ -264,6 +258,8 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
         if key not in columns.values() and key not in columns
     }
     for ours, theirs in columns.items():
+        if theirs is None:  # a key of the data that is not read
+            continue
         if ours not in (
             known := {key for form in FORMATS.values() for key in form.keys + form.beside}
         ):
@@ -325,6 +321,8 @@ def example(
     if name == "preference":
         row = _as_pair(row, record.place)
     _require(row, name, record.place)
+    if name not in _JUDGED:
+        refuse_unwanted_answer(row, record.place, has_answer=name != "text")
     return _with_pictures(
         _checked(row, name, record.place, needs_answer=needs_answer), row, name, record
     )
@@ -386,6 +384,7 @@ def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = No
     """Keys of a row that nothing reads."""
     columns = columns or {}
     used = set(FORMATS[name].keys + FORMATS[name].beside) - set(columns) | set(columns.values())
+    used |= {key for key, theirs in columns.items() if theirs is None}
     return [key for key in row if key not in used]
 
 

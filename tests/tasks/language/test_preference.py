@@ -304,7 +304,13 @@ REFUSED = (
         "train.objective learns from pairs of answers",
         "train.objective=kto learns from labels",
     ),
-    ("sft", [LABELLED], {}, "the row has a label that is true or false", "train.objective=kto"),
+    (
+        "sft",
+        [LABELLED, LABELLED | {"label": False}],
+        {},
+        "marks an unwanted answer",
+        "train.objective=kto",
+    ),
 )
 
 

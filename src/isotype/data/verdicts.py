@@ -1,0 +1,90 @@
+"""Columns that say whether an answer is wanted (`label`, `kto_tag`, `feedback`, ...).
+
+An objective that learns every answer would learn the unwanted ones too, so it refuses the first row
+that says so. Whether such a column judges the answer or names a class only a person can say: the
+error names the settings for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..config.yaml_text import write_value
+from ..errors import UsageError
+from .conversations import is_learnt
+
+# columns whose value says "wanted" or "unwanted"; of the second kind a true value says "unwanted"
+_WANTED = (
+    "label", "kto_tag", "kto_label", "feedback", "thumbs", "thumb", "thumbs_up", "vote", "score", "verdict", "liked", "preferred",
+    "desirable", "accepted", "is_accepted", "wanted", "correct", "is_correct", "is_good",
+)  # fmt: skip
+_UNWANTED = (
+    "rejected", "is_rejected", "thumbs_down", "disliked", "undesirable", "unwanted", "wrong", "is_wrong", "incorrect", "is_incorrect",
+    "is_bad",
+)  # fmt: skip
+_YES = ("true", "t", "yes", "y", "1")
+_NO = (
+    "false", "f", "no", "n", "0", "-1", "down", "thumbs_down", "thumbsdown", "👎", "bad", "dislike", "disliked", "downvote",
+    "reject", "rejected", "unwanted", "undesirable", "wrong", "incorrect",
+)  # fmt: skip
+# `label: negative` is a class of a review, `feedback: negative` a verdict
+_CLASS_NAMES = ("negative", "neg")
+LEARN_LABELS = "train.objective=kto learns from labels (docs/preferences.md)"
+
+
+def refuse_unwanted_answer(row: Mapping[str, Any], place: str, *, has_answer: bool) -> None:
+    """Raises UsageError where a column of the row, or a key of a learnt turn, marks the answer as
+    unwanted.
+
+    row         with the keys that `data.columns` gives it
+    has_answer  False for a plain text, of which numbers and words are classes: only JSON's false
+                counts
+    """
+    for key, value in row.items():
+        if not marks_unwanted(key, value) or not (has_answer or isinstance(value, bool)):
+            continue
+        raise UsageError(
+            f"{place}: {key} is {write_value(value)}: that marks an unwanted answer, and this"
+            " objective learns every answer",
+            fix=(
+                f"{LEARN_LABELS}; or keep the wanted rows only; where {key} says something else:"
+                f" data.columns: {write_value({key: None})}"
+            ),
+        )
+    for key, value in _judged_turns(row) if has_answer else ():
+        raise UsageError(
+            f"{place}: a turn has {key}: {write_value(value)}: that marks an unwanted answer, and"
+            " this objective learns every answer",
+            fix=f"weight: 0 in that turn shows it and does not learn it; or leave {key} out",
+        )
+
+
+def marks_unwanted(key: str, value: Any) -> bool:
+    """Whether a column of this name says with this value that the answer is wrong or unwanted."""
+    name = str(key).strip().casefold().replace(" ", "_").replace("-", "_")
+    if isinstance(value, str):
+        value = value.strip().casefold().replace(" ", "_")
+    if name in _UNWANTED:
+        return value in _YES if isinstance(value, str) else _is_number(value) and value > 0
+    if name not in _WANTED:
+        return False
+    if isinstance(value, str):
+        return value in _NO or (name != "label" and value in _CLASS_NAMES)
+    return _is_number(value) and value <= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _judged_turns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys of learnt turns that mark an unwanted answer."""
+    for key in ("messages", "conversations", "completion"):
+        turns = row.get(key)
+        for turn in turns if isinstance(turns, list) else ():
+            if not isinstance(turn, dict) or not is_learnt(turn):
+                continue
+            yield from (
+                (name, value) for name, value in turn.items() if marks_unwanted(name, value)
+            )
