@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,16 @@ def test_rows_in_memory_are_those_of_a_file(families, tmp_path, monkeypatch):
     loaded = load_data(DataSection(train=as_source(frame)), families.of("chatml"), seed=0)
     assert len(loaded.train) + len(loaded.eval) == 12
     assert loaded.facts["train"]["dropped"]
+
+
+def test_rows_in_memory_are_not_written_where_others_can_change_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOTYPE_CACHE", "none")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = Path(as_source(ROWS))
+    assert file.parent.stat().st_mode & 0o077 == 0
+    file.parent.parent.chmod(0o777)
+    with pytest.raises(UsageError, match="cannot be written: others can write into"):
+        as_source(ROWS)
 
 
 def test_names_and_sources_stay():

@@ -3,11 +3,14 @@ once.
 """
 
 import math
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from isotype.environment.private import temporary_folder
 from isotype.ops import cpp as ops_cpp
 
 pytestmark = pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
@@ -92,3 +95,104 @@ def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeyp
     assert built.stat().st_ino == before
     assert not list(built.parent.glob("*.tmp"))
     assert capsys.readouterr().err == ""
+
+
+PROBE = Path(__file__).parent / "lanes_probe.cpp"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> Path:
+    """A folder with one good library, of `PROBE`."""
+    folder = tmp_path / "kept"
+    monkeypatch.setenv("ISOTYPE_CACHE", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ops_cpp.library(PROBE)
+    return folder
+
+
+def only_library(folder: Path) -> Path:
+    (file,) = folder.glob("*.so")
+    return file
+
+
+def planted(folder: Path) -> Path:
+    """A library that leaves a file behind when it is loaded, under the name of the good one."""
+    source = folder.with_name("planted.cpp")
+    trace = folder.with_name("ran")
+    source.write_text(
+        "#include <cstdio>\n__attribute__((constructor)) static void run()"
+        f' {{ std::fclose(std::fopen("{trace}", "w")); }}\n'
+    )
+    library = only_library(folder)
+    library.unlink()
+    compiler = ops_cpp.cpu_compiler()
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    return trace
+
+
+@pytest.mark.parametrize("way", ["folder", "parent", "link"])
+def test_a_library_where_others_can_write_is_not_loaded(way, kept, tmp_path, monkeypatch, capsys):
+    trace = planted(kept)
+    name = only_library(kept)
+    content = name.read_bytes()
+    digest = ops_cpp.checksum(content)  # a stranger can compute it too
+    name.rename(name.with_name(f"{name.stem.rpartition('-')[0]}-{digest}.so"))
+    if way == "folder":
+        kept.chmod(0o777)
+    elif way == "parent":
+        tmp_path.chmod(0o777)
+        monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    else:
+        shared = tmp_path / "shared"
+        shared.mkdir()
+        (shared / "link").symlink_to(kept)
+        shared.chmod(0o777)
+        monkeypatch.setenv("ISOTYPE_CACHE", str(shared / "link"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept" / "home"))
+    ops_cpp.warn_of_shared_folder.cache_clear()
+    ops_cpp.library(PROBE)
+    assert not trace.exists()
+    assert "kept elsewhere: others can write into" in capsys.readouterr().err
+
+
+def test_a_planted_link_in_the_temporary_folder_is_not_followed(kept, tmp_path, monkeypatch):
+    trace = planted(kept)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    temporary.chmod(0o777)  # a temporary folder without its sticky bit: a link can be exchanged
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("ISOTYPE_CACHE", "none")
+    temporary_folder().symlink_to(kept)
+    with pytest.raises(ops_cpp.BuildError, match="that only this user can change"):
+        ops_cpp.library(PROBE)
+    assert not trace.exists()
+
+
+def test_a_library_that_others_can_write_or_that_is_damaged_is_built_again(kept):
+    for damage in ("writable", "changed", "cut"):
+        library = only_library(kept)
+        inode = library.stat().st_ino
+        if damage == "writable":
+            library.chmod(0o777)
+        elif damage == "changed":
+            library.write_bytes(library.read_bytes()[:-1] + b"?")
+        else:
+            library.write_bytes(library.read_bytes()[:1000])
+        ops_cpp.library(PROBE)
+        rebuilt = only_library(kept)
+        assert rebuilt.stat().st_mode & 0o077 == 0
+        assert rebuilt.stat().st_ino != inode or damage != "writable"
+        assert ops_cpp.checksum(rebuilt.read_bytes()) == rebuilt.stem.rpartition("-")[2]
+
+
+def test_a_good_library_stays_where_it_cannot_be_loaded_now(kept, monkeypatch):
+    library = only_library(kept)
+    content = library.read_bytes()
+
+    def without_descriptors(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file: Too many open files")
+
+    monkeypatch.setattr(ops_cpp.ctypes, "CDLL", without_descriptors)
+    with pytest.raises(ops_cpp.BuildError, match="does not load: .*Too many open files"):
+        ops_cpp.library(PROBE)
+    assert library.read_bytes() == content

@@ -22,6 +22,7 @@ from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..environment.hub import is_away, not_in_cache
+from ..environment.private import NotPrivateError, make_private, temporary_folder
 from ..errors import UsageError
 from ..wording import first_line
 from .bad_rows import BadRow, RowError
@@ -437,17 +438,21 @@ def as_source(given: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise UsageError(f"data: a row cannot be written as JSON: {error}") from None
     tokens = cache_folder("auto")
-    folder = (Path(tempfile.gettempdir()) / "isotype" if tokens is None else tokens.parent) / "rows"
+    folder = (temporary_folder() if tokens is None else tokens.parent) / "rows"
     file = folder / f"{hashlib.sha256(text).hexdigest()[:32]}.jsonl"
     try:
+        if tokens is None:  # another user may have made the folder there first
+            make_private(folder.parent)
+            make_private(folder)
         folder.mkdir(parents=True, exist_ok=True)
         handle, aside = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as written:
             written.write(text)
         Path(aside).replace(file)
-    except OSError as error:
+    except (OSError, NotPrivateError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
-            f"{folder}: cannot be written: {error.strerror}",
+            f"{folder}: cannot be written: {reason}",
             fix="write the rows to a file, and give its name",
         ) from None
     return str(file)

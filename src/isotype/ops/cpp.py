@@ -8,14 +8,12 @@ reads and writes each narrow tensor once. Libraries are stored on disk and share
 from __future__ import annotations
 
 import ctypes
-import getpass
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..environment.private import (
+    NotPrivateError,
+    make_private,
+    open_private,
+    read_private,
+    temporary_folder,
+)
 
 HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
@@ -45,33 +51,46 @@ def cpu_compiler() -> str | None:
     )
 
 
-def folder() -> Path:
+def library_folder() -> Path:
     """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a
-    temporary one where neither can be written.
+    temporary one. A folder that cannot be written, or that others can change, is passed over.
 
     ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), stores them in the temporary one,
     since a library must be a file.
+
+    Raises  BuildError
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    given = os.environ.get("ISOTYPE_CACHE")
-    folders = (
-        []
-        if given == "none"
-        else [Path(given).expanduser(), home / "isotype"]
-        if given
-        else [home / "isotype"]
-    )
-    # Windows has no numbers for users
-    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
-    for place in (*folders, Path(tempfile.gettempdir()) / f"isotype-{user}"):
+    setting = os.environ.get("ISOTYPE_CACHE", "")
+    candidates: list[Path] = []
+    if setting not in ("", "none"):
+        candidates.append(Path(setting).expanduser())
+    if setting != "none":
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        candidates.append(home / "isotype")
+    candidates.append(temporary_folder())
+    reasons: list[str] = []
+    for candidate in candidates:
         try:
-            # of this user alone: what lies there is run
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
+            folder = make_private(candidate)
+        except OSError as error:
+            reasons.append(f"{candidate}: {error.strerror}")
             continue
-        if os.access(place, os.W_OK) and (not hasattr(os, "getuid") or place.stat().st_uid == user):
-            return place
-    raise BuildError("no folder for compiled kernels can be written: set ISOTYPE_CACHE to one")
+        except NotPrivateError as error:
+            warn_of_shared_folder(str(error))
+            reasons.append(str(error))
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+        reasons.append(f"{folder} cannot be written")
+    raise BuildError(
+        "no folder for compiled kernels that only this user can change: set ISOTYPE_CACHE to one"
+        f" ({'; '.join(reasons)})"
+    )
+
+
+@cache
+def warn_of_shared_folder(reason: str) -> None:
+    print(f"isotype: compiled C++ kernels are kept elsewhere: {reason}", file=sys.stderr, flush=True)
 
 
 @cache
@@ -104,20 +123,52 @@ def library(source: Path) -> ctypes.CDLL:
         header.read_bytes() for header in sorted(HEADERS.glob("*.h"))
     )
     key = hashlib.sha256(text + "\n".join((*FLAGS, machine(compiler))).encode()).hexdigest()[:16]
-    built = folder() / f"{source.parent.name}-{key}.so"
-    for last in (False, True):
-        if not built.exists():
-            with locked(built.with_suffix(".lock")):
-                if not built.exists():
-                    build(compiler, source, built)
-        try:
-            return ctypes.CDLL(str(built))
-        except OSError as error:
-            # half a file, left by a machine that stopped: build it again, once
-            built.unlink(missing_ok=True)
-            if last:
-                raise BuildError(f"{built} does not load: {error}") from error
-    raise AssertionError("returned or raised above")
+    folder = library_folder()
+    stem = f"{source.parent.name}-{key}"
+    try:
+        loaded = load_library(folder, stem)
+        if loaded is None:
+            with locked(folder / f"{stem}.lock"):
+                loaded = load_library(folder, stem)
+                if loaded is None:
+                    build(compiler, source, folder, stem)
+                    loaded = load_library(folder, stem)
+    except NotPrivateError as error:
+        raise BuildError(str(error)) from error
+    if loaded is None:
+        raise BuildError(f"{folder}: the library that was built is gone, or was changed")
+    return loaded
+
+
+def load_library(folder: Path, stem: str) -> ctypes.CDLL | None:
+    """The library that is kept under this name; None where there is none.
+
+    Its name ends with a checksum of its content. One with another content (half a file, left by a
+    machine that stopped) is removed, and so is one that others can write; one that the system
+    cannot load now stays.
+
+    Raises  BuildError, NotPrivateError
+    """
+    with open_private(folder) as opened:
+        for file in sorted(opened.glob(f"{stem}-*.so")):
+            try:
+                is_whole = checksum(read_private(file)) == file.stem.rpartition("-")[2]
+            except FileNotFoundError:
+                continue
+            except NotPrivateError:
+                is_whole = False
+            if not is_whole:
+                file.unlink(missing_ok=True)
+                continue
+            try:
+                return ctypes.CDLL(str(file))
+            except OSError as error:
+                raise BuildError(f"{folder / file.name} does not load: {error}") from error
+    return None
+
+
+def checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 @contextmanager
@@ -146,9 +197,10 @@ def say_building(folder: Path) -> None:
     )
 
 
-def build(compiler: str, source: Path, built: Path) -> None:
+def build(compiler: str, source: Path, folder: Path, stem: str) -> None:
+    """Compiles the source into the folder, as `STEM-CHECKSUM.so`. Raises BuildError."""
     # written aside and renamed, so that no process loads half a file
-    aside = built.with_suffix(f".{os.getpid()}.tmp")
+    aside = folder / f"{stem}.{os.getpid()}.tmp"
     command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(aside)]
     start = time.monotonic()
     process = subprocess.Popen(
@@ -157,7 +209,7 @@ def build(compiler: str, source: Path, built: Path) -> None:
     try:
         _, errors = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        say_building(built.parent)
+        say_building(folder)
         _, errors = process.communicate()
     if process.returncode:
         aside.unlink(missing_ok=True)
@@ -169,7 +221,8 @@ def build(compiler: str, source: Path, built: Path) -> None:
         raise BuildError(
             f"{Path(compiler).name} failed after {time.monotonic() - start:.0f} s: {lines[0][:160]}"
         )
-    aside.replace(built)
+    aside.chmod(0o700)
+    aside.replace(folder / f"{stem}-{checksum(aside.read_bytes())}.so")
 
 
 # the kernels' numbers for their dtypes: fp64 has none, and runs as plain PyTorch

@@ -1,0 +1,167 @@
+"""Folders that only this user can change: what lies in one may be executed.
+
+A folder is private when nobody else can replace it, a folder above it, or a link on the way to it.
+The root user and the owner of `/` count as this user: they can change every file anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+MOST_LINKS = 40  # as the kernel's own limit
+
+
+class NotPrivateError(Exception):
+    """Who else can change a folder or a file, in one line."""
+
+
+def temporary_folder() -> Path:
+    """This user's folder among the temporary ones: `/tmp/isotype-1000`. It may not exist."""
+    return Path(tempfile.gettempdir()) / f"isotype-{_user_name()}"
+
+
+def make_private(folder: Path) -> Path:
+    """Creates the folder where it is missing; returns its path without links.
+
+    Raises  NotPrivateError where others can change it, OSError where it cannot be created
+    """
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    for parent in reversed(missing):
+        parent.mkdir(mode=0o755, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return check_private(folder)
+
+
+def check_private(folder: Path) -> Path:
+    """The folder's path without links. Raises NotPrivateError where others can change it."""
+    if not hasattr(os, "getuid"):  # Windows: the user's folders have lists of rights instead
+        return folder.resolve()
+    path = Path("/")
+    pending = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
+    links = 0
+    _refuse_folder(path, is_last=not pending)
+    while pending:
+        name = pending.pop()
+        if name == "..":
+            path = path.parent
+            continue
+        entry = path / name
+        status = entry.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > MOST_LINKS:
+                raise NotPrivateError(f"{folder}: too many links")
+            _refuse_owner(entry, status)
+            target = Path(os.readlink(entry))
+            if target.is_absolute():
+                path = Path("/")
+            pending += reversed([part for part in target.parts if part != target.anchor])
+        else:
+            path = entry
+        _refuse_folder(path, is_last=not pending)
+    return path
+
+
+@contextmanager
+def open_private(folder: Path) -> Iterator[Path]:
+    """A path that stays this folder while it is open, whatever happens to its name.
+
+    Raises  NotPrivateError where others can change it
+    """
+    path = check_private(folder)
+    if not hasattr(os, "getuid") or not Path("/proc/self/fd").is_dir():
+        yield path
+        return
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(handle)
+        if status.st_uid != os.getuid() or _others_can_write(status):
+            raise NotPrivateError(f"{path} was replaced")
+        yield Path(f"/proc/self/fd/{handle}")
+    finally:
+        os.close(handle)
+
+
+def read_private(file: Path) -> bytes:
+    """The content of a file that is this user's alone.
+
+    Raises  NotPrivateError for a link, for what is no file, and where others can write it
+    """
+    flags = os.O_RDONLY
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has them
+        flags |= getattr(os, name, 0)
+    handle = os.open(file, flags)
+    with os.fdopen(handle, "rb") as opened:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotPrivateError(f"{file.name} is no file")
+        if hasattr(os, "getuid"):
+            if status.st_uid != os.getuid():
+                raise NotPrivateError(f"{file.name} belongs to {_owner(status)}")
+            if _others_can_write(status):
+                raise NotPrivateError(f"others can write {file.name}")
+        return opened.read()
+
+
+def _refuse_folder(path: Path, *, is_last: bool) -> None:
+    """Raises NotPrivateError where others can replace what the folder holds."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotPrivateError(f"{path} is no folder")
+    if is_last and status.st_uid != os.getuid():
+        raise NotPrivateError(f"{path} belongs to {_owner(status)}")
+    _refuse_owner(path, status)
+    # in a folder with the sticky bit, as /tmp, only a file's owner can replace it
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    if _others_can_write(status) and (is_last or not is_sticky):
+        raise NotPrivateError(f"others can write into {path}")
+
+
+def _refuse_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.getuid(), 0, os.lstat("/").st_uid):
+        raise NotPrivateError(f"{path} belongs to {_owner(status)}")
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    """Whether the mode lets another user write. A group of this user alone is no other user: many
+    systems give each user one, and let it write.
+    """
+    writable = status.st_mode & OTHERS_WRITE
+    if writable == stat.S_IWGRP:
+        return not _is_own_group(status.st_gid)
+    return bool(writable)
+
+
+def _is_own_group(group: int) -> bool:
+    import grp
+    import pwd
+
+    try:
+        user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    is_named_for_user = entry.gr_name == user.pw_name and user.pw_gid == group
+    return is_named_for_user and set(entry.gr_mem) <= {user.pw_name}
+
+
+def _owner(status: os.stat_result) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        return f"user {status.st_uid}"
+
+
+def _user_name() -> str:
+    if hasattr(os, "getuid"):
+        return str(os.getuid())
+    import getpass  # Windows has no numbers for users
+
+    return getpass.getuser()
