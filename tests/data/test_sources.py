@@ -235,7 +235,7 @@ def test_rows_in_memory_are_not_written_where_others_can_change_them(tmp_path, m
     file = Path(as_source(ROWS))
     assert file.parent.stat().st_mode & 0o077 == 0
     file.parent.parent.chmod(0o777)
-    with pytest.raises(UsageError, match="cannot be written: others can write into"):
+    with pytest.raises(UsageError, match=r"cannot be written: others can write into"):
         as_source(ROWS)
 
 

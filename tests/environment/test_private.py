@@ -58,7 +58,7 @@ def test_a_folder_below_one_that_others_may_write_is_refused(cache, tmp_path, th
         (tmp_path / "link").symlink_to(cache)
         path = tmp_path / "link"
     cache.parent.chmod(0o777)
-    with pytest.raises(NotPrivateError, match="others can write into .*home"):
+    with pytest.raises(NotPrivateError, match=r"others can write into .*home"):
         check_private(path)
     cache.parent.chmod(0o1777)  # others can add to it and replace nothing, as in /tmp
     assert check_private(path) == cache.resolve()

@@ -163,7 +163,7 @@ def test_a_planted_link_in_the_temporary_folder_is_not_followed(kept, tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("ISOTYPE_CACHE", "none")
     temporary_folder().symlink_to(kept)
-    with pytest.raises(ops_cpp.BuildError, match="that only this user can change"):
+    with pytest.raises(ops_cpp.BuildError, match=r"that only this user can change"):
         ops_cpp.library(PROBE)
     assert not trace.exists()
 
@@ -193,6 +193,6 @@ def test_a_good_library_stays_where_it_cannot_be_loaded_now(kept, monkeypatch):
         raise OSError(f"{name}: cannot open shared object file: Too many open files")
 
     monkeypatch.setattr(ops_cpp.ctypes, "CDLL", without_descriptors)
-    with pytest.raises(ops_cpp.BuildError, match="does not load: .*Too many open files"):
+    with pytest.raises(ops_cpp.BuildError, match=r"does not load: .*Too many open files"):
         ops_cpp.library(PROBE)
     assert library.read_bytes() == content

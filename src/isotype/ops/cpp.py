@@ -90,7 +90,9 @@ def library_folder() -> Path:
 
 @cache
 def warn_of_shared_folder(reason: str) -> None:
-    print(f"isotype: compiled C++ kernels are kept elsewhere: {reason}", file=sys.stderr, flush=True)
+    print(
+        f"isotype: compiled C++ kernels are kept elsewhere: {reason}", file=sys.stderr, flush=True
+    )
 
 
 @cache
