@@ -17,7 +17,7 @@ from tests.models import tiny as tiny_llama
 
 from .broken import MAKERS, dropout
 from .run import BATCH, set_up, watched_step
-from .tiny import MLP, Tiny, tiny
+from .tiny import MLP, Rotary, Tiny, tiny
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {
@@ -128,6 +128,73 @@ def test_common_practice_gives_no_violation(family, preset, how):
         )
     assert [finding.message for finding in made.violations] == []
     assert not made.unobserved
+
+
+def angles_in_fp64(length: int) -> torch.Tensor:
+    frequencies = 1.0 / 10000 ** (torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    return torch.cat([angles, angles], -1)
+
+
+class FrequenciesOfAnObject:
+    """No module: the table is made at the first call, as Z-Image's."""
+
+    table: torch.Tensor | None = None
+
+    def __call__(self, length: int) -> torch.Tensor:
+        if self.table is None:
+            self.table = angles_in_fp64(length).float()
+        return self.table
+
+
+class WideTable(Rotary):
+    """Positions in fp64, by a module, an object, complex numbers or a buffer of fp64."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.frequencies = place, FrequenciesOfAnObject()
+        # with a weight beside the table, as in the outermost module of a model
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        if place == "buffer":
+            self.register_buffer("angles", angles_in_fp64(128), persistent=False)
+
+    def forward(self, x):
+        length = x.shape[1]
+        if self.place == "object":
+            angles = self.frequencies(length)
+        elif self.place == "buffer":
+            angles = self.angles[:length]
+        else:
+            angles = angles_in_fp64(length)
+        if self.place == "complex":
+            turns = torch.polar(torch.ones_like(angles), angles)
+            cos, sin = turns.real, turns.imag
+        else:
+            cos, sin = angles.cos(), angles.sin()
+        return cos.to(x.dtype) * self.scale.to(x.dtype), sin.to(x.dtype)
+
+
+@pytest.mark.parametrize("place", ["module", "object", "complex", "buffer"])
+def test_a_table_that_the_models_class_makes_in_fp64_is_no_violation(place):
+    run = set_up(tiny(rotary=lambda: WideTable(place)), PRESETS["bf16-mixed"])
+    for step in (1, 2):
+        assert [finding.message for finding in watched_step(run, step).violations] == []
+
+
+class FadedMLP(MLP):
+    """Its result is multiplied by a table that stays in fp64."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        fading = angles_in_fp64(x.shape[1]).cos().mean(-1, keepdim=True)
+        return (y * fading).to(y.dtype)
+
+
+def test_a_table_in_fp64_that_an_activation_meets_is_reported():
+    run = set_up(tiny(mlp=FadedMLP), PRESETS["bf16-mixed"])
+    messages = [finding.message for finding in watched_step(run, 1).violations]
+    assert any(message.startswith("mul in fp64 (layers.1.mlp") for message in messages)
+    assert not any(message.startswith(("cos", "mean", "outer")) for message in messages)
 
 
 def turned(x, weight):

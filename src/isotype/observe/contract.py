@@ -231,11 +231,11 @@ class Contract:
         made = joined(known)
         dtype = call.dtype()
         if op.kind == OPAQUE:
-            self._opaque(call, dtype)
+            self._opaque(call, dtype, made)
         elif op.kind == CREATE:
             self._numbers(call)
         elif dtype is not None:
-            self._fp64(call, dtype)
+            self._fp64(call, dtype, made)
             if op.kind == PRODUCT:
                 made = self._product(call, dtype, made)
             elif op.kind == CAST:
@@ -261,7 +261,7 @@ class Contract:
             self.lineages.set(value, made)
 
     # ---- rules
-    def _opaque(self, call: Call, dtype: str | None) -> None:
+    def _opaque(self, call: Call, dtype: str | None, made: Lineage) -> None:
         if not call.op.has_contract(self.precision.base):
             self.seen.unobserved.setdefault(
                 f"operator {call.op.foreign} in {call.where}",
@@ -269,35 +269,47 @@ class Contract:
             )
             self.seen.unseen_thing(self.role, f"inside {call.op.foreign}")
         elif dtype is not None:
-            self._fp64(call, dtype)
+            self._fp64(call, dtype, made)
             self.seen.unseen_thing(
                 self.role, f"inside {call.op.foreign}, an operator with a contract"
             )
 
-    def _fp64(self, call: Call, dtype: str) -> None:
-        """A single number that a cast leaves in fp64 is harmless; a table is not. Isotype adds up
-        an evaluation in fp64.
+    def _fp64(self, call: Call, dtype: str, made: Lineage) -> None:
+        """A single number that a cast leaves in fp64 is harmless; a value that activations or
+        weights become is not. Isotype adds up an evaluation in fp64.
         """
         if dtype != "fp64" and not any(
             t.dtype in (torch.float64, torch.complex128) for t in call.outputs
         ):
             return
-        sizes = max(t.numel() for t in [*call.inputs, *call.outputs])
-        if (
-            sizes > 1 or (dtype == "fp64" and call.op.kind not in (EXACT, CAST))
-        ) and not self._in_a_position_table(call):
-            if call.by.kind == OURS:
-                return
-            call.report(
-                call.role,
-                f"{call.op.foreign or call.op.plain} in fp64",
-                observed="fp64",
-                cause="fp64 is no role's dtype",
-            )
+        size = max(t.numel() for t in [*call.inputs, *call.outputs])
+        is_arithmetic = dtype == "fp64" and call.op.kind not in (EXACT, CAST)
+        if size == 1 and not is_arithmetic:
+            return
+        if self._is_table(call, made) or self._is_diffusers_positions(call):
+            return
+        if call.by.kind == OURS:
+            return
+        call.report(
+            call.role,
+            f"{call.op.foreign or call.op.plain} in fp64",
+            observed="fp64",
+            cause="fp64 is no role's dtype",
+        )
 
-    def _in_a_position_table(self, call: Call) -> bool:
-        """Whether this runs where diffusers computes positions in fp64 and returns them in fp32: in
-        a module without weights, or in the functions that its patch embeddings call.
+    def _is_table(self, call: Call, made: Lineage) -> bool:
+        """Whether a forward computes positions or constants here: values of no activation and no
+        weight, which no role declares (Z-Image's frequencies, made at the first call).
+
+        An activation that meets such a table in fp64 is fp64 itself, and is reported.
+        """
+        is_constant = not made.activation and not made.from_ & WEIGHT
+        return is_constant and call.region == FORWARD
+
+    def _is_diffusers_positions(self, call: Call) -> bool:
+        """Whether this runs where diffusers computes positions that it is given as floats in fp64
+        and returns them in fp32: in a module without weights, or in the functions that its patch
+        embeddings call.
         """
         module = self.step.stack[-1].module if self.step.stack else None
         if module is None or not type(module).__module__.startswith("diffusers."):

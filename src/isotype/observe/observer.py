@@ -208,7 +208,7 @@ class Observer:
 
     def _look_at_buffers(self, observation: Observation) -> None:
         """Checks floating buffers, which have no role: one that its class makes, as a table, is
-        fp32, and none is narrowed later.
+        fp32 or wider, and none changes later.
 
         A buffer of the model's file has the dtype of its weights (MiniMax's decays). One that a
         family's own forward assigns (CTRL's positions) is a value of the forward, whose operators
@@ -223,17 +223,15 @@ class Observer:
             module = self.model.get_submodule(owner)
             if word == self.precision.compute and _assigned_in_forward(module, own):
                 continue
-            if buffer.dtype == torch.float64 or (
-                buffer.dtype != first and itemsize(word) < itemsize(name(first))
-            ):
-                made_so = buffer.dtype == first
+            is_narrowed = itemsize(word) < itemsize(name(first))
+            if buffer.dtype != first and (is_narrowed or word == "fp64"):
                 observation.report(
                     "compute",
-                    f"buffer {full} is {word}" + ("" if made_so else f" and was {name(first)}"),
+                    f"buffer {full} is {word} and was {name(first)}",
                     symbol=full,
                     observed=word,
-                    rule=TABLES if made_so else f"a buffer keeps its dtype: {name(first)}",
-                    cause=_AT_FIRST if made_so else CHANGED,
+                    rule=f"a buffer keeps its dtype: {name(first)}",
+                    cause=CHANGED,
                 )
             elif (
                 itemsize(word) < 4
