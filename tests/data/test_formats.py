@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isotype.data.bad_rows import RowError
-from isotype.data.formats import detect, example, ignored_keys
+from isotype.data.formats import CONVERSATION_KEYS, detect, example, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
 
@@ -218,6 +218,94 @@ def test_classes_of_plain_texts_are_no_verdicts() -> None:
     assert read({"text": "a", "label": 0}).text == "a"
     with pytest.raises(UsageError, match="marks an unwanted answer"):
         read({"text": "a", "label": False})
+
+
+OTHER = {"role": "assistant", "content": "no"}
+# rows of every format with a conversation, and what the objective learns from
+CONVERSATIONS: list[tuple[str, dict[str, Any], Any]] = [
+    *((form, row, None) for form, row in ANSWERED),
+    ("prompt_completion", {"prompt": [ASK], "completion": [ANSWER]}, None),
+    ("preference", {"prompt": "hi", "chosen": "yes", "rejected": "no"}, "preference"),
+    ("preference", {"prompt": [ASK], "chosen": [ANSWER], "rejected": [OTHER]}, "preference"),
+    ("preference", {"chosen": [ASK, ANSWER], "rejected": [ASK, OTHER]}, "preference"),
+    ("preference", {"prompt": "hi", "responses": ["yes", "no"], "scores": [2, 1]}, "preference"),
+    ("labelled", {"prompt": "hi", "completion": "yes", "label": False}, "labelled"),
+    ("labelled", {"prompt": [ASK], "completion": [ANSWER], "label": 1}, "labelled"),
+]
+BESIDE: dict[str, Any] = {
+    "system": "be kind",
+    "tools": [TOOL],
+    "functions": [TOOL["function"]],
+    "images": ["a.png"],
+    "image": "a.png",
+}
+
+
+def sides(row: dict[str, Any], only: Any) -> list[Any]:
+    """The example of a row, or both of a pair."""
+    record = Record("x.jsonl", 3, row)
+    name, _ = detect(record, "auto", only=only)
+    found = example(record, name, needs_answer=True)
+    return [found] if found.rejected is None else [found, found.rejected]
+
+
+@pytest.mark.parametrize("key", CONVERSATION_KEYS)
+@pytest.mark.parametrize(("form", "row", "only"), CONVERSATIONS)
+def test_what_stands_beside_a_conversation_is_read_by_every_format(
+    form: str, row: dict[str, Any], only: Any, key: str
+) -> None:
+    whole = {**row, key: BESIDE[key]}
+    if only and key in ("images", "image"):
+        with pytest.raises(RowError, match=r"pictures in .* are not offered"):
+            sides(whole, only)
+        return
+    assert key not in ignored_keys(whole, form)  # type: ignore[arg-type]
+    for found in sides(whole, only):
+        if key == "system":
+            assert found.messages[0] == SYSTEM
+        elif key in ("tools", "functions"):
+            assert found.tools == [TOOL]
+        else:
+            assert found.pictures == ("a.png",)
+        answers = found.messages[found.learn_from :]
+        assert [turn["role"] for turn in answers if turn["role"] == "assistant"]
+        if only:  # the prompt is not learnt
+            assert [turn["role"] for turn in answers] == ["assistant"]
+
+
+@pytest.mark.parametrize(("form", "row", "only"), CONVERSATIONS)
+def test_an_empty_cell_beside_a_conversation_changes_nothing(
+    form: str, row: dict[str, Any], only: Any
+) -> None:
+    plain = sides(row, only)
+    for key in CONVERSATION_KEYS:
+        for empty in (None, "") if key == "system" else (None, "", []):
+            assert sides({**row, key: empty}, only) == plain
+
+
+def test_what_a_turn_says_of_itself_is_kept_by_every_format() -> None:
+    marks = {"weight": 0, "reasoning_content": "easy"}
+    turn = {**ANSWER, **marks}
+    shared = {"from": "gpt", "value": "yes", **marks}
+    rows = [
+        ({"messages": [ASK, turn, ASK, ANSWER]}, None),
+        ({"conversations": [from_gpt("hi")[0], shared]}, None),
+        ({"prompt": [ASK, turn, ASK], "completion": [ANSWER]}, None),
+        ({"prompt": [ASK, turn, ASK], "chosen": [ANSWER], "rejected": [OTHER]}, "preference"),
+        ({"chosen": [ASK, turn, ASK, ANSWER], "rejected": [ASK, turn, ASK, OTHER]}, "preference"),
+        ({"prompt": [ASK, turn, ASK], "completion": [ANSWER], "label": True}, "labelled"),
+    ]  # fmt: skip
+    for row, only in rows:
+        for found in sides(row, only):
+            assert found.messages[1] == turn
+
+
+def test_a_system_prompt_that_the_turns_have_already_is_not_added_again() -> None:
+    turns = [SYSTEM, ASK, ANSWER]
+    assert read({"system": "be kind", "messages": turns}).messages == tuple(turns)
+    row = {"system": "be kind", "chosen": turns, "rejected": [SYSTEM, ASK, OTHER]}
+    for found in sides(row, "preference"):
+        assert [turn["role"] for turn in found.messages] == ["system", "user", "assistant"]
 
 
 def test_an_answer_that_is_json_is_text() -> None:

@@ -404,3 +404,26 @@ def test_examples_are_the_first_the_median_and_the_longest_row_with_what_is_lear
     (one,) = examples([row(MOST_TOKENS + 5, 1)], Letters())
     assert one["left_out"] == 5
     assert sum(len(part["text"]) for part in one["parts"]) == MOST_TOKENS
+
+
+def test_pairs_of_the_public_form_are_rendered_with_their_system_prompt_and_tools(
+    write: Any, families: SimpleNamespace
+) -> None:
+    rows = [
+        {"system": f"be {i}", "question": f"q {i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
+        for i in range(12)
+    ]
+    section = DataSection(
+        train=write("pairs.jsonl", rows), columns={"prompt": "question"}, eval_split=0
+    )
+    tokenizer = families.of("chatml")
+    loaded = load_data(section, tokenizer, seed=0, only="preference")
+    assert not [note for note in loaded.facts["notes"] if "system" in note]
+    texts = [tokenizer.decode(row.input_ids) for row in loaded.train]
+    for i, (chosen, rejected) in enumerate(zip(texts[::2], texts[1::2])):
+        for text, answer in ((chosen, f"good {i}"), (rejected, f"bad {i}")):
+            assert f"<|im_start|>system\nbe {i}<|im_end|>" in text
+            assert answer in text
+        learnt = tokenizer.decode([t for t in loaded.train[2 * i].labels if t != IGNORED])
+        assert learnt == f"good {i}<|im_end|>"
+    assert f"be {0}" in tokenizer.decode(loaded.prompts[0].input_ids)

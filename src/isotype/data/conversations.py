@@ -72,11 +72,16 @@ def sharegpt_messages(value: Any, key: str, place: str) -> tuple[Message, ...]:
 
 
 def with_system(messages: tuple[Message, ...], system: Any, place: str) -> tuple[Message, ...]:
-    """The turns after a system prompt that the row has beside them."""
+    """The turns after a system prompt that the row has beside them; one that is the first turn
+    already is not added again.
+    """
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
         raise RowError(f"{place}: system must be text, got {kind(system)}")
+    first = messages[0] if messages else {}
+    if first.get("role") in ("system", "developer") and first["content"] == system:
+        return messages
     return ({"role": "system", "content": system}, *messages)
 
 

@@ -206,7 +206,10 @@ class Encoder:
             return Rendered(place, text, [Span(start, len(text), closed=True)], literal=True)
         messages = tuple(template.thoughtful(messages, place))
         if example.pictures and self.pictures is None:
-            raise RowError(f"{place}: the row has pictures, and {self.no_pictures}")
+            raise RowError(
+                f"{place}: the row has pictures, and {self.no_pictures}",
+                fix="data.columns: {images: null, image: null} does not read them",
+            )
         if (
             self.pictures is not None
             and not example.pictures

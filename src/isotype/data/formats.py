@@ -49,13 +49,19 @@ class Format:
 # of several answers to one prompt, and of their scores: what they are called in RRHF's,
 # UltraFeedback's and distilabel's data
 _ANSWERS, _SCORES = ("completions", "responses", "generations"), ("scores", "rewards", "ratings")
+# keys beside a conversation that every format of one reads, whatever the objective; a plain text is
+# whole by itself
+_SYSTEM, _TOOLS, _PICTURES = ("system",), ("tools", "functions"), ("images", "image")
+CONVERSATION_KEYS = (*_SYSTEM, *_TOOLS, *_PICTURES)
 FORMATS: dict[FormatName, Format] = {
-    "messages": Format(("messages",), ("tools", "functions", "system", "images", "image")),
-    "sharegpt": Format(("conversations",), ("tools", "system", "images", "image")),
-    "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
-    "prompt_completion": Format(("prompt", "completion"), ("tools", "images", "image")),
-    "preference": Format(("chosen", "rejected"), ("prompt", "tools", *_ANSWERS, *_SCORES)),
-    "labelled": Format(("prompt", "completion", "label"), ("tools",)),
+    "messages": Format(("messages",), CONVERSATION_KEYS),
+    "sharegpt": Format(("conversations",), CONVERSATION_KEYS),
+    "alpaca": Format(("instruction", "output"), ("input", "history", *CONVERSATION_KEYS)),
+    "prompt_completion": Format(("prompt", "completion"), CONVERSATION_KEYS),
+    "preference": Format(
+        ("chosen", "rejected"), ("prompt", *_ANSWERS, *_SCORES, *CONVERSATION_KEYS)
+    ),
+    "labelled": Format(("prompt", "completion", "label"), CONVERSATION_KEYS),
     "text": Format(("text",)),
 }
 # keys of data made for other trainings, or whose meaning a person has to say
@@ -334,7 +340,7 @@ def _checked(
     if name == "text":
         return Example(place, text=_text(row["text"], "text", place))
     if name == "alpaca":
-        return Example(place, messages=_alpaca(row, place))
+        return Example(place, messages=_alpaca(row, place), tools=tool_list(row, place))
     if name == "prompt_completion":
         return _pair(row, place)
     if name == "preference":
@@ -354,22 +360,16 @@ def _with_pictures(
     found: Example, row: Mapping[str, Any], name: FormatName, record: Record
 ) -> Example:
     """The example with the pictures of its row."""
-    if found.rejected is not None or found.messages is None or name == "alpaca":
-        turns = [
-            turn
-            for side in (found, found.rejected)
-            if side is not None
-            for turn in side.messages or ()
-        ]
-        beside = (
-            any(row.get(key) not in (None, "", []) for key in ("images", "image"))
-            and "images" in FORMATS[name].beside
-        )
-        if beside or any(not isinstance(turn["content"], str) for turn in turns):
-            what = "a preference pair" if name == "preference" else "a row of this format"
+    if found.messages is None:
+        return found
+    if name in _JUDGED:
+        sides = (found, found.rejected)
+        turns = [turn for side in sides if side is not None for turn in side.messages or ()]
+        in_turns = any(not isinstance(turn["content"], str) for turn in turns)
+        if in_turns or _has_any(row, _PICTURES):
             raise RowError(
-                f"{record.place}: pictures in {what} are not offered",
-                fix="write the row as messages",
+                f"{record.place}: pictures in {_JUDGED[name][1]} are not offered",
+                fix="train.objective: sft learns rows with pictures",
             )
         return found
     messages, pictures = take_pictures(found.messages, row, record.place)
@@ -378,6 +378,10 @@ def _with_pictures(
         if pictures
         else found
     )
+
+
+def _has_any(row: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    return any(row.get(key) not in (None, "", [], "[]") for key in keys)
 
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
@@ -424,8 +428,9 @@ def _preference(row: Mapping[str, Any], place: str) -> Example:
             f"{place}: no key 'prompt': chosen and rejected as text need it; write what both answer"
             " as prompt"
         )
+    beside = {key: row.get(key) for key in CONVERSATION_KEYS}
     sides = {
-        key: {"prompt": prompt, key: value, "tools": row.get("tools")}
+        key: {**beside, "prompt": prompt, key: value}
         for key, value in zip(_PREFERENCES, (chosen, rejected))
     }
     return replace(
@@ -449,7 +454,8 @@ def _label(value: Any, place: str) -> bool:
 
 def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are
-    learnt. `answer`: the completion's key.
+    learnt. Texts beside a system prompt, tools or pictures become messages. `answer`: the
+    completion's key.
     """
     prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", answer))
     if isinstance(prompt, list) != isinstance(completion, list):
@@ -462,16 +468,17 @@ def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Exa
         )
         if not any(m["role"] == "assistant" for m in after):
             raise RowError(f"{place}: {answer} has no assistant turn: the row has no target")
-        return Example(
-            place, messages=before + after, tools=tool_list(row, place), learn_from=len(before)
-        )
-    prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
-    completion = _answer(row[answer], answer, place)
-    if row.get("tools"):
-        raise RowError(
-            f"{place}: tools need messages: write prompt and {answer} as lists of messages"
-        )
-    return Example(place, prompt=prompt, completion=completion)
+    else:
+        prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
+        completion = _answer(row[answer], answer, place)
+        if not _has_any(row, CONVERSATION_KEYS):
+            return Example(place, prompt=prompt, completion=completion)
+        before = ({"role": "user", "content": prompt},)
+        after = ({"role": "assistant", "content": completion},)
+    before = with_system(before, row.get("system"), place)
+    return Example(
+        place, messages=before + after, tools=tool_list(row, place), learn_from=len(before)
+    )
 
 
 def _turns_or_text(value: Any, at: str) -> Any:
@@ -499,9 +506,7 @@ def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
         isinstance(turn, list | tuple) and len(turn) == 2 for turn in history
     ):
         raise RowError(f"{place}: history must be a list of [question, answer]")
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": _text(row["system"], "system", place)})
+    messages = list(with_system((), row.get("system"), place))
     for i, (question, answer) in enumerate(history):
         messages.append({"role": "user", "content": _text(question, f"history[{i}][0]", place)})
         messages.append({"role": "assistant", "content": _text(answer, f"history[{i}][1]", place)})

@@ -157,7 +157,7 @@ BAD = (
          "a picture without one"),
         (turns("what?", [{"type": "image", "path": "0.png"}]), "has a picture: answers are text"),
         (turns([{"type": "video", "path": "0.png"}, {"type": "image", "path": "0.png"}]), "must be {type: text"),
-        ({"prompt": "what?", "completion": "red", "images": ["0.png"]}, "pictures in a row of this format"),
+        ({"prompt": "what?", "completion": "red", "images": ["none.png"]}, "picture 1: none.png: no such picture"),
 )  # fmt: skip
 
 
