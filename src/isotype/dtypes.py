@@ -168,10 +168,16 @@ class TensorSpec:
             expected = bound.setdefault(self.dtype, observed)
             return None if expected == observed else expected
         if self.dtype == "float":
-            return None if observed in _TABLE and significant_bits(observed) > 1 else "float"
+            if observed in _TABLE and significant_bits(observed) > 1:
+                return None
+            return "float"
         if self.dtype == "int":
-            return None if observed.startswith(("int", "uint")) else "int"
-        return None if observed in self.dtype.split("|") else self.dtype
+            if observed.startswith(("int", "uint")):
+                return None
+            return "int"
+        if observed in self.dtype.split("|"):
+            return None
+        return self.dtype
 
     def shape_fault(self, shape: tuple[int, ...], bound: dict[str, Any]) -> str | None:
         """A sentence about the first dimension that breaks the spec, else None; binds names in

@@ -17,7 +17,9 @@ class IsotypeError(Exception):
     """Another process of this run prints the error; this one only exits with its status."""
 
     def __init__(self, message: str, *, code: str | None = None, fix: str | None = None) -> None:
-        self.code, self.message, self.fix = code, message, fix
+        self.code = code
+        self.message = message
+        self.fix = fix
         text = message if code is None or message.startswith(code) else f"{code} {message}"
         super().__init__(text if fix is None else f"{text}\n  fix       {fix}")
 

@@ -53,13 +53,11 @@ class InstanceMethod:
         arguments: tuple[Any, ...] | None = None,
     ) -> None:
         self.over: Any = getattr(type(instance), name)
-        self.make, self.arguments, self.instance, self.name, self.before = (
-            make,
-            arguments,
-            instance,
-            name,
-            None,
-        )
+        self.make = make
+        self.arguments = arguments
+        self.instance = instance
+        self.name = name
+        self.before = None
         self.function = make if arguments is None else make(self.over, *arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +82,8 @@ class InstanceMethod:
         self.__init__(*made)  # type: ignore[misc]  # as it was made
         self.before = before
         if not stood:
-            self.function, self.over = getattr(type(self.instance), self.name), None
+            self.function = getattr(type(self.instance), self.name)
+            self.over = None
 
     @property
     def stands(self) -> bool:
@@ -158,7 +157,10 @@ def put(module: Any, forward: Callable[..., Any], settings: Any, entries: int = 
 
     entries  the number of entries of the manifest that it belongs to
     """
-    method = forward if isinstance(forward, InstanceMethod) else InstanceMethod(forward, module)
+    if isinstance(forward, InstanceMethod):
+        method = forward
+    else:
+        method = InstanceMethod(forward, module)
     # in the instance's __dict__, past Any's __setattr__, which would register a module found in
     # settings
     module.__dict__[MARK] = settings, entries, method

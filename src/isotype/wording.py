@@ -36,33 +36,44 @@ def plain(value: float) -> str:
 
 def percent(value: float) -> str:
     """Three digits: those of a share of 98 to 99% are the ticks of an axis."""
-    return f"{100 * value:.3g}%" if abs(value) >= 0.1 else f"{100 * value:.2g}%"
+    if abs(value) >= 0.1:
+        return f"{100 * value:.3g}%"
+    return f"{100 * value:.2g}%"
 
 
 def size(count: float) -> str:
     """Bytes: `1.2 GB` (10^9)."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return (
-                f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
-            )
+            if unit == "B" or abs(count) >= 100:
+                return f"{count:.0f} {unit}"
+            return f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 
 
 def shown(size: int) -> str:
     """Bytes in binary units: `1.40 GiB`, `83.0 MiB`."""
-    gib, mib = size / (1 << 30), size / (1 << 20)
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.1f} MiB" if mib < 100 else f"{mib:.0f} MiB"
+    gib = size / (1 << 30)
+    mib = size / (1 << 20)
+    if gib >= 1:
+        return f"{gib:.2f} GiB"
+    if mib < 100:
+        return f"{mib:.1f} MiB"
+    return f"{mib:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
     """`1.5 s`, `2 min 05 s`, `3 h 10 min`."""
     if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+        if seconds < 10:
+            return f"{seconds:.1f} s"
+        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s"
 
 
 def count(value: float) -> str:
@@ -79,11 +90,9 @@ def first_line(error: BaseException) -> str:
     gives the next one.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (
-        lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0]
-        if lines
-        else type(error).__name__
-    )
+    if lines:
+        return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0]
+    return type(error).__name__
 
 
 _CONTROL = [n for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"]
@@ -101,7 +110,8 @@ def near_file(name: str, there: Iterable[str]) -> str | None:
     """The name most like `name`, if the two are alike without their endings: `a.jsonl` is not like
     `b.jsonl`.
     """
-    asked, stems = name.casefold(), {other: _stem(other.casefold()) for other in there}
+    asked = name.casefold()
+    stems = {other: _stem(other.casefold()) for other in there}
     close = set(get_close_matches(_stem(asked), set(stems.values()), n=len(stems) or 1))
     alike = [other for other, stem in stems.items() if stem in close]
     return max(

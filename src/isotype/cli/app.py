@@ -21,7 +21,10 @@ from ..errors import IsotypeError, UsageError
 from ..version import __version__
 from .merge import FORMATS
 
-TRAIN, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
+# the panels of --help
+TRAIN = "Train"
+RUNS = "With a run"
+DOCTOR = "Find dtype faults"
 # command -> (function in a module beside this file, panel), in the order in which a person needs
 # them
 _COMMANDS = {
@@ -106,12 +109,12 @@ class _Commands(TyperGroup):
                 raise
             from ..config.keys import setting_for_option
 
-            command, option = context.invoked_subcommand, getattr(error, "option_name", None)
-            fix = (
-                setting_for_option(option)
-                if option and command in ("train", "plan")
-                else _FORMS.get(command)
-            )
+            command = context.invoked_subcommand
+            option = getattr(error, "option_name", None)
+            if option and command in ("train", "plan"):
+                fix = setting_for_option(option)
+            else:
+                fix = _FORMS.get(command)
             if fix is None:
                 raise
             what = f" has no option {option}" if option else f": {error.format_message()}"  # type: ignore[attr-defined]
@@ -163,11 +166,10 @@ def prepare(command: str) -> None:
         return
     if not sys.platform.startswith("linux"):
         here = _SYSTEMS.get(sys.platform, sys.platform)
-        linux = (
-            "WSL 2, a container or a remote machine"
-            if sys.platform == "win32"
-            else "a container or a remote machine"
-        )
+        if sys.platform == "win32":
+            linux = "WSL 2, a container or a remote machine"
+        else:
+            linux = "a container or a remote machine"
         raise UsageError(
             f"isotype {command} runs on Linux only; this is {here}",
             fix=(

@@ -374,9 +374,12 @@ def evaluate(
             error.message,
             fix=f"isotype eval {run} {data or ''} --on-bad-row skip".replace("  ", " "),
         ) from None
-    rows, side = (
-        (read.eval, read.facts["eval"]) if data is None else (read.train, read.facts["train"])
-    )
+    if data is None:
+        rows = read.eval
+        side = read.facts["eval"]
+    else:
+        rows = read.train
+        side = read.facts["train"]
     if not len(rows):
         raise UsageError(
             f"eval: {run} has no evaluation rows (data.eval, data.eval_split): which file?",

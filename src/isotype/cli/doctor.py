@@ -103,7 +103,8 @@ def look(
         return
     if subject == "-":
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
-        subject, visits = "standard input", [visit_log(sys.stdin)]
+        subject = "standard input"
+        visits = [visit_log(sys.stdin)]
     elif (
         what
         and what[0].isidentifier()
@@ -341,13 +342,12 @@ def _as_text(here: dict[str, Any]) -> str:
             f"device    {device['name']} ({device['kind']}): {', '.join(f for f in facts if f)}"
         )
     if torch:
-        build = (
-            f"CUDA {torch['cuda']}"
-            if torch["cuda"]
-            else f"ROCm {torch['hip']}"
-            if torch["hip"]
-            else "CPU"
-        )
+        if torch["cuda"]:
+            build = f"CUDA {torch['cuda']}"
+        elif torch["hip"]:
+            build = f"ROCm {torch['hip']}"
+        else:
+            build = "CPU"
         lines.append(
             f"torch     {torch['version']}, built for {build}, {torch['threads']} threads,"
             f" {torch['cpu_capability']}"
@@ -406,7 +406,8 @@ def trace(
                 for key, value in inner.params.items()
                 if _source(inner, key) != "DEFAULT"
             }
-        json_output, fail_on = given.get("json_output", json_output), given.get("fail_on", fail_on)
+        json_output = given.get("json_output", json_output)
+        fail_on = given.get("fail_on", fail_on)
         arguments = []
     least = threshold(fail_on)
     with stdout_to_stderr() if json_output else contextlib.nullcontext():

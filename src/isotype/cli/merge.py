@@ -62,11 +62,10 @@ def merge(
     try:
         merged = _merged(run, out, dtype)
     except KeyboardInterrupt:
-        left = (
-            "was written"
-            if (out / SEAL).is_file()
-            else "was not written, and the same command starts again"
-        )
+        if (out / SEAL).is_file():
+            left = "was written"
+        else:
+            left = "was not written, and the same command starts again"
         print(f"interrupted: {out} {left}", file=sys.stderr)
         raise
     if json_output:
@@ -168,11 +167,10 @@ def export(
     folder, on_the_way = run_and_result(run)
     pictures = without_run(folder) is None and kind_of_run(require_run(folder)) == DIFFUSION
     if pictures != (to == "comfyui"):
-        what = (
-            "a run on pictures: --to comfyui"
-            if pictures
-            else f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
-        )
+        if pictures:
+            what = "a run on pictures: --to comfyui"
+        else:
+            what = f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
         raise UsageError(f"{run}: {what}")
     name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
     alone = (

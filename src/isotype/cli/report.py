@@ -122,7 +122,11 @@ _COLUMNS = {"folder": "run", "status": "status", "step": "step", "loss": "loss",
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return str(value)
 
 
 def _row(folder: Path) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto", base: str = "
     changes = []
     for key in keys():
         section, _, name = key.partition(".")
-        before, after = getattr(getattr(old, section), name), getattr(getattr(new, section), name)
+        before = getattr(getattr(old, section), name)
+        after = getattr(getattr(new, section), name)
         if key == "precision.preset" and after == "auto":
             after = auto
         if key == "precision.base" and after is None:
@@ -97,11 +98,10 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto", base: str = "
             why = MAY_CHANGE.get(key)
             if key == "data.on_bad_row" and after == "skip":
                 why = "there was no bad row so far"
-            another = (
-                "another one, unless it was only moved or renamed"
-                if key in PLACES
-                else "what was trained so far had the old one"
-            )
+            if key in PLACES:
+                another = "another one, unless it was only moved or renamed"
+            else:
+                another = "what was trained so far had the old one"
             if key == "train.optimizer":
                 another += "; its states begin anew"
             changes.append(Change(key, before, after, why is not None, why or another))

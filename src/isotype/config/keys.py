@@ -70,11 +70,9 @@ def _words(schema: dict[str, Any]) -> str:
     if kind == "array":
         items = schema.get("items", {})
         inner = [option.get("type") for option in items.get("anyOf", [items])]
-        return (
-            "a list of " + " or ".join(_PLURAL[kind] for kind in inner)
-            if all(kind in _PLURAL for kind in inner)
-            else "a list"
-        )
+        if all(kind in _PLURAL for kind in inner):
+            return "a list of " + " or ".join(_PLURAL[kind] for kind in inner)
+        return "a list"
     if "pattern" in schema:
         return f"text such as {schema['examples'][0]!r}"
     values = schema.get("additionalProperties")

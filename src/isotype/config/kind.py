@@ -12,7 +12,8 @@ from ..errors import UsageError
 from .schema import RunConfig
 from .sources import config_file
 
-LANGUAGE, DIFFUSION = "language", "diffusion"
+LANGUAGE = "language"
+DIFFUSION = "diffusion"
 PIPELINE_FILE = "model_index.json"
 
 # keys, or sections ending in a dot, that only one kind of run has
@@ -69,8 +70,12 @@ def kind_of(config: RunConfig) -> str:
         return LANGUAGE
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return DIFFUSION if (folder / PIPELINE_FILE).is_file() else LANGUAGE
-    return DIFFUSION if config.images.train is not None and config.data.train is None else LANGUAGE
+        if (folder / PIPELINE_FILE).is_file():
+            return DIFFUSION
+        return LANGUAGE
+    if config.images.train is not None and config.data.train is None:
+        return DIFFUSION
+    return LANGUAGE
 
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -80,9 +85,12 @@ def kind_for(model: str, data: str) -> str:
     """The kind of run that a new file is written for: by the model's folder, or by a folder of
     pictures as the data.
     """
-    folder, pictures = Path(model).expanduser(), Path(data).expanduser()
+    folder = Path(model).expanduser()
+    pictures = Path(data).expanduser()
     if folder.is_dir():
-        return DIFFUSION if (folder / PIPELINE_FILE).is_file() else LANGUAGE
+        if (folder / PIPELINE_FILE).is_file():
+            return DIFFUSION
+        return LANGUAGE
     found = pictures.is_dir() and any(
         path.suffix.lower() in _PICTURES for path in pictures.iterdir()
     )

@@ -74,7 +74,8 @@ def recipe(name: str) -> Recipe:
 ALSO: Mapping[str, Mapping[Any, str]] = {
     "train.gradient_checkpointing": {True: "layers", False: "none"}
 }
-COMMAND_LINE, DEFAULT = "command line", "default"
+COMMAND_LINE = "command line"
+DEFAULT = "default"
 MOST_SAID = 40  # complaints shown at once
 MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
 
@@ -186,20 +187,24 @@ def _source_in_comment(source: str, text: str, name: str) -> str:
     it.
     """
     line = source.removeprefix(f"{name}:")
-    return text.splitlines()[int(line) - 1].rpartition("  # ")[2] if line.isdecimal() else source
+    if line.isdecimal():
+        return text.splitlines()[int(line) - 1].rpartition("  # ")[2]
+    return source
 
 
 def read_text(path: Path) -> str:
     """The text of a configuration file. Raises UsageError in one line."""
     try:
         if path.is_dir():
-            run, model = (path / "resolved.yaml").is_file(), (path / "config.json").is_file()
-            fix = (
-                f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its"
-                " configuration"
-                if run
-                else None
-            )
+            run = (path / "resolved.yaml").is_file()
+            model = (path / "config.json").is_file()
+            if run:
+                fix = (
+                    f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its"
+                    " configuration"
+                )
+            else:
+                fix = None
             raise UsageError(
                 f"{path}: is a folder, expected a YAML file",
                 fix=f"--model {path}" if model else fix,
@@ -217,7 +222,10 @@ def read_text(path: Path) -> str:
         near = near_file(
             path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         )
-        hint = f", did you mean {path.parent / near}?" if near else "; isotype init writes one"
+        if near:
+            hint = f", did you mean {path.parent / near}?"
+        else:
+            hint = "; isotype init writes one"
         raise UsageError(f"{path}: no such file{hint}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not text (UTF-8): expected a YAML file") from None
@@ -249,11 +257,10 @@ def _from_file(settings: _Settings, text: str, name: str) -> None:
         elif below is not None:
             _section(settings, entry.key, below, name)
         elif entry.value is not None:  # `train:` with nothing below is an empty section
-            meant = (
-                f", did you mean {MEANT[entry.key]}?"
-                if entry.key in MEANT and isinstance(entry.value, str | list)
-                else ""
-            )
+            if entry.key in MEANT and isinstance(entry.value, str | list):
+                meant = f", did you mean {MEANT[entry.key]}?"
+            else:
+                meant = ""
             settings.complaints.append(
                 f"{where}{entry.key}: expected keys below it, got {_shown(entry.value)}{meant}"
             )
@@ -262,7 +269,8 @@ def _from_file(settings: _Settings, text: str, name: str) -> None:
 def _section(settings: _Settings, section: str, entries: list[Entry], name: str) -> None:
     first: dict[str, int] = {}
     for entry in entries:
-        key, where = f"{section}.{entry.key}", f"{name}:{entry.line}"
+        key = f"{section}.{entry.key}"
+        where = f"{name}:{entry.line}"
         if entry.key in first:
             settings.complaints.append(
                 f"{where} {key}: given twice, first in line {first[entry.key]}"
@@ -325,11 +333,9 @@ def _unknown(key: str) -> str:
         return f"unknown {'key' if dot else 'section'}, did you mean {elsewhere[0]}?"
     if not dot:
         near = get_close_matches(key, sections(), n=1)
-        return (
-            f"unknown section, did you mean {near[0]}?"
-            if near
-            else f"unknown section; there are {', '.join(sections())}"
-        )
+        if near:
+            return f"unknown section, did you mean {near[0]}?"
+        return f"unknown section; there are {', '.join(sections())}"
     if section not in sections():
         near = get_close_matches(section, sections(), n=1)
         moved = f"{near[0]}.{name}" if near else ""
@@ -383,11 +389,10 @@ def _checked(settings: _Settings) -> RunConfig:
 
 
 def _wrong(settings: _Settings, key: str, value: Any) -> str:
-    quote = (
-        "; write it in quotes"
-        if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool)
-        else ""
-    )
+    if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool):
+        quote = "; write it in quotes"
+    else:
+        quote = ""
     return (
         f"{settings.sources[key]} {key}: expected {expected(key)}, got"
         f" {_shown(value)}{quote}{_meant(key, value)}"

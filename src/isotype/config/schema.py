@@ -600,11 +600,9 @@ class TrainSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_optimizer(cls, given: Any) -> Any:
-        return (
-            {**DEFAULTS.get(str(given.get("optimizer")), {}), **given}
-            if isinstance(given, dict)
-            else given
-        )
+        if isinstance(given, dict):
+            return {**DEFAULTS.get(str(given.get("optimizer")), {}), **given}
+        return given
 
 
 class RunSection(Section):

@@ -15,7 +15,8 @@ from typing import Any, get_args
 from ..errors import UsageError
 from .schema import DataSection, ImagesSection, RunConfig
 
-STDLIB, HUB = "stdlib", "hf:"
+STDLIB = "stdlib"
+HUB = "hf:"
 FORMATS: tuple[str, ...] = get_args(DataSection.model_fields["format"].annotation)
 
 
@@ -55,7 +56,10 @@ def entries_of(given: Any, key: str, *, wanted: str) -> list[tuple[str, dict[str
     entries = [given] if isinstance(given, str) else list(given)
     if not entries:
         raise UsageError(f"{key}: give at least one {wanted}")
-    places = [key] if isinstance(given, str) else [f"{key}[{i}]" for i in range(len(entries))]
+    if isinstance(given, str):
+        places = [key]
+    else:
+        places = [f"{key}[{i}]" for i in range(len(entries))]
     return [
         (where, {"name": entry} if isinstance(entry, str) else dict(entry))
         for where, entry in zip(places, entries)
@@ -77,7 +81,8 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     side    `train` or `eval`
     Raises  UsageError naming the entry and the key
     """
-    given, key = getattr(data, side), f"data.{side}"
+    given = getattr(data, side)
+    key = f"data.{side}"
     if given is None:
         return []
     groups: Mapping[str, Any] = {"": given}
@@ -93,11 +98,10 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     ]
     seen: set[tuple[Any, ...]] = set()
     for spec in specs:
-        own = (
-            spec.name
-            if spec.name.startswith(HUB) or spec.name == STDLIB
-            else os.path.abspath(os.path.expanduser(spec.name))
-        )
+        if spec.name.startswith(HUB) or spec.name == STDLIB:
+            own = spec.name
+        else:
+            own = os.path.abspath(os.path.expanduser(spec.name))
         what = (own, spec.subset, spec.split, spec.revision)
         if what in seen:
             raise UsageError(
@@ -200,7 +204,8 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     data = config.data
     for side in ("train", "eval"):
         source_specs(data, side)
-    stop_on, sets = config.train.stop_on, list(data.eval) if isinstance(data.eval, dict) else []
+    stop_on = config.train.stop_on
+    sets = list(data.eval) if isinstance(data.eval, dict) else []
     if stop_on is not None and stop_on not in sets:
         there = f"data.eval names {', '.join(sets)}" if sets else "data.eval names no sets"
         raise UsageError(
@@ -248,7 +253,9 @@ def _checked(
         if key not in keys:
             raise unknown_key(where, key, keys)
     settings = {key: value for key, value in settings.items() if value is not None}
-    name, weight, columns = settings.get("name"), settings.get("weight"), settings.get("columns")
+    name = settings.get("name")
+    weight = settings.get("weight")
+    columns = settings.get("columns")
     if not isinstance(name, str) or not name.strip():
         raise UsageError(f"{where}.name: expected {wanted}, got {name!r}")
     if weight is not None and (
@@ -278,7 +285,9 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -
         key: value for key, value in settings.items() if value is not None
     }
     settings = _checked(own, where, _KEYS, "a file, folder, glob, hf:NAME or stdlib")
-    name, form, limit = settings["name"], settings["format"], settings.get("limit")
+    name = settings["name"]
+    form = settings["format"]
+    limit = settings.get("limit")
     for key in _HUB_ONLY:
         if key in settings and not isinstance(settings[key], str):
             raise UsageError(f"{where}.{key}: expected text, got {settings[key]!r}")
@@ -287,9 +296,10 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -
             and not name.startswith(HUB)
             and not (key == "split" and _has_splits(name))
         ):
-            or_folder = (
-                ", nor a folder of save_to_disk with several splits" if key == "split" else ""
-            )
+            if key == "split":
+                or_folder = ", nor a folder of save_to_disk with several splits"
+            else:
+                or_folder = ""
             fix = (
                 "rows are not chosen by a column: write each split to a file of its own, for"
                 " data.train and data.eval"
@@ -378,7 +388,8 @@ def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
     side    `train`, `eval` or `regularisation`
     Raises  UsageError naming the entry and the key
     """
-    given, key = getattr(images, side), f"images.{side}"
+    given = getattr(images, side)
+    key = f"images.{side}"
     if given is None:
         return []
     found = [
@@ -408,8 +419,14 @@ def _source(
         key: value for key, value in settings.items() if value is not None
     }
     settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
-    caption, given = settings.get("caption"), settings.pop("resolution", None)
-    resolution = tuple(given) if isinstance(given, list) else () if given is None else (given,)
+    caption = settings.get("caption")
+    given = settings.pop("resolution", None)
+    if isinstance(given, list):
+        resolution = tuple(given)
+    elif given is None:
+        resolution = ()
+    else:
+        resolution = (given,)
     numbers = [
         ("repeats", settings.get("repeats", 1)),
         ("draw", settings.get("draw", 1)),

@@ -58,7 +58,8 @@ def resolved_yaml(
 
     def line(key: str, value: Any) -> str:
         source = loaded.sources.get(key, DEFAULT)
-        name, reason = key.partition(".")[2], reasons.get(key)
+        name = key.partition(".")[2]
+        reason = reasons.get(key)
         if key in _RESOLVED and key in values:
             return _commented(f"  {name}: {write_value(values[key])}", reason or source)
         if value is None and key in values:

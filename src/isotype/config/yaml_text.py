@@ -56,11 +56,10 @@ def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
             None if isinstance(value_node, MappingNode) else _value(value_node),
             key_node.start_mark.line + 1,
         )
-        below = (
-            [Entry(_key(k), _value(v), k.start_mark.line + 1) for k, v in value_node.value]
-            if isinstance(value_node, MappingNode)
-            else None
-        )
+        if isinstance(value_node, MappingNode):
+            below = [Entry(_key(k), _value(v), k.start_mark.line + 1) for k, v in value_node.value]
+        else:
+            below = None
         yield entry, below
 
 
@@ -158,7 +157,9 @@ def write_value(value: Any) -> str:
 
 
 def _flow(value: Any) -> str:
-    return _text(value, flow=True) if isinstance(value, str) else write_value(value)
+    if isinstance(value, str):
+        return _text(value, flow=True)
+    return write_value(value)
 
 
 def _float(value: float) -> str:
@@ -196,10 +197,8 @@ def _escaped(c: str) -> str:
     if c.isprintable():
         return c
     code = ord(c)
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"

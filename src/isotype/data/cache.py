@@ -34,7 +34,8 @@ from .tokens import COLUMNS, TokenBlock, TokenWriter
 VERSION = 20  # raise it whenever the same source gives other rows or other facts
 # bytes of a source below which `auto` keeps nothing: tokenising them takes a second
 SMALLEST = 1_000_000
-BOUND, DEFAULT_GB = "ISOTYPE_CACHE_GB", 20.0
+BOUND = "ISOTYPE_CACHE_GB"
+DEFAULT_GB = 20.0
 PICTURES = "pictures"  # below the folder of entries
 # seconds since a picture was last read in which it stays: a run reads each again in its next epoch
 IN_USE = 24 * 3600
@@ -57,7 +58,9 @@ def cache_folder(setting: str) -> Path | None:
     if setting != "auto":
         return Path(setting).expanduser()
     if given := os.environ.get("ISOTYPE_CACHE"):
-        return None if given == "none" else Path(given).expanduser() / "tokens"
+        if given == "none":
+            return None
+        return Path(given).expanduser() / "tokens"
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         / "isotype"
@@ -90,13 +93,17 @@ def evict(folder: Path, *, keep: Path | None = None) -> int:
             with suppress(OSError):  # another run removed it
                 stat = path.stat()
                 there.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    total, most, in_use, gone = sum(size for _, size, _ in there), bound(), time.time() - IN_USE, 0
+    total = sum(size for _, size, _ in there)
+    most = bound()
+    in_use = time.time() - IN_USE
+    gone = 0
     for used, size, path in sorted(there):
         stays = path == keep or (path.suffix == ".picture" and used > in_use)
         if total > most and not stays:
             with suppress(OSError):  # some systems refuse to remove a memory-mapped file
                 path.unlink(missing_ok=True)
-                total, gone = total - size, gone + 1
+                total = total - size
+                gone = gone + 1
     return gone
 
 
@@ -115,11 +122,10 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = (
-        backend.to_str()
-        if backend is not None
-        else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
+    if backend is not None:
+        rules = backend.to_str()
+    else:
+        rules = json.dumps(sorted(tokenizer.get_vocab().items()))
     added = {i: repr(t) for i, t in tokenizer.added_tokens_decoder.items()}
     settings = {
         k: str(v)
@@ -145,7 +151,8 @@ def cached(
     made    writes every row and returns the facts
     Raises  OSError where the folder cannot be written. An entry that cannot be read is made again
     """
-    path, notes = folder / f"{key}.safetensors", []
+    path = folder / f"{key}.safetensors"
+    notes = []
     try:
         block = read_entry(path)
         os.utime(path)  # the last use, for whoever clears the folder by age

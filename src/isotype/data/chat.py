@@ -312,15 +312,16 @@ class ChatTemplate:
             return False
 
     def _span(self, messages: list[Message], i: int, example: Example, rendered: str) -> Span:
-        place, tools = example.place, example.tools
-        opening = (
-            self.render(messages[:i], tools=tools, generation_prompt=True, place=place) if i else ""
-        )
-        ending = (
-            rendered
-            if i == len(messages) - 1
-            else self.render(messages[: i + 1], tools=tools, place=place)
-        )
+        place = example.place
+        tools = example.tools
+        if i:
+            opening = self.render(messages[:i], tools=tools, generation_prompt=True, place=place)
+        else:
+            opening = ""
+        if i == len(messages) - 1:
+            ending = rendered
+        else:
+            ending = self.render(messages[: i + 1], tools=tools, place=place)
         opens = i > 0 and rendered.startswith(opening)
         if opens and rendered.startswith(ending) and len(ending) > len(opening):
             return Span(len(opening), len(ending), closed=True)
@@ -387,7 +388,10 @@ def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemp
         _ALWAYS_GIVEN, template.tokenizer.special_tokens_map
     )
     if unread := [name for name in given if name not in names]:
-        fix = f"it reads {', '.join(sorted(names))}" if names else "leave it out: it reads none"
+        if names:
+            fix = f"it reads {', '.join(sorted(names))}"
+        else:
+            fix = "leave it out: it reads none"
         raise UsageError(
             f"data.template_kwargs.{unread[0]}: the chat template ({template.source}) reads no such"
             " setting",
@@ -411,11 +415,10 @@ def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemp
 
 
 def _broken(source: str, error: RecursionError | jinja2.TemplateSyntaxError) -> UsageError:
-    said = (
-        ": nested too deeply"
-        if isinstance(error, RecursionError)
-        else f", line {error.lineno}: {error.message}"
-    )
+    if isinstance(error, RecursionError):
+        said = ": nested too deeply"
+    else:
+        said = f", line {error.lineno}: {error.message}"
     return UsageError(f"chat template ({source}){said}")
 
 

@@ -35,7 +35,8 @@ _SHAREGPT = {
 }  # fmt: skip
 
 THOUGHT_KEYS = ("reasoning_content", "thinking")  # keys of a turn in which data write thoughts
-BEGIN, END = "<think>", "</think>"
+BEGIN = "<think>"
+END = "</think>"
 CONTENT = "content"
 _EMPTY = re.compile(rf"{BEGIN}\s*{END}")
 DOUBLED_THOUGHTS = re.compile(rf"{_EMPTY.pattern}\s*{BEGIN}")
@@ -256,11 +257,10 @@ def take_pictures(
                     for text in texts
                     for part in ({"type": "image"}, {"type": "text", "text": text})
                 ][1:]
-                parts = (
-                    [part for part in parts if part.get("text") != ""]
-                    if len(texts) > 1
-                    else message["content"]
-                )
+                if len(texts) > 1:
+                    parts = [part for part in parts if part.get("text") != ""]
+                else:
+                    parts = message["content"]
             elif message["role"] == "user" and waiting and len(waiting) == len(beside):
                 parts = [{"type": "image"}] * len(waiting) + [{"type": "text", "text": parts}]
         if not isinstance(parts, str) or (
@@ -288,13 +288,11 @@ def _beside(row: Mapping[str, Any], place: str) -> list[Any]:
     given = parsed_json(
         row.get("images") if row.get("images") is not None else row.get("image"), f"{place}: images"
     )
-    return (
-        list(given)
-        if isinstance(given, list | tuple)
-        else [given]
-        if given not in (None, "")
-        else []
-    )
+    if isinstance(given, list | tuple):
+        return list(given)
+    if given not in (None, ""):
+        return [given]
+    return []
 
 
 def _part(part: Any, at: str, waiting: list[Any], found: list[Any]) -> Message:
@@ -313,11 +311,10 @@ def _part(part: Any, at: str, waiting: list[Any], found: list[Any]) -> Message:
 def _text_of_part(part: Any, at: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    what = (
-        f"a part of type {part['type']!r}"
-        if isinstance(part, dict) and part.get("type", "text") != "text"
-        else kind(part)
-    )
+    if isinstance(part, dict) and part.get("type", "text") != "text":
+        what = f"a part of type {part['type']!r}"
+    else:
+        what = kind(part)
     raise RowError(
         f"{at} must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {what}"
     )
@@ -422,9 +419,10 @@ def probes(word: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
     it.
     """
     for form in (CONTENT, *THOUGHT_KEYS):
-        answer = (
-            {"content": _tagged(word, "b")} if form == CONTENT else {"content": "b", form: word}
-        )
+        if form == CONTENT:
+            answer = {"content": _tagged(word, "b")}
+        else:
+            answer = {"content": "b", form: word}
         turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
         yield (form, False), turns
         yield (
@@ -509,9 +507,12 @@ def _placed(message: Message, *, earlier: bool, writes: Writes, tags: bool) -> M
     other_marks = not tags and any((key, False) in writes for key in THOUGHT_KEYS)
     if form is None or (form, earlier) in writes or other_marks:
         return message
-    thought, answer = (
-        (block[1], content[block.end() :]) if block is not None else (message[form], content)
-    )
+    if block is not None:
+        thought = block[1]
+        answer = content[block.end() :]
+    else:
+        thought = message[form]
+        answer = content
     return _bare(message) | {"content": _tagged(thought, answer)}
 
 

@@ -121,18 +121,19 @@ class Encoder:
         place = None if pictures is None else pictures.token_id
         self.place = (place, tokenizer.convert_ids_to_tokens(place)) if place is not None else None
         self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
-        self.tokenizer, self.max_length, self.loss_on, self.template = (
-            tokenizer,
-            max_length,
-            loss_on,
-            template,
-        )
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.loss_on = loss_on
+        self.template = template
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
         self.before: list[int] = next(
             (whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), []
         )
-        self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if tokenizer.eos_token_id is None:
+            self.after: list[int] = []
+        else:
+            self.after = [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
         self._marks = {
             i
@@ -163,7 +164,8 @@ class Encoder:
         """
         examples = iter(examples)
         while taken := list(islice(examples, BATCH)):
-            batch, rendered = [], []
+            batch = []
+            rendered = []
             for example in taken:
                 try:
                     whole = self.render(example, tally)
@@ -189,7 +191,8 @@ class Encoder:
 
     def render(self, example: Example, tally: Tally) -> Rendered:
         """The text of an example and what is learnt of it."""
-        template, place = self.template, example.place
+        template = self.template
+        place = example.place
         messages = as_messages(example)
         if template is None or messages is None:
             if example.messages is not None:
@@ -197,11 +200,10 @@ class Encoder:
                     f"{place}: messages need a chat template, and the tokenizer has none",
                     fix="data.chat_template: chatml",
                 )
-            text = (
-                example.text
-                if example.text is not None
-                else example.prompt + (example.completion or "")
-            )
+            if example.text is not None:
+                text = example.text
+            else:
+                text = example.prompt + (example.completion or "")
             start = 0 if self.loss_on == "all" else len(example.prompt)
             return Rendered(place, text, [Span(start, len(text), closed=True)], literal=True)
         messages = tuple(template.thoughtful(messages, place))
@@ -234,18 +236,15 @@ class Encoder:
         tally.tools_unseen += tools
         tally.reasoning_unseen += reasoning
         whole = [Span(0, len(text), closed=True)]
-        spans = (
-            whole
-            if self.loss_on == "all"
-            else template.spans(replace(example, messages=messages), text)
-        )
+        if self.loss_on == "all":
+            spans = whole
+        else:
+            spans = template.spans(replace(example, messages=messages), text)
         tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
         found = Rendered(place, text, spans, literal=False)
-        return (
-            found
-            if not example.pictures
-            else self.with_pictures(found, example.pictures, example.folder)
-        )
+        if not example.pictures:
+            return found
+        return self.with_pictures(found, example.pictures, example.folder)
 
     def with_pictures(self, r: Rendered, given: Sequence[Any], folder: str) -> Rendered:
         """The text as the processor writes it, each mark as the tokens of its picture, which are
@@ -274,7 +273,10 @@ class Encoder:
             written = pictures.written(references)
         except BadPicture as error:
             raise RowError(f"{r.place}: {error}") from None
-        text, at, moved = "", 0, []  # of each piece: where it begins and ends, and how far it moves
+        # of each piece: where it begins and ends, and how far it moves
+        text = ""
+        at = 0
+        moved = []
         for piece, tokens in zip_longest(pieces, written, fillvalue=""):
             moved.append((at, at + len(piece), len(text) - at))
             text += piece + tokens
@@ -288,11 +290,10 @@ class Encoder:
             Span(start + by, end + by, closed) for start, end, by, closed in cut if start < end
         ]
         shown = len(text) - len(pieces[-1])
-        placeholders = (
-            sum(one.count(self.place[1]) for one in written)
-            if self.place is not None and self.place[1]
-            else 0
-        )
+        if self.place is not None and self.place[1]:
+            placeholders = sum(one.count(self.place[1]) for one in written)
+        else:
+            placeholders = 0
         return Rendered(
             r.place,
             text,
@@ -323,8 +324,14 @@ class Encoder:
         """Whether a plain text's tokens have a special one that its text gave, other than a
         beginning and an end that it has itself.
         """
-        begin = len(self.before) if self.before and ids[: len(self.before)] == self.before else 0
-        end = len(ids) - len(self.after) if self.after and ids[-1:] == self.after else len(ids)
+        if self.before and ids[: len(self.before)] == self.before:
+            begin = len(self.before)
+        else:
+            begin = 0
+        if self.after and ids[-1:] == self.after:
+            end = len(ids) - len(self.after)
+        else:
+            end = len(ids)
         return not self._marks.isdisjoint(ids[begin:end])
 
     def _edges(self, r: Rendered) -> list[int]:
@@ -354,7 +361,8 @@ class Encoder:
         for edge in [*edges, len(text)]:
             grown = self.ids(text[begin:edge])
             if ids[settled:] != grown[: len(ids) - settled]:
-                begin, settled = start, len(ids)
+                begin = start
+                settled = len(ids)
                 grown = self.ids(text[begin:edge])
             new = grown[len(ids) - settled :]
             ids += new
@@ -378,7 +386,10 @@ class Encoder:
             learnt[first:last] = [True] * (last - first)
         if r.literal:
             tally.special_in_content += self._read_as_special(ids)
-            before = [] if self.before and ids[: len(self.before)] == self.before else self.before
+            if self.before and ids[: len(self.before)] == self.before:
+                before = []
+            else:
+                before = self.before
             after = [] if self.after and ids[-1:] == self.after else self.after
             learnt = [whole] * len(before) + learnt + [True] * len(after)
             ids = before + ids + after
@@ -405,7 +416,8 @@ class Encoder:
                 )
             )
             return None
-        ids, learnt = ids[: self.max_length], learnt[: self.max_length]
+        ids = ids[: self.max_length]
+        learnt = learnt[: self.max_length]
         if not any(learnt[1:]):
             tally.drop(
                 (
@@ -467,7 +479,9 @@ class Encoder:
         A tokenizer may merge the last character of one with the first of the other, or cut white
         space differently at the end of a text.
         """
-        cut_at, settled = 0, 0  # characters and tokens up to the last cut
+        # characters and tokens up to the last cut
+        cut_at = 0
+        settled = 0
         for span, prompt in zip(r.spans, prompts):
             if span.start == 0:
                 continue
@@ -481,7 +495,8 @@ class Encoder:
             edges = [
                 [at - begin for at in self._edges(r) if begin < at < end] for begin, end in parts
             ]
-            ids, offsets = ids[:settled], list(offsets[:settled])
+            ids = ids[:settled]
+            offsets = list(offsets[:settled])
             for (begin, _), (tokens, places) in zip(parts, self._encoded(sides, edges)):
                 settled = len(ids)
                 ids += tokens

@@ -100,7 +100,8 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
     rows have one prompt.
     """
     copies = np.isin(evaluation.column("digest"), train.column("digest"))
-    prompts, trained = evaluation.column("prompt"), train.column("prompt")
+    prompts = evaluation.column("prompt")
+    trained = train.column("prompt")
     several = len(np.unique(trained)) > 1
     shared = np.isin(prompts, trained) & (prompts != 0) & ~copies
     return {
@@ -112,7 +113,9 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
 def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> dict[str, Any]:
     """Which special tokens frame a row, as seen in the rows."""
     tokenizer = encoder.tokenizer
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     once, twice, ended = sum(
         (side.framed_by(bos, eos) for side in sides), np.zeros(3, np.int64)
     ).tolist()
@@ -138,16 +141,14 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> d
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     """The chat template: where it comes from, and whether it marks what is learnt."""
     t = encoder.template
-    return (
-        None
-        if t is None
-        else {
-            "source": t.source,
-            "has_generation_block": t.has_generation_block,
-            "kwargs": dict(t.given),
-            "thoughts": t.thoughts,
-        }
-    )
+    if t is None:
+        return None
+    return {
+        "source": t.source,
+        "has_generation_block": t.has_generation_block,
+        "kwargs": dict(t.given),
+        "thoughts": t.thoughts,
+    }
 
 
 def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
@@ -160,22 +161,18 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
             lines.append(
                 f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}"
             )
-    return (
-        lines
-        if len(lines) <= most
-        else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
-    )
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
 
 
 def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
     """Notes for the user, one sentence each. `total`: what was counted of both sides."""
     said = []
-    train, evaluation, tokens, template = (
-        facts["train"],
-        facts["eval"],
-        facts["tokens"],
-        facts["template"],
-    )
+    train = facts["train"]
+    evaluation = facts["eval"]
+    tokens = facts["tokens"]
+    template = facts["template"]
     for name, side in (("training", train), ("evaluation", evaluation)):
         if cut := side["truncated"]:
             were = "was" if cut == 1 else "were"
@@ -211,10 +208,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
                     f" {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not"
                     " read: data.json"
                 )
-    longest, most = (
-        max(side["lengths"]["longest"] for side in (train, evaluation)),
-        encoder.tokenizer.model_max_length,
-    )
+    longest = max(side["lengths"]["longest"] for side in (train, evaluation))
+    most = encoder.tokenizer.model_max_length
     if longest > most:
         said.append(
             f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes"
@@ -222,11 +217,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         )
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
         few, what = (train["pairs"], "pair") if "pairs" in train else (train["rows"], "row")
-        why = (
-            f"only {counted(few, what)}"
-            if few < FEW
-            else "no row fell into the held-out share, in which copies stay together"
-        )
+        if few < FEW:
+            why = f"only {counted(few, what)}"
+        else:
+            why = "no row fell into the held-out share, in which copies stay together"
         said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
         also = counted(
@@ -237,11 +231,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         said.append(f"{also}: the evaluation loss is too good")
     if facts["prompts_between"]:
         also = counted(facts["prompts_between"], "evaluation row has", "evaluation rows have")
-        apart = (
-            "; to keep the rows of a prompt on one side, give data.eval"
-            if evaluation["held_out"]
-            else ""
-        )
+        if evaluation["held_out"]:
+            apart = "; to keep the rows of a prompt on one side, give data.eval"
+        else:
+            apart = ""
         said.append(
             f"{also} the prompt of a training row, with another answer: the evaluation loss may be"
             f" too good{apart}"

@@ -39,7 +39,8 @@ _SPLITS = TRAINED | {
 _SPLIT = re.compile(
     rf"(?<![^\W\d_])(?:{'|'.join(sorted(_SPLITS, key=len, reverse=True))})(?![^\W\d_])"
 )
-_STATE, _INFO = "state.json", "dataset_info.json"
+_STATE = "state.json"
+_INFO = "dataset_info.json"
 _BESIDE_DATA = frozenset((_STATE, _INFO, "dataset_infos.json", SPLITS_FILE))
 _FIRST = ("preflight.json", "env.json")  # what a run writes before resolved.yaml
 _PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
@@ -73,7 +74,9 @@ class File:
             return 0
         with self.path.open("rb") as file:
             start = file.read(_BEGINNING)
-        return self.size * start.count(b"\n") // len(start) if start else 0
+        if start:
+            return self.size * start.count(b"\n") // len(start)
+        return 0
 
     @property
     def is_blank(self) -> bool:
@@ -84,7 +87,8 @@ class File:
 
     def pieces(self) -> Iterator[str]:
         """A plain text in pieces, together every character of the file."""
-        held, seen = "", False
+        held = ""
+        seen = False
         for _, line in text_lines(self.path, self.name):
             held += line
             seen = seen or not line.isspace()
@@ -119,7 +123,10 @@ def files_of(spec: SourceSpec) -> tuple[list[File], list[str]]:
         )
         below = path
     else:
-        otherwise = "data.format: text, if it is to be learnt as plain text" if named else None
+        if named:
+            otherwise = "data.format: text, if it is to be learnt as plain text"
+        else:
+            otherwise = None
         return [File(existing_file(name, endings, otherwise=otherwise), name)], []
     there, runs = without_runs(there, below)
     for link in there:
@@ -148,7 +155,10 @@ def files_of(spec: SourceSpec) -> tuple[list[File], list[str]]:
         )
     if not is_pattern:  # a README beside the data is no data
         known = [p for p in known if ending(p) in DATA_ENDINGS] or known
-    notes = [f"{name}: the files of runs are not read ({some(runs, below)})"] if runs else []
+    if runs:
+        notes = [f"{name}: the files of runs are not read ({some(runs, below)})"]
+    else:
+        notes = []
     if left_out := set(matched) - set(known):
         are = "is" if len(left_out) == 1 else "are"
         notes.append(
@@ -212,7 +222,8 @@ def without_runs(paths: Iterable[Path], below: Path) -> tuple[list[Path], list[P
         begun = (folder / LOCK).is_file() and any((folder / name).is_file() for name in _FIRST)
         return begun or (folder / RESOLVED).is_file()
 
-    kept, runs = [], set()
+    kept = []
+    runs = set()
     for path in paths:
         inside = [
             parent

@@ -48,10 +48,13 @@ class Format:
 
 # of several answers to one prompt, and of their scores: what they are called in RRHF's,
 # UltraFeedback's and distilabel's data
-_ANSWERS, _SCORES = ("completions", "responses", "generations"), ("scores", "rewards", "ratings")
+_ANSWERS = ("completions", "responses", "generations")
+_SCORES = ("scores", "rewards", "ratings")
 # keys beside a conversation that every format of one reads, whatever the objective; a plain text is
 # whole by itself
-_SYSTEM, _TOOLS, _PICTURES = ("system",), ("tools", "functions"), ("images", "image")
+_SYSTEM = ("system",)
+_TOOLS = ("tools", "functions")
+_PICTURES = ("images", "image")
 CONVERSATION_KEYS = (*_SYSTEM, *_TOOLS, *_PICTURES)
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), CONVERSATION_KEYS),
@@ -248,11 +251,10 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
     if record.wrong:
         raise RowError(f"{record.place}: {record.wrong}")
     if not isinstance(record.value, dict):
-        fix = (
-            'name the values of each row: pandas writes them so with orient="records"'
-            if isinstance(record.value, list)
-            else None
-        )
+        if (isinstance(record.value, list)):
+            fix = ('name the values of each row: pandas writes them so with orient="records"')
+        else:
+            fix = None
         raise RowError(
             f"{record.place}: a row must be an object with keys, got {kind(record.value)}", fix=fix
         )
@@ -347,9 +349,11 @@ def _checked(
         return _preference(row, place)
     if name == "labelled":
         return replace(_pair(row, place), wanted=_label(row["label"], place))
-    key, read = (
-        ("messages", chat_messages) if name == "messages" else ("conversations", sharegpt_messages)
-    )
+    if (name == "messages"):
+        key = ("messages")
+        read = chat_messages
+    else:
+        key, read = ("conversations", sharegpt_messages)
     messages = with_system(read(row[key], key, place), row.get("system"), place)
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
         raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
@@ -373,11 +377,9 @@ def _with_pictures(
             )
         return found
     messages, pictures = take_pictures(found.messages, row, record.place)
-    return (
-        replace(found, messages=messages, pictures=pictures, folder=str(Path(record.file).parent))
-        if pictures
-        else found
-    )
+    if pictures:
+        return (replace(found, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)))
+    return found
 
 
 def _has_any(row: Mapping[str, Any], keys: Sequence[str]) -> bool:
@@ -417,7 +419,9 @@ def _preference(row: Mapping[str, Any], place: str) -> Example:
             prompt = [] if known else [{"role": "user", "content": prompt}]
         elif isinstance(prompt, list) and begin[: len(prompt)] == prompt:
             prompt = []
-        prompt, chosen, rejected = [*(prompt or []), *begin], chosen[both:], rejected[both:]
+        prompt = ([*(prompt or []), *begin])
+        chosen = (chosen[both:])
+        rejected = (rejected[both:])
         if not chosen or not rejected:
             raise RowError(
                 f"{place}: one of chosen and rejected is the beginning of the other: it has no"
@@ -440,11 +444,10 @@ def _preference(row: Mapping[str, Any], place: str) -> Example:
 
 
 def _label(value: Any, place: str) -> bool:
-    found = (
-        _LABELS.get(value.strip().casefold() if isinstance(value, str) else value)
-        if isinstance(value, str | int)
-        else None
-    )
+    if (isinstance(value, str | int)):
+        found = (_LABELS.get(value.strip().casefold() if isinstance(value, str) else value))
+    else:
+        found = None
     if found is None:
         raise RowError(
             f"{place}: label must be true or false, got {json.dumps(value, default=str)}"
@@ -462,10 +465,8 @@ def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Exa
         both = f"prompt and {answer} must both be text, or both lists of messages"
         raise RowError(f"{place}: {both}: prompt is {kind(prompt)}, {answer} {kind(completion)}")
     if isinstance(prompt, list):
-        before, after = (
-            chat_messages(prompt, "prompt", place, may_be_empty=True),
-            chat_messages(completion, answer, place),
-        )
+        before = (chat_messages(prompt, "prompt", place, may_be_empty=True))
+        after = (chat_messages(completion, answer, place))
         if not any(m["role"] == "assistant" for m in after):
             raise RowError(f"{place}: {answer} has no assistant turn: the row has no target")
     else:
@@ -489,9 +490,9 @@ def _turns_or_text(value: Any, at: str) -> Any:
         return value
     found = parsed_json(value, at)
     is_list = isinstance(found, list) and found and all(isinstance(turn, dict) for turn in found)
-    return (
-        found if is_list and any((_TURN | {"content"}) & turn.keys() for turn in found) else value
-    )
+    if (is_list and any((_TURN | {"content"}) & turn.keys() for turn in found)):
+        return found
+    return value
 
 
 def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
@@ -616,11 +617,9 @@ def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(
         theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75
     )
-    return (
-        f", but {close[0]!r}: data.columns.{ours}: {close[0]}"
-        if close
-        else f" (data.columns.{ours}) among {_listed(row)}"
-    )
+    if close:
+        return (f", but {close[0]!r}: data.columns.{ours}: {close[0]}")
+    return (f" (data.columns.{ours}) among {_listed(row)}")
 
 
 def _listed(row: Mapping[str, Any]) -> str:

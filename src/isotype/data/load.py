@@ -75,7 +75,8 @@ def load_data(
         from .stream import load_stream
 
         if pictures is not None:
-            encoder.pictures, encoder.no_pictures = None, "data.stream reads none: leave it out"
+            encoder.pictures = None
+            encoder.no_pictures = "data.stream reads none: leave it out"
 
         evaluation = _tokenised(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
@@ -118,10 +119,16 @@ def load_data(
     if only == "labelled":
         said.append(label_note(train))
     facts["notes"] = said + notes(facts, encoder, total)
-    shown, of = (evaluation, eval_sources or sources) if len(evaluation) else (train, sources)
+    if len(evaluation):
+        shown = evaluation
+        of = eval_sources or sources
+    else:
+        shown = train
+        of = sources
     rows: Sequence[Row] = train
     if packed:
-        rows, shares = packed, packed.shares(shares)
+        rows = packed
+        shares = packed.shares(shares)
     template = encoder.template.text if encoder.template else None
     prompts = _prompts(shown.select(slice(None, None, each)), of, encoder)
     return LoadedData(
@@ -153,11 +160,12 @@ def encoder_for(
                 f"data.{key} has no effect: no row is rendered by a chat template",
                 fix="leave it out",
             )
-    template = (
-        chat_template(tokenizer, data.chat_template, data.template_kwargs, thoughts=data.thoughts)
-        if wanted
-        else None
-    )
+    if wanted:
+        template = chat_template(
+            tokenizer, data.chat_template, data.template_kwargs, thoughts=data.thoughts
+        )
+    else:
+        template = None
     return Encoder(
         tokenizer,
         max_length=data.max_length,
@@ -171,7 +179,8 @@ def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -
     """The rows of sources, from the cache where it has them."""
     folder = cache_folder(data.cache)
     bound()  # a mistyped name is reported before hours of tokenising
-    fingerprint, blocks = "", []
+    fingerprint = ""
+    blocks = []
     for one in sources:
         block = None
         if folder is not None and (data.cache != "auto" or one.bytes >= SMALLEST):
@@ -233,9 +242,10 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
 
     read = 0
     encoded = encoder.rows(handed(), tally)
-    groups: Iterator[tuple[Encoded, ...]] = (
-        whole_pairs(encoded, tally) if one.only == "preference" else ((row,) for row in encoded)
-    )
+    if one.only == "preference":
+        groups: Iterator[tuple[Encoded, ...]] = whole_pairs(encoded, tally)
+    else:
+        groups = ((row,) for row in encoded)
     for group in watched(groups, f"tokenising {one.name}", one.about_rows):
         while waiting.popleft() is not group[0][0]:
             read += 1

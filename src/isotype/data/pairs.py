@@ -19,7 +19,8 @@ from .tokens import MadeRows, TokenRows
 
 Encoded = tuple[Example, Row, bool]
 # pairs below which nothing is said of their lengths; the share in which one side is longer
-_FEW, _NEARLY_ALWAYS = 10, 0.9
+_FEW = 10
+_NEARLY_ALWAYS = 0.9
 
 
 class Pair(NamedTuple):
@@ -43,17 +44,17 @@ class Pairs(MadeRows[Pair]):
     """
 
     def __init__(self, rows: TokenRows, reference: np.ndarray | None = None) -> None:
-        self.rows, self.reference = rows, reference
+        self.rows = rows
+        self.reference = reference
 
     def __len__(self) -> int:
         return len(self.rows) // 2
 
     def one(self, i: int) -> Pair:
-        both = (
-            None
-            if self.reference is None
-            else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
-        )
+        if self.reference is None:
+            both = None
+        else:
+            both = (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
         return Pair(self.rows[2 * i], self.rows[2 * i + 1], both)
 
     @property
@@ -92,7 +93,8 @@ def pair_facts(rows: TokenRows) -> dict[str, Any]:
     """
     chosen, rejected = rows.column("supervised").reshape(-1, 2).T
     cut = rows.column("cut").reshape(-1, 2)
-    count, digests = len(chosen), pair_digests(rows)
+    count = len(chosen)
+    digests = pair_digests(rows)
     sums = {
         "chosen_tokens": chosen.sum(),
         "rejected_tokens": rejected.sum(),
@@ -158,7 +160,9 @@ class Labelled(MadeRows[Answer]):
     """
 
     def __init__(self, rows: TokenRows, pool: TokenRows, *, seed: int, max_length: int) -> None:
-        self.rows, self.pool, self.max_length = rows, pool, max_length
+        self.rows = rows
+        self.pool = pool
+        self.max_length = max_length
         self.reference: np.ndarray | None = None
         self.partners = drawn_partners(rows.column("prompt"), pool.column("prompt"), seed)
         self._wanted = rows.column("wanted")
@@ -168,11 +172,10 @@ class Labelled(MadeRows[Answer]):
 
     def one(self, i: int) -> Answer:
         row = self.rows[i]
-        both = (
-            None
-            if self.reference is None
-            else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
-        )
+        if self.reference is None:
+            both = None
+        else:
+            both = (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
         partner = with_answer_of(row, self.pool[int(self.partners[i])], self.max_length)
         return Answer(row, partner, bool(self._wanted[i]), both)
 
@@ -203,10 +206,8 @@ def drawn_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarr
 def with_answer_of(row: Row, other: Row, max_length: int) -> Row:
     """The prompt of a row with another's answer, cut at `max_length`."""
     at = row.prompt_length
-    ids, labels = (
-        row.input_ids[:at] + other.input_ids[other.prompt_length :],
-        (IGNORED,) * at + other.labels[other.prompt_length :],
-    )
+    ids = row.input_ids[:at] + other.input_ids[other.prompt_length :]
+    labels = (IGNORED,) * at + other.labels[other.prompt_length :]
     return Row(ids[:max_length], labels[:max_length], at)
 
 

@@ -61,7 +61,9 @@ def why_bad(error: Exception, content: bytes) -> str:
     if content[4:8] == b"ftyp" and (kind := _NOT_READ.get(content[8:12])):
         return f"a {kind} picture, which is not read here: convert it to JPEG, PNG or WebP"
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return "not a picture" if "BytesIO" in said else f"not a whole picture: {said}"
+    if "BytesIO" in said:
+        return "not a picture"
+    return f"not a whole picture: {said}"
 
 
 def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
@@ -101,7 +103,9 @@ def as_json(value: Any) -> str | None:
         out = io.BytesIO()
         value.save(out, format="PNG")
         value = out.getvalue()
-    return "data:;base64," + base64.b64encode(value).decode() if isinstance(value, bytes) else None
+    if isinstance(value, bytes):
+        return "data:;base64," + base64.b64encode(value).decode()
+    return None
 
 
 def content_of(given: Any, folder: Path) -> Path | bytes:
@@ -158,12 +162,10 @@ class Pictures:
         max_pixels: int | None = None,
         kept: Path | None = None,
     ) -> None:
-        self._load, self.token_id, self.min_pixels, self.max_pixels = (
-            load,
-            token_id,
-            min_pixels,
-            max_pixels,
-        )
+        self._load = load
+        self.token_id = token_id
+        self.min_pixels = min_pixels
+        self.max_pixels = max_pixels
         self._temporary = (
             tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
         )
@@ -254,7 +256,8 @@ class Pictures:
         if wanted == pixels:
             return image
         # rounded down when it is made smaller: no more than was asked for
-        scale, to = math.sqrt(wanted / pixels), math.floor if wanted < pixels else math.ceil
+        scale = math.sqrt(wanted / pixels)
+        to = math.floor if wanted < pixels else math.ceil
         return image.resize((max(1, to(image.width * scale)), max(1, to(image.height * scale))))
 
     def small(self, reference: str) -> str:
@@ -289,11 +292,10 @@ class Pictures:
             ) from error
         replaced = made.get("text_replacement_offsets")
         # a model that attends to pictures across (Llama 3.2 Vision) has one token for each
-        found = (
-            [self.mark] * len(references)
-            if replaced is None
-            else [one["replacement"] for one in replaced[0]]
-        )
+        if replaced is None:
+            found = [self.mark] * len(references)
+        else:
+            found = [one["replacement"] for one in replaced[0]]
         if (
             self.token_id is not None
             and self.token_id
@@ -345,13 +347,11 @@ class _AsTokenised:
     """
 
     def __init__(self, tokenizer: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
-        self._tokenizer, self._given = (
-            tokenizer,
-            {
-                "input_ids": input_ids.tolist(),
-                "attention_mask": attention_mask.tolist(),
-            },
-        )
+        self._tokenizer = tokenizer
+        self._given = {
+            "input_ids": input_ids.tolist(),
+            "attention_mask": attention_mask.tolist(),
+        }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)

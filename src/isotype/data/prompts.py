@@ -24,7 +24,10 @@ def prompts_from(
     template, the beginning of a text.
     """
     encoder = Encoder(tokenizer, max_length=2**31, loss_on="all", template=None)
-    template = ChatTemplate(tokenizer, chat_template, "tokenizer") if chat_template else None
+    if chat_template:
+        template = ChatTemplate(tokenizer, chat_template, "tokenizer")
+    else:
+        template = None
     found = []
     for i, text in enumerate(texts):
         if not isinstance(text, str):
@@ -127,7 +130,10 @@ def _question(
     asked: Any = next(
         (m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"]
     )
-    asked = asked if isinstance(asked, str) else "".join(part.get("text", "") for part in asked)
+    if isinstance(asked, str):
+        asked = asked
+    else:
+        asked = "".join(part.get("text", "") for part in asked)
     if not pictures:
         return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
     found = encoder.with_pictures(Rendered(place, rendered, [], literal=False), pictures, folder)

@@ -72,7 +72,9 @@ class Record:
 
 def ending(path: Path) -> str:
     """What a file is, by its name: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+    if path.suffix.lower() == ".gz":
+        return Path(path.stem).suffix.lower()
+    return path.suffix.lower()
 
 
 def column_name(cell: str) -> str:
@@ -101,11 +103,10 @@ def existing_file(
     if not os.path.exists(path):  # nor where the name is longer than a file name may be
         if said := another_name(name):
             raise UsageError(f"{name}: no such file", fix=said)
-        beside = (
-            [p.name for p in path.parent.iterdir() if ending(p) in endings]
-            if path.parent.is_dir()
-            else []
-        )
+        if path.parent.is_dir():
+            beside = [p.name for p in path.parent.iterdir() if ending(p) in endings]
+        else:
+            beside = []
         near = near_file(path.name, beside)
         hint = f", did you mean {path.parent / near}?" if near else ""
         if (
@@ -250,7 +251,9 @@ def _unreadable(error: Exception, name: str, line: int) -> UsageError:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
+    if path.suffix.lower() == ".gz":
+        return cast(IO[bytes], gzip.open(path))
+    return path.open("rb")
 
 
 def read_text(path: Path, name: str) -> str:

@@ -80,7 +80,8 @@ def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
         if skip:
             skip -= 1
             continue
-        value, wrong = None, ": ".join(bad or ())
+        value = None
+        wrong = ": ".join(bad or ())
         try:
             value = None if wrong else decoder.decode(line)
         except json.JSONDecodeError as error:
@@ -88,11 +89,10 @@ def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
             if alone and hint in ("", _SEVERAL_LINES):
                 hint = "; a .json file holds an array, or one object a line"
             ends = error.pos >= len(line.rstrip())
-            where = (
-                ": the line ends within a value"
-                if ends
-                else f" at column {error.pos + 1}: {error.msg}"
-            )
+            if ends:
+                where = ": the line ends within a value"
+            else:
+                where = f" at column {error.pos + 1}: {error.msg}"
             wrong = f"broken JSON{where}{hint}"
         except (RecursionError, ValueError) as error:
             wrong = _impossible(error)
@@ -112,14 +112,17 @@ def _nearly_json(line: str, at: int) -> str:
     """What to do with a line of what is often taken for JSON lines; "" where that is not known.
     `at`: where the error is.
     """
-    text, rest = line.strip(), line[at:].strip()
+    text = line.strip()
+    rest = line[at:].strip()
     if text in ("{", "[", "]", "}"):
         return _SEVERAL_LINES
     if rest == ",":
         return "; a row has no comma behind it where each line is a row"
     if text.startswith("{'"):
         return "; Python's own notation is no JSON: json.dumps writes it"
-    return "; each line holds one object" if rest.startswith("{") else ""
+    if rest.startswith("{"):
+        return "; each line holds one object"
+    return ""
 
 
 def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
@@ -146,9 +149,12 @@ def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
         at = after_blanks(at + 1)
         if text[at : at + 1] == "]":
             return
-    line, counted = 1, 0  # the line of a character
+    # the line of a character
+    line = 1
+    counted = 0
     while in_array or at < len(text):
-        line, counted = line + text.count("\n", counted, at), at
+        line = line + text.count("\n", counted, at)
+        counted = at
         try:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
@@ -158,7 +164,8 @@ def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
         yield _checked(name, line, value, text[at:end], decoder.repeated)
         at = after_blanks(end)
         if in_array:
-            separator, after = text[at : at + 1], after_blanks(at + 1)
+            separator = text[at : at + 1]
+            after = after_blanks(at + 1)
             if separator == "]":
                 if after < len(text):
                     raise wrong(
@@ -180,11 +187,9 @@ def _impossible(error: Exception) -> str:
     """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than
     4300 digits.
     """
-    return (
-        "JSON nested too deeply"
-        if isinstance(error, RecursionError)
-        else f"broken JSON: {str(error).partition(';')[0]}"
-    )
+    if isinstance(error, RecursionError):
+        return "JSON nested too deeply"
+    return f"broken JSON: {str(error).partition(';')[0]}"
 
 
 def _checked(name: str, line: int, value: Any, source: str, repeated: str | None) -> Record:
@@ -221,9 +226,10 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     first = next(source, "")
     # a comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs,
     # vertical bars
-    delimiter = (
-        "\t" if ending(path) == ".tsv" else next((mark for mark in ",;\t|" if mark in first), ",")
-    )
+    if ending(path) == ".tsv":
+        delimiter = "\t"
+    else:
+        delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
     rows = csv.reader(chain([first], source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     begins = 1
@@ -251,7 +257,10 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
         elif header is not None and (any(cell.strip() for cell in cells) or wrong):
             if not wrong and len(cells) != len(header):
                 than = "more than" if len(cells) > len(header) else "fewer than"
-                hint = "; quote a cell that holds the delimiter" if len(cells) > len(header) else ""
+                if len(cells) > len(header):
+                    hint = "; quote a cell that holds the delimiter"
+                else:
+                    hint = ""
                 wrong = f"{len(cells)} cells, {than} the header's {len(header)}{hint}"
             if not skip:
                 # spreadsheets end rows in empty columns
@@ -303,7 +312,9 @@ def without_nulls_inside(row: dict[str, Any]) -> dict[str, Any]:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def _doubled(names: Sequence[str]) -> str | None:

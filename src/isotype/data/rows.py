@@ -115,11 +115,9 @@ class LoadedData:
             shown = has_pictures(self.train)
             order = [i for i in order if shown[i]] or order
         found = [self.train[i] for i in order[:count]]
-        return (
-            [_stretched(row, self.facts["max_length"]) for row in found]
-            if self.stream is not None
-            else found
-        )
+        if self.stream is not None:
+            return [_stretched(row, self.facts["max_length"]) for row in found]
+        return found
 
 
 def path_of(reference: str) -> Path:
@@ -247,11 +245,10 @@ def _example(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
         parts.append(
             {"text": _REPEATED.sub(_counted, text) if row.pictures else text, "learnt": learnt}
         )
-    seen = (
-        {"pictures": [pictures.small(one) for one in row.pictures]}
-        if row.pictures and pictures is not None
-        else {}
-    )
+    if row.pictures and pictures is not None:
+        seen = {"pictures": [pictures.small(one) for one in row.pictures]}
+    else:
+        seen = {}
     return seen | {
         "tokens": len(row.input_ids),
         "learnt": row.supervised,
@@ -312,7 +309,8 @@ def _quotas(shares: Sequence[Share]) -> list[int]:
     """Rows of each source in an epoch. Shares are rounded down; the rows left over go to the
     sources with the largest remainders.
     """
-    rows, weight = sum(s.rows for s in shares), sum(s.weight for s in shares)
+    rows = sum(s.rows for s in shares)
+    weight = sum(s.weight for s in shares)
     exact = [rows * s.weight / weight for s in shares]
     quotas = [int(q) for q in exact]
     for k in sorted(range(len(shares)), key=lambda k: quotas[k] - exact[k])[: rows - sum(quotas)]:
@@ -328,21 +326,21 @@ class RowStream(Generic[T]):
     def __init__(
         self, rows: Sequence[T], *, seed: int, shuffle: bool, shares: Sequence[Share] = ()
     ) -> None:
-        self.rows, self.seed, self.shuffle, self.position, self.shares = (
-            rows,
-            seed,
-            shuffle,
-            0,
-            shares,
-        )
-        self._epoch, self._order = -1, list[int]()
+        self.rows = rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.position = 0
+        self.shares = shares
+        self._epoch = -1
+        self._order = list[int]()
 
     def take(self, count: int) -> list[T]:
         taken = []
         for _ in range(count):
             epoch, index = divmod(self.position, len(self.rows))
             if epoch != self._epoch:
-                self._epoch, self._order = epoch, self._order_of(epoch)
+                self._epoch = epoch
+                self._order = self._order_of(epoch)
             taken.append(self.rows[self._order[index]])
             self.position += 1
         return taken

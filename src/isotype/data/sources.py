@@ -191,7 +191,9 @@ class FileSource(Source):
     @property
     def about_rows(self) -> int:
         each = [file.about_rows for file in self.files]
-        return min(sum(each), self.spec.limit or sum(each)) if all(each) else super().about_rows
+        if all(each):
+            return min(sum(each), self.spec.limit or sum(each))
+        return super().about_rows
 
     @cached_property
     def _digest(self) -> str:
@@ -277,11 +279,9 @@ class HubSource(Source):
 
     @property
     def about_rows(self) -> int:
-        return (
-            super().about_rows
-            if self.streaming
-            else min(len(self.rows), self.spec.limit or len(self.rows))
-        )
+        if self.streaming:
+            return super().about_rows
+        return min(len(self.rows), self.spec.limit or len(self.rows))
 
     def identity(self) -> dict[str, Any]:
         if self.streaming:
@@ -340,7 +340,9 @@ def _load(source: HubSource) -> Any:
                         fix=fix,
                     )
                 found = found[spec.split]
-            return found.to_iterable_dataset() if source.streaming else found
+            if source.streaming:
+                return found.to_iterable_dataset()
+            return found
         return datasets.load_dataset(
             str(saved) if saved.is_dir() else name,
             spec.subset,
@@ -371,11 +373,9 @@ def _fix(error: BaseException, name: str) -> str | None:
         return "the hub cannot be reached: check the network, or give local files"
     if "config" in text and "missing" in text:
         return "name one: {name: hf:..., subset: ...}"
-    return (
-        "check the name; for a private one: hf auth login"
-        if "notfound" in text or "doesn't exist" in text
-        else None
-    )
+    if "notfound" in text or "doesn't exist" in text:
+        return "check the name; for a private one: hf auth login"
+    return None
 
 
 def refuse_absent(spec: SourceSpec) -> None:
@@ -461,9 +461,9 @@ def as_source(given: Any) -> Any:
 def _rows(given: Any) -> list[Any] | None:
     """The rows as mappings; None for what is no collection of rows."""
     if isinstance(given, list):
-        return (
-            given if all(isinstance(row, Mapping) and "name" not in row for row in given) else None
-        )
+        if all(isinstance(row, Mapping) and "name" not in row for row in given):
+            return given
+        return None
     if hasattr(given, "to_dicts"):  # polars
         return list(given.to_dicts())
     if hasattr(given, "to_list") and hasattr(given, "column_names"):  # datasets

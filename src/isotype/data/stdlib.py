@@ -32,7 +32,9 @@ _SKIPPED = {
     "__pycache__",
     "pydoc_data",
 }
-_SHORTEST, _LONGEST = 20, 480  # characters of an answer
+# characters of an answer
+_SHORTEST = 20
+_LONGEST = 480
 
 _FUNCTION = (
     "What does `{name}` do?",
@@ -224,9 +226,10 @@ def _pairs_of(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
     short = item.name.rsplit(".", 1)[1]
     if len(item.signature) <= 160 and number % 2 and (item.signature != "()" or number % 8 == 1):
         call = f"`{short}{item.signature}`"
-        answer = (
-            f"Call it as {call}." if item.signature != "()" else f"It takes no arguments: {call}."
-        )
+        if item.signature != "()":
+            answer = f"Call it as {call}."
+        else:
+            answer = f"It takes no arguments: {call}."
         yield Pair(
             item.name, _SIGNATURE[number // 7 % len(_SIGNATURE)].format(name=item.name), answer
         )

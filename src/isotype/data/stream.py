@@ -44,13 +44,11 @@ class StreamedRows:
         seed: int,
         held_out: float,
     ) -> None:
-        self.data, self.sources, self.encoder, self.seed, self.held_out = (
-            data,
-            sources,
-            encoder,
-            seed,
-            held_out,
-        )
+        self.data = data
+        self.sources = sources
+        self.encoder = encoder
+        self.seed = seed
+        self.held_out = held_out
         self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
         self._begin_at([[0, 0]] * len(sources), block=0)
 
@@ -58,7 +56,8 @@ class StreamedRows:
         """read  of each source: rows read in its current pass, and completed passes"""
         self.begin = [list(pair) for pair in read]
         self.read = [list(pair) for pair in read]
-        self.block, self.given = block, 0
+        self.block = block
+        self.given = 0
         self.rows: Sequence[Row] = ()
         self._order: list[int] = []
         self._open: list[Iterator[Example | BadRow] | None] = [None] * len(self.sources)
@@ -236,7 +235,8 @@ def tokenised(
 ) -> tuple[TokenRows, list[Example], Tally]:
     """Rows in memory, the examples they came from, and what was counted."""
     seen: list[Example] = []
-    tally, writer = Tally(), TokenWriter()
+    tally = Tally()
+    writer = TokenWriter()
 
     def trained() -> Iterator[Example]:
         for one in examples:
@@ -255,7 +255,8 @@ def _held_out_rows(
     sources: Sequence[Source], encoder: Encoder, share: float, seed: int
 ) -> tuple[TokenRows, list[Example]]:
     """The first rows that the hash holds out, at most `EVALUATED`, and the first of their examples."""
-    writer, tally = TokenWriter(), Tally()
+    writer = TokenWriter()
+    tally = Tally()
     examples: list[Example] = []
     if share:
         for example, row, cut in encoder.rows(

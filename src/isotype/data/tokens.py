@@ -43,12 +43,16 @@ class TokenBlock:
     """The rows of one source, with the counts made while reading (`facts`)."""
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
-        self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]
+        self.ids = columns["ids"]
+        self.learnt = columns["learnt"]
+        self.ends = columns["ends"]
         self.example, self.cut, self.wanted, self.supervised = (
             columns[n] for n in ("example", "cut", "wanted", "supervised")
         )
-        self.digest, self.prompt = columns["digest"], columns["prompt"]
-        self.pictures, self.pictures_end = columns["pictures"], columns["pictures_end"]
+        self.digest = columns["digest"]
+        self.prompt = columns["prompt"]
+        self.pictures = columns["pictures"]
+        self.pictures_end = columns["pictures_end"]
         self.facts = facts
 
     def __len__(self) -> int:
@@ -59,8 +63,10 @@ class TokenBlock:
         return np.diff(self.ends, prepend=0)
 
     def row(self, i: int) -> Row:
-        start, end = (int(self.ends[i - 1]) if i else 0), int(self.ends[i])
-        ids, learnt = self.ids[start:end], self.learnt[start:end]
+        start = int(self.ends[i - 1]) if i else 0
+        end = int(self.ends[i])
+        ids = self.ids[start:end]
+        learnt = self.learnt[start:end]
         labels = np.where(learnt, ids, IGNORED)
         return Row(
             tuple(ids.tolist()),
@@ -71,10 +77,11 @@ class TokenBlock:
 
     def references(self, i: int) -> tuple[str, ...]:
         """Of a row's pictures."""
-        start, end = (int(self.pictures_end[i - 1]) if i else 0), int(self.pictures_end[i])
-        return (
-            tuple(self.pictures[start:end].tobytes().decode().splitlines()) if end > start else ()
-        )
+        start = int(self.pictures_end[i - 1]) if i else 0
+        end = int(self.pictures_end[i])
+        if end > start:
+            return tuple(self.pictures[start:end].tobytes().decode().splitlines())
+        return ()
 
     def pictures_gone(self) -> str | None:
         """The first picture that is no longer what was tokenised, or None."""
@@ -93,9 +100,10 @@ class TokenWriter:
     """Collects rows into the columns of a block: in memory, or in files that `opened` makes."""
 
     def __init__(self, files: Mapping[str, IO[bytes]] | None = None) -> None:
-        self.files: Mapping[str, Any] = (
-            files if files is not None else {name: io.BytesIO() for name in COLUMNS}
-        )
+        if files is not None:
+            self.files: Mapping[str, Any] = files
+        else:
+            self.files = {name: io.BytesIO() for name in COLUMNS}
         self.end = self.rows = self.pictures_end = 0
 
     def add(self, row: Row, *, example: int, cut: bool, wanted: bool = True) -> None:
@@ -146,14 +154,17 @@ class MadeRows(Sequence[T]):
     @overload
     def __getitem__(self, i: slice) -> Selection[T]: ...
     def __getitem__(self, i: int | slice) -> T | Selection[T]:
-        return Selection(self, range(len(self))[i]) if isinstance(i, slice) else self.one(i)
+        if isinstance(i, slice):
+            return Selection(self, range(len(self))[i])
+        return self.one(i)
 
 
 class Selection(MadeRows[T]):
     """Some of the rows, by number."""
 
     def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
-        self.rows, self.numbers = rows, numbers
+        self.rows = rows
+        self.numbers = numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -232,7 +243,8 @@ class TokenRows(MadeRows[Row]):
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):
             rows = self.chosen[self.of_block(i)] - self._starts[i]
-            first, last = block.ends[rows] - block.lengths[rows], block.ends[rows] - 1
+            first = block.ends[rows] - block.lengths[rows]
+            last = block.ends[rows] - 1
             once = block.ids[first] == bos
             twice = once & (first < last) & (block.ids[np.minimum(first + 1, last)] == bos)
             ended = (block.ids[last] == eos) & block.learnt[last]
@@ -278,7 +290,10 @@ class PackedRows(MadeRows[Row]):
     def __init__(
         self, rows: TokenRows, packs: Sequence[np.ndarray], capacity: int, of_block: Sequence[int]
     ) -> None:
-        self.rows, self.packs, self.capacity, self.of_block = rows, packs, capacity, of_block
+        self.rows = rows
+        self.packs = packs
+        self.capacity = capacity
+        self.of_block = of_block
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -301,7 +316,8 @@ class PackedRows(MadeRows[Row]):
         return [Share(self.of_block.count(i), share.weight) for i, share in enumerate(shares)]
 
     def facts(self) -> dict[str, Any]:
-        tokens, room = int(self.lengths.sum()), len(self) * self.capacity
+        tokens = int(self.lengths.sum())
+        room = len(self) * self.capacity
         return {
             "rows": len(self.rows),
             "packed_rows": len(self),
@@ -345,7 +361,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
             if not by_room[room]:
                 has_room ^= 1 << room
         else:
-            room, pack = capacity, len(packs)
+            room = capacity
+            pack = len(packs)
             packs.append([])
         packs[pack].append(i)
         by_room[room - n].append(pack)

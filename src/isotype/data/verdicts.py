@@ -66,7 +66,9 @@ def marks_unwanted(key: str, value: Any) -> bool:
     if isinstance(value, str):
         value = value.strip().casefold().replace(" ", "_")
     if name in _UNWANTED:
-        return value in _YES if isinstance(value, str) else _is_number(value) and value > 0
+        if isinstance(value, str):
+            return value in _YES
+        return _is_number(value) and value > 0
     if name not in _WANTED:
         return False
     if isinstance(value, str):

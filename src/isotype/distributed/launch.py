@@ -23,7 +23,8 @@ from typing import IO, Any
 from ..environment.hardware import cores
 from .rank import LAUNCHED_BY
 
-LIFELINE, LISTENS_AT = "ISOTYPE_LIFELINE", "ISOTYPE_LISTENS_AT"
+LIFELINE = "ISOTYPE_LIFELINE"
+LISTENS_AT = "ISOTYPE_LISTENS_AT"
 # seconds that the others have to end by themselves after one has failed: longer than the search for
 # a lost one
 FAREWELL = 20.0
@@ -58,7 +59,9 @@ def launch(command: Sequence[str], processes: int) -> int:
         for file in said:
             file.close()
     first = int(started[0].returncode)
-    return first if first > 0 else int(any(process.returncode for process in started))
+    if first > 0:
+        return first
+    return int(any(process.returncode for process in started))
 
 
 def watch_lifeline() -> None:
@@ -98,9 +101,10 @@ def _start(
     # each would take every core
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
     inherited = (alive, listening.fileno()) if rank == 0 else (alive,)
-    streams: dict[str, Any] = (
-        {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
-    )
+    if rank == 0:
+        streams: dict[str, Any] = {}
+    else:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
     # a separate session: Ctrl-C reaches it once, from this process
     started: subprocess.Popen[bytes] = subprocess.Popen(
         list(command), env=environ, pass_fds=inherited, start_new_session=True, **streams
@@ -112,7 +116,8 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Until all have ended; after a failure the others have FAREWELL seconds. Returns the first
     that failed.
     """
-    failed, until = None, 0.0
+    failed = None
+    until = 0.0
     while any(process.poll() is None for process in started):
         if failed is None:
             failed = next(
@@ -125,11 +130,9 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
                 if process.poll() is None:
                     process.kill()  # it may be stopped, and would not see a softer signal
         time.sleep(0.05)
-    return (
-        failed
-        if failed is not None
-        else next((rank for rank, process in enumerate(started) if process.returncode), None)
-    )
+    if failed is not None:
+        return failed
+    return next((rank for rank, process in enumerate(started) if process.returncode), None)
 
 
 def _tell(
@@ -141,11 +144,10 @@ def _tell(
     if failed is None or started[0].returncode > 0:
         return
     how = -started[failed].returncode
-    ended = (
-        f"was killed by {signal.Signals(how).name}"
-        if how > 0
-        else f"ended with status {started[failed].returncode}"
-    )
+    if how > 0:
+        ended = f"was killed by {signal.Signals(how).name}"
+    else:
+        ended = f"ended with status {started[failed].returncode}"
     print(
         f"isotype: rank {failed} on {socket.gethostname()} {ended}; the last good checkpoint is in"
         " the run's folder",

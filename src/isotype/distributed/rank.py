@@ -38,7 +38,8 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         _refuse_tasks_without_launcher(environ)
         return Rank()
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    size = _number(environ, "WORLD_SIZE")
     if not 0 <= rank < size:
         raise UsageError(
             f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix=_TORCHRUN
@@ -51,10 +52,8 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
                 f"WORLD_SIZE={size} processes, and {name} does not say where they meet",
                 fix=_TORCHRUN,
             )
-    local_rank, local_size = (
-        _number(environ, "LOCAL_RANK", "0"),
-        _number(environ, "LOCAL_WORLD_SIZE", "1"),
-    )
+    local_rank = _number(environ, "LOCAL_RANK", "0")
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", "1")
     launcher = environ.get(LAUNCHED_BY) or (
         "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
     )
@@ -80,11 +79,10 @@ def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
     try:
         return int(given)
     except ValueError:
-        said = (
-            f"{name}={given!r} is not a number"
-            if given
-            else f"{name} is not set, and others of a launcher's variables are"
-        )
+        if given:
+            said = f"{name}={given!r} is not a number"
+        else:
+            said = f"{name} is not set, and others of a launcher's variables are"
         raise UsageError(said, fix=_TORCHRUN) from None
 
 
@@ -125,12 +123,8 @@ class Batching:
 def _nearest(step: int, size: int) -> str:
     """The numbers of processes next to `size` that share the rows of a step: `2 or 4 processes`."""
     able = [n for n in range(1, step + 1) if step % n == 0]
-    below, above = (
-        max(n for n in able if n < size),
-        min((n for n in able if n > size), default=None),
-    )
-    return (
-        f"{below} process" + ("es" if below > 1 else "")
-        if above is None
-        else f"{below} or {above} processes"
-    )
+    below = max(n for n in able if n < size)
+    above = min((n for n in able if n > size), default=None)
+    if above is None:
+        return f"{below} process" + ("es" if below > 1 else "")
+    return f"{below} or {above} processes"

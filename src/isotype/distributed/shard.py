@@ -45,7 +45,8 @@ class Sharding:
     ) -> None:
         """All processes call it together, with the units that `keep_part` has cut."""
         self.mesh = mesh
-        self.parts, self.replicas = world.size // replicas, replicas
+        self.parts = world.size // replicas
+        self.replicas = replicas
         _gather_once(model, units)
         self._sent: list[torch.dtype] = []
         self._sums: dict[int, Sums] = {}
@@ -74,13 +75,15 @@ class Sums:
     """
 
     def __init__(self, parts: int, sent: list[torch.dtype]) -> None:
-        self._parts, self._sent = parts, sent
+        self._parts = parts
+        self._sent = sent
         self._flat: Tensor | None = None
         self._at = 0
 
     def __call__(self, flat: Tensor) -> None:
         """FSDP's hook: one tensor for the unit, before it is narrowed and cut into gradients."""
-        self._flat, self._at = flat, 0
+        self._flat = flat
+        self._at = 0
         self._sent.append(flat.dtype)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
@@ -104,9 +107,10 @@ def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = (
-        {"shard": world.size} if nodes == 1 else {"replicate": nodes, "shard": world.size // nodes}
-    )
+    if nodes == 1:
+        shape = {"shard": world.size}
+    else:
+        shape = {"replicate": nodes, "shard": world.size // nodes}
     return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
@@ -184,7 +188,8 @@ def units_of(inner: Any) -> list[tuple[str, nn.Module]]:
             # on the rows
             inside = f"{full}." if blocks else inside
     if hasattr(inner, "get_input_embeddings"):
-        embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+        embedding = inner.get_input_embeddings()
+        head = inner.get_output_embeddings()
         if (
             type(embedding) is nn.Embedding
             and head is not None

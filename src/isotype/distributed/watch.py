@@ -57,7 +57,8 @@ class Watch(threading.Thread):
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(name="signs of life", daemon=True)
         self.sign = Sign(rank, socket.gethostname(), os.getpid())
-        self._store, self._ended = store, threading.Event()
+        self._store = store
+        self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(BEAT):
@@ -79,7 +80,9 @@ class Watch(threading.Thread):
 def read_sign(store: Store, rank: int) -> Sign | None:
     """The newest sign of a process; None where it never gave one."""
     key = f"sign/{rank}"
-    return Sign(**json.loads(store.get(key))) if store.check([key]) else None
+    if store.check([key]):
+        return Sign(**json.loads(store.get(key)))
+    return None
 
 
 def read_failure(store: Store, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
@@ -150,7 +153,8 @@ def error_as_json(error: BaseException) -> dict[str, Any]:
             "code": error.code,
             "fix": error.fix,
         }
-    kind, said = type(error).__name__, first_line(error)
+    kind = type(error).__name__
+    said = first_line(error)
     return {"kind": kind, "message": kind if said == kind else f"{kind}: {said}"}
 
 

@@ -125,18 +125,15 @@ class JoinedWorld(World):
     """
 
     def __init__(self, mine: Rank, store: Any, *, timeout: float, backend: str) -> None:
-        self.rank, self.size, self.local_rank, self.local_size = (
-            mine.rank,
-            mine.size,
-            mine.local_rank,
-            mine.local_size,
-        )
-        self.nodes, self.launcher, self.backend = (
-            max(1, mine.size // max(1, mine.local_size)),
-            mine.launcher,
-            backend,
-        )
-        self._store, self._timeout = store, timeout
+        self.rank = mine.rank
+        self.size = mine.size
+        self.local_rank = mine.local_rank
+        self.local_size = mine.local_size
+        self.nodes = max(1, mine.size // max(1, mine.local_size))
+        self.launcher = mine.launcher
+        self.backend = backend
+        self._store = store
+        self._timeout = timeout
         self._turn = 0
         self.speaks = mine.rank == 0
         self._lost: IsotypeError | None = None
@@ -146,12 +143,14 @@ class JoinedWorld(World):
         self._watch.start()
         # for tensors on the CPU, where the sums of a step are exchanged without the GPU
         on_cpu = "gloo" in str(dist.get_backend_config())
-        self._small = (
-            None if on_cpu else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        )
+        if on_cpu:
+            self._small = None
+        else:
+            self._small = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def at(self, step: int, doing: str) -> None:
-        self._watch.sign.step, self._watch.sign.doing = step, doing
+        self._watch.sign.step = step
+        self._watch.sign.doing = doing
 
     def sum(self, values: Sequence[float]) -> list[float]:
         with self._meeting(), _disable_current_modes():  # its fp64 is no arithmetic of the model
@@ -274,7 +273,8 @@ class JoinedWorld(World):
         a warning for a wait that ends.
         """
         begin = looked = signed = time.monotonic()
-        sign, pause = b"", 0.001
+        sign = b""
+        pause = 0.001
         while True:
             try:
                 if self._store.check([key]):
@@ -287,9 +287,13 @@ class JoinedWorld(World):
                     continue
                 looked = now
                 failed = read_failure(self._store, range(self.size)) is not None
-                newest = self._store.get(f"sign/{of}") if self._store.check([f"sign/{of}"]) else b""
+                if self._store.check([f"sign/{of}"]):
+                    newest = self._store.get(f"sign/{of}")
+                else:
+                    newest = b""
                 if newest != sign:
-                    sign, signed = newest, now
+                    sign = newest
+                    signed = now
                 # a process that gives signs of life may work for hours, one that gives none is
                 # looked at more closely
                 gone = now - signed > SUSPECT and any(
@@ -371,13 +375,12 @@ def join(device: str, *, timeout: float) -> World:
     on_gpu = _take_gpu(device, mine)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    run, ours = next(_RUNS), None
+    run = next(_RUNS)
+    ours = None
     try:
         meeting = _store(mine, wait)
-        store, ours = (
-            dist.PrefixStore(f"group {run}", meeting),
-            dist.PrefixStore(f"isotype {run}", meeting),
-        )
+        store = dist.PrefixStore(f"group {run}", meeting)
+        ours = dist.PrefixStore(f"isotype {run}", meeting)
         ours.set(f"here/{mine.rank}", socket.gethostname())
         dist.init_process_group(
             backend, store=store, rank=mine.rank, world_size=mine.size, timeout=wait
@@ -409,11 +412,10 @@ def _not_all_came(mine: Rank, store: Any, timeout: float, error: Exception) -> R
         return RunError(
             f"rank 0, where all processes meet, does not answer at {where}", code="MP002", fix=_SLOW
         )
-    said = (
-        f"{missing} did not come {within}"
-        if missing
-        else f"the {mine.size} processes could not connect: {first_line(error)}"
-    )
+    if missing:
+        said = f"{missing} did not come {within}"
+    else:
+        said = f"the {mine.size} processes could not connect: {first_line(error)}"
     return RunError(said, code="MP002", fix=_SLOW)
 
 
@@ -424,7 +426,8 @@ def _store(mine: Rank, wait: timedelta) -> Any:
     handle = os.environ.get(LISTENS_AT)
     if handle is None:
         return next(iter(dist.rendezvous("env://", mine.rank, mine.size, timeout=wait)))[0]
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     listening: dict[str, Any] = {"master_listen_fd": int(handle)} if mine.rank == 0 else {}
     return dist.TCPStore(
         address,

@@ -93,11 +93,9 @@ def _binary(file: Path) -> bool:
 
 def _source(file: Path) -> str | None:
     try:
-        return (
-            file.read_text(encoding="utf-8", errors="replace")
-            if file.stat().st_size <= _LONGEST
-            else None
-        )
+        if file.stat().st_size <= _LONGEST:
+            return file.read_text(encoding="utf-8", errors="replace")
+        return None
     except OSError:
         return None
 
@@ -153,11 +151,10 @@ def _commands(sources: dict[Path, str]) -> Iterator[Visit]:
         yield _named("kernels", str(kernels[0]), len(kernels), "more file", " with Triton kernels")
     if functions:
         file, name = functions[0]
-        target = (
-            f"{file}:build"
-            if _BUILD.search(sources[file])
-            else f"{file}:build, where build() returns ({name}, inputs)"
-        )
+        if _BUILD.search(sources[file]):
+            target = f"{file}:build"
+        else:
+            target = f"{file}:build, where build() returns ({name}, inputs)"
         yield _named("conform", target, len(functions), "more autograd function")
     if scripts:
         yield _named("trace", str(scripts[0]), len(scripts), "more training script")

@@ -27,7 +27,8 @@ def module_of(place: str, *, as_part: bool = False) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{place}: no such file")
     path = path.resolve()
-    package, root = [path.stem], path.parent
+    package = [path.stem]
+    root = path.parent
     while as_part and (root / "__init__.py").is_file():
         package.insert(0, root.name)
         root = root.parent
@@ -55,11 +56,10 @@ def in_one_line(place: str) -> Iterator[None]:
         raise
     except ModuleNotFoundError as error:
         missing = place.split(".")[0] == str(error.name).split(".")[0]
-        why = (
-            "no such file or module"
-            if missing
-            else f"it imports {error.name}, which is not installed"
-        )
+        if missing:
+            why = "no such file or module"
+        else:
+            why = f"it imports {error.name}, which is not installed"
         raise UsageError(f"{place}: {why}") from error
     except SyntaxError as error:
         raise UsageError(f"{error.filename or place}:{error.lineno}: {error.msg}") from error

@@ -313,11 +313,10 @@ class Run:
         folder = self.folder / what
         if not folder.is_dir():
             other = {"adapter": "model", "model": "adapter"}[what]
-            hint = (
-                f"run.{other} is what it saved"
-                if (self.folder / other).is_dir()
-                else f"its status is {self.status}"
-            )
+            if (self.folder / other).is_dir():
+                hint = f"run.{other} is what it saved"
+            else:
+                hint = f"its status is {self.status}"
             raise UsageError(f"{self.folder}: no {what} there: {hint}")
         return folder
 
@@ -383,16 +382,14 @@ def process_state_restored() -> Iterator[None]:
     import transformers
 
     levels = {name: logging.getLogger(name).level for name in LIBRARIES}
-    said, bars = (
-        transformers.utils.logging.get_verbosity(),
-        transformers.utils.logging.is_progress_bar_enabled(),
-    )
-    dtype, workspace = torch.get_default_dtype(), os.environ.get(WORKSPACE)
-    strict, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    python, numpy = random.getstate(), np.random.get_state()
+    said = transformers.utils.logging.get_verbosity()
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    dtype = torch.get_default_dtype()
+    workspace = os.environ.get(WORKSPACE)
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    python = random.getstate()
+    numpy = np.random.get_state()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))

@@ -359,7 +359,9 @@ def _memory() -> int:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 SHARED = 0.5  # processes that want to run, for each core, from which on threads sleep

@@ -15,7 +15,8 @@ from huggingface_hub.utils import get_session
 from ..errors import UsageError
 
 # seconds to answer in, and between the tries; the second has HF_HUB_ETAG_TIMEOUT
-FIRST_TRY, PAUSE = 5.0, 1.0
+FIRST_TRY = 5.0
+PAUSE = 1.0
 _away: dict[str, bool] = {}  # by endpoint, as first found
 
 

@@ -41,13 +41,16 @@ def stands_for(device: torch.device) -> str:
     """The type of the device whose code runs on this device's tensors: its own, or, of meta
     tensors, the planned one.
     """
-    return (_State.device_type or device.type) if device.type == "meta" else device.type
+    if device.type == "meta":
+        return _State.device_type or device.type
+    return device.type
 
 
 @contextmanager
 def planned_for(device_type: str) -> Iterator[None]:
     """Within this block meta tensors take the paths that tensors of `device_type` take."""
-    before, _State.device_type = _State.device_type, device_type
+    before = _State.device_type
+    _State.device_type = device_type
     try:
         with _FollowsAutocast():
             yield
@@ -73,7 +76,8 @@ def autocast_dtype() -> torch.dtype | None:
 
 @contextmanager
 def planned_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    before, _State.cast = _State.cast, dtype
+    before = _State.cast
+    _State.cast = dtype
     try:
         yield
     finally:
@@ -81,7 +85,9 @@ def planned_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def autocast_off() -> AbstractContextManager[Any]:
-    return nullcontext() if _State.cast is None else planned_autocast(None)
+    if _State.cast is None:
+        return nullcontext()
+    return planned_autocast(None)
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:

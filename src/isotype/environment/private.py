@@ -143,7 +143,8 @@ def _is_own_group(group: int) -> bool:
     import pwd
 
     try:
-        user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+        user = pwd.getpwuid(os.getuid())
+        entry = grp.getgrgid(group)
     except KeyError:
         return False
     is_named_for_user = entry.gr_name == user.pw_name and user.pw_gid == group

@@ -18,8 +18,10 @@ from ..errors import UsageError
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_filled
 
-FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+FILE = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+_A = ".lora_A.weight"
+_B = ".lora_B.weight"
 _PREFIX = "base_model.model."
 
 
@@ -45,11 +47,9 @@ class Pair:
         """b for a reader that multiplies with `scale`; the same bytes where that is this pair's
         own.
         """
-        return (
-            self.b
-            if scale == self.scale
-            else (self.b.float() * (self.scale / scale)).to(self.b.dtype)
-        )
+        if scale == self.scale:
+            return self.b
+        return (self.b.float() * (self.scale / scale)).to(self.b.dtype)
 
 
 def read_settings(adapter: Path) -> dict[str, Any]:
@@ -75,12 +75,15 @@ def read_pairs(adapter: Path, reader: str) -> list[Pair]:
         raise UsageError(f"{adapter}: no {FILE} there")
     tensors = load_file(adapter / FILE)
     refuse_more_than_pairs(adapter, settings, list(tensors), reader)
-    rank, alpha = settings.get("r", 8), settings.get("lora_alpha", 8)
-    ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
+    rank = settings.get("r", 8)
+    alpha = settings.get("lora_alpha", 8)
+    ranks = settings.get("rank_pattern") or {}
+    alphas = settings.get("alpha_pattern") or {}
     pairs = []
     for name in sorted(name for name in tensors if name.endswith(_A)):
         module = name.removeprefix(_PREFIX).removesuffix(_A)
-        a, b = tensors[name], tensors[name.removesuffix(_A) + _B]
+        a = tensors[name]
+        b = tensors[name.removesuffix(_A) + _B]
         r = ranks.get(get_pattern_key(list(ranks), module), rank)
         if a.shape[0] != r:
             raise UsageError(
@@ -132,7 +135,8 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
     alpha_pattern; where layers differ, each one's own scale goes into its B.
     Raises  UsageError for an adapter that vLLM reads as another one, or refuses
     """
-    pairs, settings = read_pairs(adapter, "vLLM"), read_settings(adapter)
+    pairs = read_pairs(adapter, "vLLM")
+    settings = read_settings(adapter)
     rank = max(pair.rank for pair in pairs)
     if rank > RANKS[-1]:
         raise UsageError(
@@ -166,11 +170,10 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
             save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
     write_folder(out, fill, then="export again")
-    template = (
-        ["--chat-template", str(out / "chat_template.jinja")]
-        if (out / "chat_template.jinja").is_file()
-        else []
-    )
+    if (out / "chat_template.jinja").is_file():
+        template = ["--chat-template", str(out / "chat_template.jinja")]
+    else:
+        template = []
     command = [
         "vllm",
         "serve",

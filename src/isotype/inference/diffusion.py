@@ -52,7 +52,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     """
     run, on_the_way = run_and_result(run)
     task, device = _task_of(run, lambda config: _without_start(_without_samples(config)))
-    config, precision = task.config, task.precision
+    config = task.config
+    precision = task.precision
     adapter = _adapter_of(run, on_the_way, config, f"{run / 'model'} is merged already")
     refuse_filled(out)
     task.take_base(RunFolder(run).base)
@@ -74,7 +75,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     del model
 
     def fill(folder: Path) -> None:
-        base, part = task.folder.path, task.folder.denoiser_part
+        base = task.folder.path
+        part = task.folder.denoiser_part
         weights = ".safetensors" if task.folder.whole else "/"
         shutil.copytree(
             base,
@@ -119,7 +121,8 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
     """Latents, noise and text that need no picture and no encoder but one that the run trained;
     levels spread over time.
     """
-    made, generator = task.empty_batch(ROWS, torch.device("cpu")), torch.Generator().manual_seed(0)
+    made = task.empty_batch(ROWS, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
 
     def normal(tensor: Tensor) -> Tensor:
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
@@ -213,11 +216,9 @@ def draw_with(
     own = {} if control is None else {"control": str(control)}
 
     def with_these(config: RunConfig) -> RunConfig:
-        return (
-            _changed(config, "run", samples=[{"prompt": text, **own} for text in prompts])
-            if prompts
-            else config
-        )
+        if prompts:
+            return _changed(config, "run", samples=[{"prompt": text, **own} for text in prompts])
+        return config
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
         if not task.prompts:
@@ -305,7 +306,8 @@ def _load_run(
     task.take_base(RunFolder(folder).base)
     model: nn.Module
     if result is not None:
-        model, taken = task.reload(result, precision, device), name_in(folder, result)
+        model = task.reload(result, precision, device)
+        taken = name_in(folder, result)
     else:
         checkpoint = load_newest(folder)
         model, _ = task.denoiser(precision, device)

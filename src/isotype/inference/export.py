@@ -62,16 +62,18 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
             f"serve     {serve}",
         ]
     if kind is not None and kind not in TYPES:
-        made = (
-            f"isotype merge {run} --out merged && {llama_cpp('merged', kind)}"
-            if adapter
-            else llama_cpp(result, kind)
-        )
+        if adapter:
+            made = f"isotype merge {run} --out merged && {llama_cpp('merged', kind)}"
+        else:
+            made = llama_cpp(result, kind)
         raise UsageError(
             f"--type {kind}: expected {', '.join(TYPES)}: llama.cpp's own program makes the others",
             fix=made,
         )
-    base = str(read_settings(result).get("base_model_name_or_path")) if adapter else str(result)
+    if adapter:
+        base = str(read_settings(result).get("base_model_name_or_path"))
+    else:
+        base = str(result)
     tokenizer = result if (result / "tokenizer_config.json").is_file() else base
     config = read_architecture(base)
     command = llama_cpp("merged" if adapter else result, kind or "F16")
@@ -86,7 +88,10 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
         import_module("gguf")  # where it is missing, the command says so before a merge
         refuse_model(config, command)
         tokenizer_keys(tokenizer, config.vocab_size, command)
-    content = modelfile(tokenizer, "." if converted else "./model.gguf") if to == "ollama" else ""
+    if to == "ollama":
+        content = modelfile(tokenizer, "." if converted else "./model.gguf")
+    else:
+        content = ""
     with _whole(run, result, out.absolute().parent) as folder:
         if kind is None:  # the type that keeps the file's values; F16 of fp32 ones
             dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")

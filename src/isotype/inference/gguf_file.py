@@ -94,10 +94,8 @@ def export_adapter(adapter: Path, out: Path) -> int:
     """
     import gguf
 
-    pairs, base = (
-        read_pairs(adapter, "llama.cpp"),
-        str(read_settings(adapter).get("base_model_name_or_path")),
-    )
+    pairs = read_pairs(adapter, "llama.cpp")
+    base = str(read_settings(adapter).get("base_model_name_or_path"))
     config = read_architecture(base)
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -163,7 +161,12 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
                 f"{folder}: llama.cpp has no name for {name}", fix=llama_cpp(folder, kind)
             )
         shape = stored.get_shape()
-        own = "F32" if len(shape) < 2 else "F16" if kind == "Q8_0" and shape[1] % 32 else kind
+        if len(shape) < 2:
+            own = "F32"
+        elif kind == "Q8_0" and shape[1] % 32:
+            own = "F16"
+        else:
+            own = kind
         norm = family.norm if name.endswith("norm.weight") else 0.0
         order = partial(
             _ordered, module=name.rpartition(".")[0], config=config, family=family, norm=norm
@@ -186,11 +189,10 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
     """
     family = FAMILIES.get(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}
-    parts = (
-        [rope]
-        if "rope_type" in rope
-        else [part for part in rope.values() if isinstance(part, dict)]
-    )
+    if "rope_type" in rope:
+        parts = [rope]
+    else:
+        parts = [part for part in rope.values() if isinstance(part, dict)]
     scaled = [part["rope_type"] for part in parts if part.get("rope_type", "default") != "default"]
     local, every = {"gemma2": (None, 2), "gemma3_text": (1e4, 6)}.get(config.model_type, (None, 0))
     types = getattr(config, "layer_types", None) or []
@@ -385,11 +387,10 @@ def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tu
     Raises      UsageError for a tokenizer that llama.cpp would read as another one
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    content = (
-        json.loads(tokenizer.backend_tokenizer.to_str())
-        if getattr(tokenizer, "is_fast", False)
-        else {}
-    )
+    if getattr(tokenizer, "is_fast", False):
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+    else:
+        content = {}
     model = content.get("model") or {}
     if model.get("type") != "BPE":
         raise UsageError(
@@ -464,7 +465,11 @@ def _type(
 
 def _steps(part: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, of which a Sequence has several."""
-    return [] if part is None else list(part[inside]) if part["type"] == "Sequence" else [part]
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        return list(part[inside])
+    return [part]
 
 
 def _split_name(folder: Path | str, content: dict[str, Any], command: str) -> str:
@@ -476,11 +481,10 @@ def _split_name(folder: Path | str, content: dict[str, Any], command: str) -> st
         and last["type"] == "ByteLevel"
         and not last.get("add_prefix_space")
     )
-    name = (
-        _SPLITS.get(patterns)
-        if plain and bool(last.get("use_regex", True)) == (not patterns)
-        else None
-    )
+    if plain and bool(last.get("use_regex", True)) == (not patterns):
+        name = _SPLITS.get(patterns)
+    else:
+        name = None
     if name is None:
         raise UsageError(
             f"{folder}: llama.cpp splits no text as this tokenizer does"

@@ -190,7 +190,8 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
     adapter's on the base that its file names; under the precision file next to it, else in the
     dtype of the base's file.
     """
-    name, revision = str(folder), None
+    name = str(folder)
+    revision = None
     if kind == "adapter":
         file = folder / "adapter_config.json"
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -200,12 +201,11 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
             raise UsageError(
                 f"{file}: base_model_name_or_path is missing: which model is this an adapter of?"
             )
-        name, revision = (
-            base_of(settings["base_model_name_or_path"], "base_model_name_or_path", file),
-            settings.get("revision"),
-        )
+        name = base_of(settings["base_model_name_or_path"], "base_model_name_or_path", file)
+        revision = settings.get("revision")
     config = RunConfig(model=ModelSection(name=name, revision=revision))
-    source, device = Source(name, revision), _device(config)
+    source = Source(name, revision)
+    device = _device(config)
     precision = _precision_beside(folder) or _precision_of(source)
     own = (folder / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(ModelSection(name=str(folder) if own else name))
@@ -292,7 +292,8 @@ class Conversation:
         top_p: float,
         stream: bool = True,
     ) -> None:
-        self.run, self.stream = run, stream
+        self.run = run
+        self.stream = stream
         self.config = generation_config(
             run.model,
             run.tokenizer,
@@ -327,7 +328,8 @@ class Conversation:
         """Answers, streaming to stdout. An answer that is interrupted leaves the conversation as it
         was.
         """
-        tokenizer, model = self.run.tokenizer, self.run.model
+        tokenizer = self.run.tokenizer
+        model = self.run.model
         shown = [*self.shown, *self.waiting]
         content = (
             [{"type": "image"} for _ in self.waiting] + [{"type": "text", "text": text}]
@@ -345,9 +347,10 @@ class Conversation:
         inputs = prompt_inputs(
             SamplePrompt(text, ids, pictures=tuple(shown)), self.pictures, self.run.device
         )
-        streamer = (
-            _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
-        )
+        if self.stream:
+            streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        else:
+            streamer = None
         with torch.no_grad(), generating(model):
             out = cast(Any, model).generate(
                 **inputs, generation_config=self.config, streamer=streamer
@@ -355,5 +358,6 @@ class Conversation:
         answer = str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
         if tokenizer.chat_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
-            self.shown, self.waiting = shown, ()
+            self.shown = shown
+            self.waiting = ()
         return answer

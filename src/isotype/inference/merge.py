@@ -183,7 +183,8 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
         value = dequantised(parameter)
         if layer is not None:
             exact = merged_weight(layer, value)
-            delta, value = exact - value, exact.to(dtype)
+            delta = exact - value
+            value = exact.to(dtype)
             effect += float(delta.double().square().sum())
             error += float((value.double() - exact.double()).square().sum())
             count += 1
@@ -279,13 +280,12 @@ def _refuse_unmergeable(model: nn.Module) -> None:
         )
         biased = any(getattr(layer, "lora_bias", {}).values())
         if type(layer) not in known or several or biased:
-            what = (
-                "several adapters, one with DoRA"
-                if several
-                else "a bias of its own (lora_bias)"
-                if biased
-                else type(layer).__name__
-            )
+            if several:
+                what = "several adapters, one with DoRA"
+            elif biased:
+                what = "a bias of its own (lora_bias)"
+            else:
+                what = type(layer).__name__
             raise UsageError(
                 f"{name}: {what}: isotype merges LoRA, rsLoRA, DoRA and LoKr of one weight",
                 fix="PEFT's own model.merge_and_unload()",
@@ -314,12 +314,11 @@ def _plain_name(name: str) -> str | None:
 
 def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
     """Random tokens where the adapter comes without data."""
-    data, model = run.config.data, cast(Any, run.model)
+    data = run.config.data
+    model = cast(Any, run.model)
     if data.train is None:
-        most, generator = (
-            model.get_input_embeddings().weight.shape[0],
-            torch.Generator().manual_seed(0),
-        )
+        most = model.get_input_embeddings().weight.shape[0]
+        generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
         return [Row(tuple(ids), tuple(ids), 0) for ids in drawn], None
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})

@@ -55,12 +55,17 @@ class Turns:
     def text(self, messages: list[dict[str, str]]) -> str:
         """What the Go template makes of them."""
         system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
-        text = self.system[0] + system + self.system[1] if system and self.system else self.begin
-        first, last = True, ""
+        if system and self.system:
+            text = self.system[0] + system + self.system[1]
+        else:
+            text = self.begin
+        first = True
+        last = ""
         for message in (m for m in messages if m["role"] != "system"):
             asked = message["role"] == "user"
             text += ("" if first else self.next) if asked else self.answer
-            first, last = first and not asked, message["role"]
+            first = first and not asked
+            last = message["role"]
             text += message["content"]
         return text + (self.prompt if last == "user" else "")
 

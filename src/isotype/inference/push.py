@@ -39,11 +39,10 @@ def check_push(config: RunConfig, before: Path | None) -> str | None:
             )
         return None
     if run.push_merged and (config.adapter.kind == "none" or kind_of(config) == DIFFUSION):
-        why = (
-            "there is no adapter to merge"
-            if config.adapter.kind == "none"
-            else "adapters of pictures are pushed as they are"
-        )
+        if config.adapter.kind == "none":
+            why = "there is no adapter to merge"
+        else:
+            why = "adapters of pictures are pushed as they are"
         raise UsageError(f"run.push_merged: {why}", fix="leave it out: the result is pushed")
     where = f"run.push_to_hub: {run.push_to_hub}"
     if get_token() is None:
@@ -54,7 +53,10 @@ def check_push(config: RunConfig, before: Path | None) -> str | None:
     api = HfApi()
     try:
         user = api.whoami()
-        name = run.push_to_hub if "/" in run.push_to_hub else f"{user['name']}/{run.push_to_hub}"
+        if "/" in run.push_to_hub:
+            name = run.push_to_hub
+        else:
+            name = f"{user['name']}/{run.push_to_hub}"
         if (user.get("auth", {}).get("accessToken") or {}).get("role") == "read":
             raise UsageError(
                 f"{where}: the token may only read",
@@ -101,7 +103,9 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
                         )
                     ),
                 )
-            api, left_out, said = HfApi(), ["DONE"], f"Trained by Isotype: {folder.name}"
+            api = HfApi()
+            left_out = ["DONE"]
+            said = f"Trained by Isotype: {folder.name}"
             api.create_repo(name, private=run.push_private, exist_ok=True)
             RunFolder(folder).write_json(RECORD, {"repository": name})
             if kind_of(config) == DIFFUSION:

@@ -97,9 +97,11 @@ def detach(trainer: Any) -> list[str]:
 
 
 def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
-    trainer, precision = attached.trainer, attached.precision
+    trainer = attached.trainer
+    precision = attached.precision
     unprepare(trainer)
-    models, device = models_of(trainer), trainer.args.device.type
+    models = models_of(trainer)
+    device = trainer.args.device.type
     take_autocast(trainer.accelerator, list(models.values()), precision, attached.undo)
     weights = Weights()
     attached.undo.append(weights.restore)

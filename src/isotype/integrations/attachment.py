@@ -72,7 +72,9 @@ class Attachment:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """A parameter's summed gradient, wherever it is."""
-        return parameter.grad if self.accumulator is None else self.accumulator.gradient(parameter)
+        if self.accumulator is None:
+            return parameter.grad
+        return self.accumulator.gradient(parameter)
 
     def give_back_optimizers(self) -> None:
         """After a `train` that raised: the next one makes its optimizer and scheduler from the
@@ -137,14 +139,16 @@ def unprepare(trainer: Any) -> None:
     """Takes off the wrappers that accelerate put around the model in an earlier `train` or
     `evaluate`; the next one wraps it anew.
     """
-    accelerator, model = trainer.accelerator, trainer.model
+    accelerator = trainer.accelerator
+    model = trainer.model
     accelerator._models[:] = [
         prepared
         for prepared in accelerator._models
         if accelerator.unwrap_model(prepared) is not model
     ]
     unwrap_forward(model)
-    trainer.model_wrapped, trainer.is_in_train = model, False
+    trainer.model_wrapped = model
+    trainer.is_in_train = False
 
 
 def unwrap_forward(model: nn.Module) -> dict[str, Any]:
@@ -217,6 +221,9 @@ def overridden(trainer: Any, method: str) -> str | None:
                 return None
             function = inspect.unwrap(cls.__dict__[method])
             code = getattr(function, "__code__", None)
-            at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
+            if code:
+                at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+            else:
+                at = ""
             return f"{cls.__name__}.{method}{at}"
     return None

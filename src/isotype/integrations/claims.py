@@ -48,7 +48,11 @@ def dtypes_of(parameters: Iterable[nn.Parameter]) -> str:
 
 def asked_by_arguments(trainer: Any) -> str | None:
     """The dtype that TrainingArguments ask for, or None where they ask for none."""
-    return "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
+    if trainer.args.bf16:
+        return "bf16"
+    if trainer.args.fp16:
+        return "fp16"
+    return None
 
 
 def _auto(
@@ -71,22 +75,27 @@ def _auto(
             "auto: the model's base is quantised" + f", and {fp32}" * typed,
         )
     if given is not None:
-        preset = (
-            "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
-        )
+        if given == "fp16":
+            preset = "fp16-mixed"
+        elif adapter == "none":
+            preset = "bf16-mixed"
+        else:
+            preset = "bf16-lora"
         return preset, {}, f"auto: {given}=True in the trainer's arguments"
-    return ("fp32", {}, f"auto: {fp32}") if typed else ("auto", {}, "")
+    if typed:
+        return ("fp32", {}, f"auto: {fp32}")
+    return ("auto", {}, "")
 
 
 def resolve_for(trainer: Any, precision: Any) -> Resolved:
     """One precision for this trainer. Raises UsageError with both values for a contradiction."""
-    model, device = trainer.model, trainer.args.device.type
+    model = trainer.model
+    device = trainer.args.device.type
     hardware = detect("cpu" if device == "cpu" else "auto")
-    adapter = (
-        "lora"
-        if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters())
-        else "none"
-    )
+    if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()):
+        adapter = "lora"
+    else:
+        adapter = "none"
     quantised = of_model(inner_model(model))
     why = ""
     if not isinstance(precision, str | Precision):
@@ -147,21 +156,18 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
 
 def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:
     """The arguments and accelerate against the precision."""
-    given, there = (
-        asked_by_arguments(trainer),
-        _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision),
-    )
+    given = asked_by_arguments(trainer)
+    there = _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
     if there == "fp8":
         raise UsageError(
             "accelerate's mixed_precision is fp8, and no precision declares that",
             fix="mixed_precision: bf16",
         )
     if given is not None and given != precision.compute:
-        by = (
-            " (TRL's configurations set it by default)"
-            if given == "bf16" and is_of_trl(trainer)
-            else ""
-        )
+        if given == "bf16" and is_of_trl(trainer):
+            by = " (TRL's configurations set it by default)"
+        else:
+            by = ""
         raise UsageError(
             f"{given}=True in the trainer's arguments{by}, and precision {preset} computes in"
             f" {precision.compute}",
@@ -171,9 +177,10 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
         )
     variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if given is None and there != "fp32" and there != precision.compute:
-        where = (
-            f"ACCELERATE_MIXED_PRECISION={variable}" if variable else "accelerate's configuration"
-        )
+        if variable:
+            where = f"ACCELERATE_MIXED_PRECISION={variable}"
+        else:
+            where = "accelerate's configuration"
         raise UsageError(
             f"{where} asks for {there}, and precision {preset} computes in {precision.compute}",
             fix=(
@@ -193,7 +200,8 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
 
 def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     """Every owner with its value and what becomes of it; read before anything is changed."""
-    model, args = trainer.model, trainer.args
+    model = trainer.model
+    args = trainer.args
     here = f"{precision.compute}, on the inner model"
     given = asked_by_arguments(trainer)
     yield Claim(
@@ -210,7 +218,10 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     now = "had no autocast"
     if trainer.accelerator.native_amp:
         scaled = precision.loss_scaling != "none"
-        now = "keeps its wrapper: the gradient scaler needs it" if scaled else "wraps no forward"
+        if scaled:
+            now = "keeps its wrapper: the gradient scaler needs it"
+        else:
+            now = "wraps no forward"
     yield Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now)
     named = list(model.named_parameters())
     trained = [(n, p) for n, p in named if p.requires_grad]
@@ -231,11 +242,10 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
         )
     if adapters:
         # TRL casts the adapters of quantised models
-        by = (
-            "TRL's cast"
-            if is_of_trl(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters)
-            else "PEFT"
-        )
+        if is_of_trl(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters):
+            by = "TRL's cast"
+        else:
+            by = "PEFT"
         yield Claim(
             f"{by}, adapters",
             dtypes_of(adapters),
@@ -312,16 +322,14 @@ def check_trainer(trainer: Any) -> None:
     already, is training, is wrapped, or has a version that was never tested.
     """
     if not isinstance(trainer, Trainer):
-        what = (
-            "is a class: give the trainer itself"
-            if isinstance(trainer, type)
-            else "is no transformers.Trainer"
-        )
-        fix = (
-            "isotype.optimize(model) for a loop of your own"
-            if isinstance(trainer, nn.Module)
-            else "attach(trainer) after Trainer(...)"
-        )
+        if isinstance(trainer, type):
+            what = "is a class: give the trainer itself"
+        else:
+            what = "is no transformers.Trainer"
+        if isinstance(trainer, nn.Module):
+            fix = "isotype.optimize(model) for a loop of your own"
+        else:
+            fix = "attach(trainer) after Trainer(...)"
         raise UsageError(f"attach() takes a trainer: {type(trainer).__name__} {what}", fix=fix)
     if ATTACHED in trainer.__dict__:
         raise UsageError("this trainer is attached already", fix="detach(trainer) first")
@@ -366,12 +374,12 @@ def _check_versions(trainer: Any) -> None:
 
 
 def _check_model(trainer: Any) -> None:
-    model, args, why = trainer.model, trainer.args, ""
+    model = trainer.model
+    args = trainer.args
+    why = ""
     if not isinstance(model, nn.Module):
-        why, fix = (
-            "this trainer has no model yet (model_init builds it in train())",
-            "Trainer(model=...)",
-        )
+        why = "this trainer has no model yet (model_init builds it in train())"
+        fix = "Trainer(model=...)"
     elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         why = f"the trainer's model is wrapped in {type(model).__name__} already"
         fix = "give the trainer the plain model: it wraps it"
@@ -392,9 +400,7 @@ def _check_model(trainer: Any) -> None:
         )
         fix = "use_liger_kernel=False: attach() brings kernels of its own"
     elif not any(p.requires_grad for p in model.parameters()):
-        why, fix = (
-            "no parameter of this model is trained",
-            "give the trainer a peft_config, or requires_grad_(True)",
-        )
+        why = "no parameter of this model is trained"
+        fix = "give the trainer a peft_config, or requires_grad_(True)"
     if why:
         raise UsageError(why, fix=fix)

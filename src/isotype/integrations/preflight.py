@@ -77,7 +77,8 @@ def in_trainers_words(text: str) -> str:
 
 
 # rows looked at: the first ones. Each of a dataset's pictures is decoded when its row is read
-MOST, MOST_WITH_PICTURES = 4096, 32
+MOST = 4096
+MOST_WITH_PICTURES = 32
 _LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
@@ -97,11 +98,9 @@ def _has_pictures(row: Any) -> bool:
 
 def _ids(value: Any) -> tuple[int, ...] | None:
     value = value.tolist() if hasattr(value, "tolist") else value
-    return (
-        tuple(value)
-        if isinstance(value, list | tuple) and all(isinstance(i, int) for i in value)
-        else None
-    )
+    if isinstance(value, list | tuple) and all(isinstance(i, int) for i in value):
+        return tuple(value)
+    return None
 
 
 def _token_rows(rows: list[Any]) -> list[Row]:
@@ -114,15 +113,25 @@ def _token_rows(rows: list[Any]) -> list[Row]:
         if ids is None:
             return []
         labels = _ids(row["labels"]) if row.get("labels") is not None else None
-        mask = _ids(row["completion_mask"]) if row.get("completion_mask") is not None else None
+        if row.get("completion_mask") is not None:
+            mask = _ids(row["completion_mask"])
+        else:
+            mask = None
         if labels is None:
-            labels = ids if mask is None else tuple(i if m else IGNORED for i, m in zip(ids, mask))
+            if mask is None:
+                labels = ids
+            else:
+                labels = tuple(i if m else IGNORED for i, m in zip(ids, mask))
         if len(labels) != len(ids):  # an encoder-decoder's
             return []
-        mask = _ids(row["attention_mask"]) if row.get("attention_mask") is not None else None
+        if row.get("attention_mask") is not None:
+            mask = _ids(row["attention_mask"])
+        else:
+            mask = None
         if mask is not None:
             there = [k for k, seen in enumerate(mask) if seen]
-            ids, labels = tuple(ids[k] for k in there), tuple(labels[k] for k in there)
+            ids = tuple(ids[k] for k in there)
+            labels = tuple(labels[k] for k in there)
         prompt = next((k for k, label in enumerate(labels) if label != IGNORED), len(labels))
         made.append(Row(ids, labels, prompt))
     return made
@@ -130,19 +139,17 @@ def _token_rows(rows: list[Any]) -> list[Row]:
 
 def _largest(rows: list[Any], count: int) -> list[Any]:
     def length(row: Any) -> int:
-        return (
-            sum(
+        if isinstance(row, dict):
+            return sum(
                 len(row[name]) for name in _LENGTHS if name in row and hasattr(row[name], "__len__")
             )
-            if isinstance(row, dict)
-            else 0
-        )
+        return 0
 
     if rows and _has_pictures(rows[0]):  # tokens are made by the collator
         return rows[:count]
-    return (
-        sorted(rows, key=length, reverse=True)[:count] if any(length(row) for row in rows) else []
-    )
+    if any(length(row) for row in rows):
+        return sorted(rows, key=length, reverse=True)[:count]
+    return []
 
 
 NEW_TOKENS = 8  # of the rehearsed generation: the cache is used from the second on
@@ -171,7 +178,8 @@ class TrainerStepper:
     """A step as the trainer makes it: its own compute_loss, its own optimizer."""
 
     def __init__(self, attached: Attachment) -> None:
-        self.trainer, self.compute = attached.trainer, attached.precision.compute
+        self.trainer = attached.trainer
+        self.compute = attached.precision.compute
         self.model: nn.Module = self.trainer.model
         self.optimizer = self.trainer.optimizer
         self.loss_scale: LossScale | None = None  # under accelerate's scaler no step is rehearsed
@@ -242,7 +250,10 @@ class TrainerTask:
         eval_rows, _ = _first(next(iter(sets.values()), None) if isinstance(sets, dict) else sets)
         train = _token_rows(rows)
         evaluated = _token_rows(eval_rows) if train else []
-        self.why_no_tokens = "" if train else why or "the rows are no plain tokens with labels"
+        if train:
+            self.why_no_tokens = ""
+        else:
+            self.why_no_tokens = why or "the rows are no plain tokens with labels"
         self.largest_rows = _largest(rows, args.per_device_train_batch_size)
         self.largest_eval_rows = _largest(eval_rows, args.per_device_eval_batch_size)
         # else every token is learnt: no answers that should end
@@ -282,7 +293,9 @@ class TrainerTask:
         batch = self.collate(self.largest_eval_rows)
         with eval_mode(model):
             loss, *_ = self.trainer.prediction_step(model, dict(batch.inputs), True)
-        return None if loss is None else Evaluation(float(loss.mean()), batch.weight)
+        if loss is None:
+            return None
+        return Evaluation(float(loss.mean()), batch.weight)
 
     @property
     def samples(self) -> int:
@@ -369,7 +382,8 @@ def run_preflight(
 
 
 def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
-    trainer, task = attached.trainer, cast(TrainerTask, subject.task)
+    trainer = attached.trainer
+    task = cast(TrainerTask, subject.task)
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
     why_not = _why_not_rehearsed(task)
     unmeasured = f", which does not run: {why_not}" if why_not else ""
@@ -382,15 +396,18 @@ def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Out
     }
     no_rows = task.why_no_tokens
     without = no_rows or ("" if task.tokenizer else "the trainer has no processing_class")
-    unknown = (
-        ""
-        if hasattr(inner_model(trainer.model), "config")
-        else "the model is none of transformers: its tables are not known"
-    )
-    unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
-    blind = (
-        "" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures"
-    )
+    if hasattr(inner_model(trainer.model), "config"):
+        unknown = ""
+    else:
+        unknown = "the model is none of transformers: its tables are not known"
+    if str(trainer.args.eval_strategy.value) == "no":
+        unplanned = "eval_strategy is no"
+    else:
+        unplanned = ""
+    if vision_parts(inner_model(trainer.model)) is not None:
+        blind = ""
+    else:
+        blind = "the model sees no pictures"
     for phase, codes, run, why in (
         ("data", ("PF005",), nothing_to_learn, no_rows),
         ("data", ("PF020",), beyond_the_positions, unknown or no_rows),
@@ -498,7 +515,8 @@ def places_learnt(subject: Subject) -> Iterator[Finding]:
     labels = made.get("labels") if isinstance(made, Mapping) else None
     if labels is None:
         return
-    learnt, places = int((labels != IGNORED).sum()), int((labels == place).sum())
+    learnt = int((labels != IGNORED).sum())
+    places = int((labels == place).sum())
     if places:
         yield Finding(
             code="PF023",

@@ -43,7 +43,10 @@ class Record(TrainerCallback):
     def __init__(
         self, attached: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]
     ) -> None:
-        self.attached, self.guards, self.preflight, self.skip = attached, guards, preflight, skip
+        self.attached = attached
+        self.guards = guards
+        self.preflight = preflight
+        self.skip = skip
         self.folder = RunFolder(Path(attached.trainer.args.output_dir) / FOLDER)
         self.metrics: Metrics | None = None  # in the first process
         self.watched: WatchedSteps | None = None  # while the trainer trains
@@ -132,10 +135,8 @@ class Record(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        status, seconds = (
-            "done" if state.global_step >= state.max_steps else "stopped",
-            round(time.monotonic() - self._started, 2),
-        )
+        status = "done" if state.global_step >= state.max_steps else "stopped"
+        seconds = round(time.monotonic() - self._started, 2)
         self.folder.write_json(
             "result.json",
             {"status": status, "steps": state.global_step, "trained_seconds": seconds},

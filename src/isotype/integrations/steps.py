@@ -95,7 +95,8 @@ class Guards(TrainerCallback):
         if not module.training:
             return
         if not self.trainer.is_in_train and (running := trainers_that_run()):
-            mine, other = type(self.trainer).__name__, type(running[0]).__name__
+            mine = type(self.trainer).__name__
+            other = type(running[0]).__name__
             raise UsageError(
                 f"this model is attached to {mine}, and {other} trains it",
                 fix=f"detach(the {mine}) first; attach(the other) trains it under a precision",
@@ -178,7 +179,8 @@ class Guards(TrainerCallback):
         """NF001 with the step and where the first such number is; the fix names the trainer's own
         arguments.
         """
-        called, model = self._called, inner_model(self.trainer.model)
+        called = self._called
+        model = inner_model(self.trainer.model)
         passes = [lambda: model(*called[0], **called[1])] if called is not None else []
         args = self.trainer.args
         error = non_finite_error(

@@ -147,12 +147,14 @@ class WatchedSteps:
     def start(self) -> None:
         """After the preflight, whose rehearsed update is none of the training's."""
         hooked = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
-        before = (
-            self.optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
-        )
-        after = (
-            self.optimizer.register_step_post_hook if hooked else register_optimizer_step_post_hook
-        )
+        if hooked:
+            before = self.optimizer.register_step_pre_hook
+        else:
+            before = register_optimizer_step_pre_hook
+        if hooked:
+            after = self.optimizer.register_step_post_hook
+        else:
+            after = register_optimizer_step_post_hook
         self._of_updates = [
             before(lambda *_: self._compare(self.carried, "the update of")),
             after(self._after_update),
@@ -306,7 +308,8 @@ class WatchedSteps:
                 self._hooks.append(
                     layer.register_forward_pre_hook(observing(partial(self._count_lora)))
                 )
-            self._materialised, self._before = Counter(materialised), self._heads()
+            self._materialised = Counter(materialised)
+            self._before = self._heads()
         self._seen = self._stack.enter_context(
             self.observer.watch(step, optimizer=self.optimizer, gradient=self.attached.gradient)
         )

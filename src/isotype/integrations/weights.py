@@ -63,15 +63,15 @@ class Weights:
         read_only  the model is a reference or a teacher
         keep       keeps what narrowing would lose
         """
-        base, trainable = to_torch(precision.unquantised), to_torch(precision.trainable)
+        base = to_torch(precision.unquantised)
+        trainable = to_torch(precision.trainable)
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point() or is_quantised(parameter):
                 continue
-            dtype = (
-                base
-                if name not in trained or (read_only and _is_exact(parameter, base))
-                else trainable
-            )
+            if name not in trained or (read_only and _is_exact(parameter, base)):
+                dtype = base
+            else:
+                dtype = trainable
             if parameter.dtype == dtype:
                 continue
             self.dtypes.append((parameter, parameter.dtype))
@@ -206,7 +206,8 @@ class ResumableAdamW(MixedAdamW):
 def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
     """Raises  UsageError where a trainer cannot train such weights"""
     args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
-    why, fix = "", "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
+    why = ""
+    fix = "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
     if precision.grads != "fp32" or precision.rounding != "stochastic":
         why = (
             f": trainable {precision.trainable}, grads {precision.grads}, rounding"
@@ -217,15 +218,11 @@ def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
     elif args.world_size > 1:
         why = f" on {args.world_size} processes: DDP sums gradients in the weights' own dtype"
     elif trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        why, fix = (
-            " brings an optimizer of its own, and this trainer was given one",
-            "leave out optimizers=(...)",
-        )
+        why = " brings an optimizer of its own, and this trainer was given one"
+        fix = "leave out optimizers=(...)"
     elif optim not in ("adamw_torch", "adamw_torch_fused"):
-        why, fix = (
-            f" trains with AdamW, and the arguments ask for optim={optim}",
-            "optim='adamw_torch'",
-        )
+        why = f" trains with AdamW, and the arguments ask for optim={optim}"
+        fix = "optim='adamw_torch'"
     if why:
         raise UsageError(f"precision {preset}{why}", fix=fix)
 
@@ -294,7 +291,9 @@ class PureWeights(TrainerCallback):
     def _get_grad_norm(
         self, original: Callable[..., Any], model: nn.Module, grad_norm: Any = None
     ) -> Any:
-        return grad_norm if grad_norm is not None else get_total_norm(self.accumulator.gradients())
+        if grad_norm is not None:
+            return grad_norm
+        return get_total_norm(self.accumulator.gradients())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.accumulator.zero()

@@ -84,7 +84,9 @@ def kind_reason(layer: Any) -> str | None:
     base = layer.base_layer
     # exact types: a subclass may compute something else
     if type(layer) is lora.Linear and type(base) in (nn.Linear, PackedLinear):
-        return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
+        if layer.fan_in_fan_out:
+            return "the weight is stored transposed (fan_in_fan_out)"
+        return None
     if (
         type(layer) is getattr(lora, "ParamWrapper", None)
         and type(base) in (nn.Linear, PackedLinear)
@@ -98,7 +100,9 @@ def kind_reason(layer: Any) -> str | None:
         "LinearNF4",
         "LinearFP4",
     ):
-        return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
+        if is_4bit(base):
+            return None
+        return "not bitsandbytes' own 4-bit layer"
     if type(base).__name__ == "Linear8bitLt":
         # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight
         # would be another result
@@ -131,11 +135,9 @@ def why_not_fused(layer: Any, *, dora: bool = False) -> str | None:
     """
     if layer._disable_adapters:
         return "the adapter is disabled"
-    return (
-        "the adapter is merged into the weight"
-        if layer.merged_adapters
-        else parts_reason(layer, dora=dora)
-    )
+    if layer.merged_adapters:
+        return "the adapter is merged into the weight"
+    return parts_reason(layer, dora=dora)
 
 
 def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
@@ -146,7 +148,9 @@ def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
     adapter = active_adapter(layer)
     if adapter is None:
         several = any(one in layer.lora_A for one in layer.active_adapters)
-        return "several adapters are active" if several else "no active adapter"
+        if several:
+            return "several adapters are active"
+        return "no active adapter"
     is_dora = dora and type(layer.lora_variant.get(adapter)).__name__ == "DoraLinearVariant"
     if adapter in layer.lora_variant and not is_dora:
         return f"a variant of LoRA ({type(layer.lora_variant[adapter]).__name__})"
@@ -224,11 +228,9 @@ def weight_reason(base: nn.Module) -> str | None:
     if weight is None:
         return "the weight is no parameter of the layer"
     if type(base) is nn.Linear:
-        return (
-            None
-            if type(weight) in DENSE or hasattr(weight, "full_tensor")
-            else f"the weight is a {type(weight).__name__}"
-        )
+        if type(weight) in DENSE or hasattr(weight, "full_tensor"):
+            return None
+        return f"the weight is a {type(weight).__name__}"
     return state_reason(base)
 
 
@@ -338,11 +340,10 @@ class Plan(NotCopied):
 
     def __init__(self, layer: Any) -> None:
         # an adapter may be appended to a list in place
-        self.active = (
-            list(layer._active_adapter)
-            if isinstance(layer._active_adapter, list)
-            else layer._active_adapter
-        )
+        if isinstance(layer._active_adapter, list):
+            self.active = list(layer._active_adapter)
+        else:
+            self.active = layer._active_adapter
         self.reason = parts_reason(layer)
         self.dora = self.reason is not None and parts_reason(layer, dora=True) is None
         if self.reason is None or self.dora:
@@ -386,21 +387,25 @@ def projection(
             plan = plan if same else look_again(layer)
         if plan.reason is not None and not (dora and plan.dora):
             return None
-        adapter, a, b, dropout, base = plan.adapter, plan.a, plan.b, plan.dropout, plan.base
+        adapter = plan.adapter
+        a = plan.a
+        b = plan.b
+        dropout = plan.dropout
+        base = plan.base
     parameters = base._parameters
-    weight, bias, a_RK, b_OR = (
-        parameters["weight"],
-        parameters["bias"],
-        a._parameters["weight"],
-        b._parameters["weight"],
-    )
-    state, dtype = None, weight.dtype
+    weight = parameters["weight"]
+    bias = parameters["bias"]
+    a_RK = a._parameters["weight"]
+    b_OR = b._parameters["weight"]
+    state = None
+    dtype = weight.dtype
     if type(base) is not nn.Linear:
         if state_reason(base) is not None:
             return None
         if not base.compute_type_is_set:
             fix_compute_dtype(base, x)
-        state, dtype = weight.quant_state, base.compute_dtype
+        state = weight.quant_state
+        dtype = base.compute_dtype
     elif type(weight) not in DENSE:
         return None
     if type(a_RK) not in DENSE or type(b_OR) not in DENSE:
@@ -417,11 +422,12 @@ _projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 def bare_projection(layer: Any) -> Projection:
     """Of a linear layer without an adapter."""
-    state, dtype = (
-        (None, layer.weight.dtype)
-        if type(layer) is nn.Linear
-        else (layer.weight.quant_state, layer.compute_dtype)
-    )
+    if type(layer) is nn.Linear:
+        state = None
+        dtype = layer.weight.dtype
+    else:
+        state = layer.weight.quant_state
+        dtype = layer.compute_dtype
     return Projection(
         layer.weight,
         layer.bias,
@@ -444,11 +450,9 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         # a graph's compiler finds what projections share
         call = projection(self, x, graph=True)
-        return (
-            _peft_forward(self, x)
-            if call is None
-            else apply_linear(x, call, decided(call, x, x.dtype))
-        )
+        if call is None:
+            return _peft_forward(self, x)
+        return apply_linear(x, call, decided(call, x, x.dtype))
     ready = self.__dict__.pop(_READY, None)
     if ready is not None and ready[0] is x and not self._disable_adapters:
         _, output, version, grad = ready
@@ -482,7 +486,10 @@ def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor 
     for other in followers:
         own = other.__dict__
         own.pop(_READY, None)
-        call = projection(other, x) if FUSED in own and own.get("forward") is own[FUSED] else None
+        if FUSED in own and own.get("forward") is own[FUSED]:
+            call = projection(other, x)
+        else:
+            call = None
         if call is None:
             return None
         calls.append(call)
@@ -490,7 +497,8 @@ def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor 
     if dtypes is None:
         return None
     y, *others = lora_group(x, calls, dtypes)
-    version, grad = 0 if x.is_inference() else x._version, torch.is_grad_enabled()
+    version = 0 if x.is_inference() else x._version
+    grad = torch.is_grad_enabled()
     for other, output in zip(followers, others):
         # past nn.Module's own __setattr__, which takes 2 us
         other.__dict__[_READY] = _Ready((x, output, version, grad))
@@ -511,7 +519,10 @@ def dtypes_of(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
     if device == "meta":
         cast = autocast_dtype(x)
     else:
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if torch.is_autocast_enabled(device):
+            cast = torch.get_autocast_dtype(device)
+        else:
+            cast = None
     key = (x_dtype, cast, device, call.kind)
     found = _known.get(key)
     if found is None:
@@ -539,7 +550,8 @@ def shared_dtypes(
     """The dtypes with which these can share the products of x; None where they differ, or one
     computes its adapter branch in fp32.
     """
-    first, features = calls[0], x.shape[-1]
+    first = calls[0]
+    features = x.shape[-1]
     dtypes = dtypes_of(first, x, x.dtype)
     for call in calls:
         if call.kind != first.kind and dtypes_of(call, x, x.dtype) != dtypes:

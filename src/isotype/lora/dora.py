@@ -53,13 +53,12 @@ class Magnitude(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         y, m_O, factor_O, bias = ctx.saved_tensors
         with autocast_off(dy):
-            dy_TO, y_TO, du = (
-                dy.reshape(-1, dy.shape[-1]),
-                y.view(-1, y.shape[-1]),
-                torch.empty_like(y),
-            )
+            dy_TO = dy.reshape(-1, dy.shape[-1])
+            y_TO = y.view(-1, y.shape[-1])
+            du = torch.empty_like(y)
             du_TO = du.view(-1, du.shape[-1])
-            dm_O, dbias_O = torch.zeros_like(factor_O), torch.zeros_like(factor_O)
+            dm_O = torch.zeros_like(factor_O)
+            dbias_O = torch.zeros_like(factor_O)
             for rows in row_blocks(len(dy_TO), len(factor_O), dy.device):
                 block = dy_TO[rows].to(factor_O.dtype)
                 dm_O += (block * y_TO[rows]).sum(0)
@@ -68,7 +67,10 @@ class Magnitude(torch.autograd.Function):
                 du_TO[rows] = block * factor_O
             # y - bias is u m / n
             dm = ((dm_O if bias is None else dm_O - dbias_O * bias) / m_O).to(m_O.dtype)
-            dbias = dbias_O.to(bias.dtype) if bias is not None and ctx.needs_input_grad[3] else None
+            if bias is not None and ctx.needs_input_grad[3]:
+                dbias = dbias_O.to(bias.dtype)
+            else:
+                dbias = None
         return du, dm, None, dbias
 
 
@@ -77,12 +79,14 @@ def row_lengths(call: Projection, x: Tensor, dtype: torch.dtype) -> Tensor:
 
     dtype  of the products
     """
-    wide, now = torch.promote_types(torch.float32, dtype), at_once(dtype, x)
+    wide = torch.promote_types(torch.float32, dtype)
+    now = at_once(dtype, x)
     assert call.a is not None
     assert call.b is not None
     with torch.no_grad(), autocast_off(x):
         w_OK = base_weight(call.weight, call.quant_state, dtype)
-        a_RK, b_OR = call.a.to(dtype), call.b.to(dtype).to(wide)
+        a_RK = call.a.to(dtype)
+        b_OR = call.b.to(dtype).to(wide)
         wa_OR = scaled_product(w_OK, a_RK.t(), now=now).to(wide)
         aa_RR = a_RK.to(wide) @ a_RK.to(wide).t()
         squares = _row_squares(call.weight, w_OK, wide) + (

@@ -53,7 +53,8 @@ Narrow = tuple[Tensor, list[Tensor | None]]
 
 def parts(bs: Sequence[Tensor | None]) -> list[slice]:
     """The columns of x Aᵀ that belong to each projection: none without an adapter."""
-    found, start = [], 0
+    found = []
+    start = 0
     for b in bs:
         end = start if b is None else start + b.shape[1]
         found.append(slice(start, end))
@@ -107,9 +108,12 @@ def multiply(
     """
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     xa_TR, a_RK, bs = branches(x_TK, flat, down, now=now)
-    before, start, ys = not now and adapter_first(x_TK), 0, []
+    before = not now and adapter_first(x_TK)
+    start = 0
+    ys = []
     for i, b in enumerate(bs):
-        weight, bias = flat[TENSORS * i], flat[TENSORS * i + 1]
+        weight = flat[TENSORS * i]
+        bias = flat[TENSORS * i + 1]
         assert weight is not None
         if b is None:
             ys.append(base_product(x_TK, weight, bias, states[i]))
@@ -189,11 +193,10 @@ def input_gradient(
     dx_TK = None if share_TK is None else share_TK.to(dtype)
     for dy, weight, state in zip(dys, weights, states):
         if dy is not None:
-            w_OK = (
-                weight
-                if state is None and weight.dtype == dxa_TR.dtype
-                else base_weight(weight, state, dxa_TR.dtype)
-            )
+            if state is None and weight.dtype == dxa_TR.dtype:
+                w_OK = weight
+            else:
+                w_OK = base_weight(weight, state, dxa_TR.dtype)
             if dx_TK is None:
                 dx_TK = (dy @ w_OK).to(dtype)
             elif dtype == dy.dtype:
@@ -201,7 +204,9 @@ def input_gradient(
             else:
                 dx_TK.add_(dy @ w_OK)
     assert dx_TK is not None
-    return add_product_(dx_TK, dxa_TR, a_RK, now=now) if last else dx_TK
+    if last:
+        return add_product_(dx_TK, dxa_TR, a_RK, now=now)
+    return dx_TK
 
 
 def tensor_gradients(
@@ -229,7 +234,9 @@ def tensor_gradients(
     together: Tensor | None = None
     for i, dy in enumerate(dys):
         weight = TENSORS * i
-        bias, a, b = weight + 1, weight + 2, weight + 3
+        bias = weight + 1
+        a = weight + 2
+        b = weight + 3
         wide_dy = wide_dys[i]
         if dy is None or wide_dy is None:
             continue
@@ -244,11 +251,10 @@ def tensor_gradients(
             assert x_TK is not None
             widest = torch.promote_types(torch.float32, x_TK.dtype)
             if keeps is None:
-                together = (
-                    gradient_product(dxa_TR, x_TK, 1.0, widest, now=now)
-                    if together is None
-                    else together
-                )
+                if together is None:
+                    together = gradient_product(dxa_TR, x_TK, 1.0, widest, now=now)
+                else:
+                    together = together
                 da = together[slices[i]]
             else:
                 da = gradient_product(
@@ -298,9 +304,12 @@ class LoraGroup(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative("lora_group")
-        n, needs = len(dys), ctx.needs_input_grad[4:]
+        n = len(dys)
+        needs = ctx.needs_input_grad[4:]
         xa_TR, *rest = ctx.saved_tensors
-        weights, keeps, rest = rest[:n], rest[n : 2 * n], rest[2 * n :]
+        weights = rest[:n]
+        keeps = rest[n : 2 * n]
+        rest = rest[2 * n :]
         if all_none(dys):
             return (None,) * (4 + len(needs))
         scales, states, compute, x_shape, x_dtype, now = ctx.given
@@ -310,18 +319,20 @@ class LoraGroup(torch.autograd.Function):
                 rest[2 * n :],
             )
         else:
-            a_RK, bs, kept_x = rest[0], rest[1 : n + 1], rest[n + 1 :]
+            a_RK = rest[0]
+            bs = rest[1 : n + 1]
+            kept_x = rest[n + 1 :]
         keeps = None if all_none(keeps) else keeps
-        slices, now = parts(bs), now and not torch._C._len_torch_dispatch_stack()
+        slices = parts(bs)
+        now = now and not torch._C._len_torch_dispatch_stack()
         with now_without_autocast() if now else autocast_off(xa_TR):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
             down = [None if dy is None else dy.to(compute) for dy in came]
             dxa_TR = branch_gradient(down, bs, scales, xa_TR, now=now)
-            x_TK = (
-                kept_x[0]
-                if ctx.make_x is None
-                else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
-            )
+            if ctx.make_x is None:
+                x_TK = kept_x[0]
+            else:
+                x_TK = made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
             grads = tensor_gradients(
                 x_TK,
                 xa_TR,
@@ -356,7 +367,8 @@ def flattened(
     into the scale.
     """
     flat: list[Tensor | None] = []
-    scales, states = [], []
+    scales = []
+    states = []
     for weight, bias, a, b, state, scale, dropout, _ in calls:
         keep = dropout_mask(x, dropout).reshape(-1, x.shape[-1]) if dropout else None
         flat += (weight, bias, a, b, keep)

@@ -87,9 +87,11 @@ def decide(
     Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain
             `nn.Linear` refuses those too
     """
-    cast, x_dtype = autocast_dtype(x), x_dtype or x.dtype
+    cast = autocast_dtype(x)
+    x_dtype = x_dtype or x.dtype
     if quantised:
-        compute, out = weight_dtype, x_dtype
+        compute = weight_dtype
+        out = x_dtype
     elif cast is not None and torch.float64 not in (x_dtype, weight_dtype):
         compute = out = cast
     elif x_dtype == weight_dtype:
@@ -151,7 +153,9 @@ def out_features(weight: Tensor, quant_state: Any) -> int:
 
 
 def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype) if quant_state is None else dequantised(weight, quant_state, dtype)
+    if quant_state is None:
+        return weight.to(dtype)
+    return dequantised(weight, quant_state, dtype)
 
 
 def adapter_first(x_TK: Tensor) -> bool:
@@ -197,13 +201,14 @@ def adapted_product(
         )
     else:
         w_OK = base_weight(weight, quant_state, dtype)
-        y_TO = (
-            scaled_product(xa_TR, b_OR.t(), scale)
-            if bias is None
-            else torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
-        )
+        if bias is None:
+            y_TO = scaled_product(xa_TR, b_OR.t(), scale)
+        else:
+            y_TO = torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
         y_TO.addmm_(x_TK, w_OK.t())
-    return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+    if x.dim() == 2:
+        return y_TO
+    return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
 # --- the branch in fp32 beside a narrow base product: for adapters whose dtype differs from the
@@ -267,7 +272,10 @@ def branch_gradients_fp32(
             assert x_TK is not None
             da.addmm_(dxa_fp32.t(), _block_fp32(x_TK, keep_TK, rows), alpha=scale)
         if dx_TK is not None:
-            share = dxa_fp32 @ a_RK if keep_TK is None else (dxa_fp32 @ a_RK).mul_(keep_TK[rows])
+            if keep_TK is None:
+                share = dxa_fp32 @ a_RK
+            else:
+                share = (dxa_fp32 @ a_RK).mul_(keep_TK[rows])
             dx_TK[rows] = share.mul_(scale).add_(dx_TK[rows]).to(dx_TK.dtype)
     return da, db
 
@@ -322,20 +330,22 @@ class LoraLinear(torch.autograd.Function):
         compute, out, wide = dtypes
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
-        unused, now = (
-            bool(layers_running) and output_is_unused(ctx),
-            not wide and at_once(compute, x),
-        )
+        unused = bool(layers_running) and output_is_unused(ctx)
+        now = not wide and at_once(compute, x)
         with now_without_autocast() if now else autocast_off(x):
             narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             low = narrow_TK.view(x.shape)
             if wide:
                 y_TO = base_product(narrow_TK, weight, bias, quant_state).to(out)
-                branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
+                branch_TK = x_TK
+                a = a_RK.float()
+                b = b_OR.float()
                 xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, branch_scale)
                 y = no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
-                branch_TK, a, b = narrow_TK, a_RK.to(compute), b_OR.to(compute)
+                branch_TK = narrow_TK
+                a = a_RK.to(compute)
+                b = b_OR.to(compute)
                 xa_TR = scaled_product(
                     branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), now=now
                 )
@@ -381,12 +391,12 @@ class LoraLinear(torch.autograd.Function):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             narrow_TO = dy_TO.to(compute)
             branch = torch.float32 if wide else compute
-            a, b = a.to(branch), b.to(branch)
-            x_TK = (
-                kept_x[0]
-                if ctx.make_x is None
-                else made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
-            )
+            a = a.to(branch)
+            b = b.to(branch)
+            if ctx.make_x is None:
+                x_TK = kept_x[0]
+            else:
+                x_TK = made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
             if ctx.make_x is not None and not wide:
                 x_TK = x_TK.to(compute)
             if needs_weight:
@@ -420,11 +430,10 @@ class LoraLinear(torch.autograd.Function):
                 # before its gradient is made
                 del x_TK
                 if needs_x:
-                    w_OK = (
-                        weight
-                        if quant_state is None and weight.dtype == compute
-                        else base_weight(weight, quant_state, compute)
-                    )
+                    if quant_state is None and weight.dtype == compute:
+                        w_OK = weight
+                    else:
+                        w_OK = base_weight(weight, quant_state, compute)
                     if keep_TK is None and (
                         (now and x_dtype == compute and a.shape[0] <= SKINNY)
                         or adds_in_place(x_dtype, dxa_TR, a)
@@ -463,7 +472,8 @@ def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool =
         )
     keep = None
     if dropout:
-        keep, scale = dropout_mask(x, dropout), dropped_scale(scale, dropout)
+        keep = dropout_mask(x, dropout)
+        scale = dropped_scale(scale, dropout)
     given = (x, weight, bias, a, b, keep, scale, state, dtypes)
     out: Tensor = _apply(*given) if now else applied(LoraLinear, *given)
     return out

@@ -136,7 +136,9 @@ def _forward_in_tiles(
         if weight is not None
     ]
     dense = (None,) * len(states)
-    inner_xas, outer_xas, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+    inner_xas = list[Tensor]()
+    outer_xas = list[Tensor]()
+    outputs = list[Tensor]()
     for rows in _tiles(x_TK.shape[0]):
         # gate and up of one tile at a time: what this gives is dropped with it
         ys, inner, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, down=down)
@@ -160,7 +162,8 @@ def _adapters(
     """A and B as cast down, of gate and up and of down."""
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     features = widths[0] if len(widths) == 3 else widths[0] // 2
-    dtype, n = x_TK.dtype, -TENSORS
+    dtype = x_TK.dtype
+    n = -TENSORS
     return (
         cast_down(flat[2:n:TENSORS], flat[3:n:TENSORS], x_TK, x_TK.shape[1], dtype),
         cast_down(flat[n + 2 : n + 3], flat[n + 3 : n + 4], x_TK, features, dtype),
@@ -205,7 +208,9 @@ def _gradients_of_down(
 
     tiled   gate and up are the caller's to overwrite
     """
-    narrow_TK, slices, keeps = dy_TK.to(compute), parts([b]), None if keep is None else [keep]
+    narrow_TK = dy_TK.to(compute)
+    slices = parts([b])
+    keeps = None if keep is None else [keep]
     dha_TR = branch_gradient([narrow_TK], [b], [scale], ha_TR, now=now)
     if (
         not (tiled and fused_runs(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous())
@@ -271,7 +276,8 @@ def _nothing_but_adapters(
     """What a recompute saves for a backward that starts at x: only A and B as cast down. Backward
     computes every tensor of token size.
     """
-    tokens, dtype = x_TK.shape[0], x_TK.dtype
+    tokens = x_TK.shape[0]
+    dtype = x_TK.dtype
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     (a_RK, inner_bs), (a_RI, outer_bs) = _adapters(x_TK, flat, states)
     ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
@@ -301,15 +307,21 @@ def _gradients_from_x(
     three layers from x on, where gate, up, their gradients and the product exist for one tile of
     tokens at a time. wide: weights in the products' dtype.
     """
-    n, slices, down = len(bs) - 1, parts(bs[:-1]), parts(bs[-1:])
+    n = len(bs) - 1
+    slices = parts(bs[:-1])
+    down = parts(bs[-1:])
     flat: list[Tensor | None] = []
     for weight, b, part in zip(wide, bs[:-1], slices):
         flat += [weight, None, None if b is None else a_RK[part], b, None]
     none: tuple[None, ...] = (None,) * n
     totals: list[Tensor | None] = [None] * len(needs)
-    dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
+    if x_dtype is None:
+        dx_TK = None
+    else:
+        dx_TK = torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
     for rows in _tiles(x_TK.shape[0]):
-        x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
+        x = x_TK[rows]
+        dy = dy_TK[rows].to(x_TK.dtype)
         ys, (xa, _, _) = multiply(x, flat, scales[:-1], none, (a_RK, list(bs[:-1])))
         dha = branch_gradient([dy], bs[-1:], scales[-1:], dy.new_empty(dy.shape[0], a_RI.shape[0]))
         dh = input_gradient(dha, a_RI, [dy], wide[-1:], [None], None, down, x.dtype)
@@ -348,9 +360,12 @@ class LoraMlp(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[5:]
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        ctx.owns, unused, compute = False, False, dtypes.compute
+        ctx.owns = False
+        unused = False
+        compute = dtypes.compute
         if layers_running:
-            ctx.owns, unused = is_recomputed(), output_is_unused(ctx)
+            ctx.owns = is_recomputed()
+            unused = output_is_unused(ctx)
         now = at_once(compute, x)
         with now_without_autocast() if now else autocast_off(x):
             x_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
@@ -381,26 +396,24 @@ class LoraMlp(torch.autograd.Function):
         )
         ctx.given = kind, scales, states, compute, x.shape, x.dtype, now
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+        if x.dim() == 2:
+            return y_TO
+        return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative("lora_mlp")
         kind, scales, states, compute, x_shape, x_dtype, now = ctx.given
-        needs, leaves, now = (
-            ctx.needs_input_grad[5:],
-            ctx.leaf_dtypes,
-            now and not torch._C._len_torch_dispatch_stack(),
-        )
+        needs = ctx.needs_input_grad[5:]
+        leaves = ctx.leaf_dtypes
+        now = now and not torch._C._len_torch_dispatch_stack()
         x_TK, xa_TR, a_RK, ha_TR, a_RI, *rest = ctx.saved_tensors
         n = len(scales) - 1
-        ys, bs, weights, keeps = (
-            rest[:n],
-            rest[n : 2 * n + 1],
-            rest[2 * n + 1 : 3 * n + 2],
-            rest[3 * n + 2 :],
-        )
+        ys = rest[:n]
+        bs = rest[n : 2 * n + 1]
+        weights = rest[2 * n + 1 : 3 * n + 2]
+        keeps = rest[3 * n + 2 :]
         inner_keeps = None if all_none(keeps[:-1]) else keeps[:-1]
         with now_without_autocast() if now else autocast_off(dy):
             dy_TK = dy.reshape(-1, dy.shape[-1])
@@ -494,7 +507,8 @@ def lora_mlp(
     assert not dtypes.wide
     assert dtypes.out == dtypes.compute
     flat, scales, states = flattened(x, inner)
-    keep, scale = None, down.scale
+    keep = None
+    scale = down.scale
     if down.dropout:
         # the product that is dropped from is not made yet: of it only the shape and the device
         # count
@@ -502,7 +516,8 @@ def lora_mlp(
             torch.empty((*x.shape[:-1], down.features), dtype=torch.bool, device=x.device),
             down.dropout,
         )
-        keep, scale = keep.reshape(-1, down.features), dropped_scale(scale, down.dropout)
+        keep = keep.reshape(-1, down.features)
+        scale = dropped_scale(scale, down.dropout)
     flat += (down.weight, down.bias, down.a, down.b, keep)
     given = (x, kind, (*scales, scale), (*states, down.quant_state), dtypes, *flat)
     out: Tensor = _apply(*given) if now else applied(LoraMlp, *given)
@@ -553,7 +568,8 @@ def run_gated(layers: Sequence[Any], x: Tensor, kind: Gated) -> Tensor | None:
         own = layer.__dict__
         # `fuse_lora` puts its forward on LoRA layers only
         if FUSED in own and own.get("forward") is own[FUSED]:
-            call, adapted = projection(layer, x, graph=graph), True
+            call = projection(layer, x, graph=graph)
+            adapted = True
             if call is None:
                 return None
         elif is_lora(layer) or bare_reason(layer) is not None:

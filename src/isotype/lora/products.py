@@ -134,7 +134,8 @@ def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0, *, now: bool
     if now and ranks <= SKINNY:
         left = left if left.stride(1) == 1 else left.contiguous()
         right = right if 1 in right.stride() else right.contiguous()
-        out, threads = left.new_empty((left.shape[0], ranks)), torch.get_num_threads()
+        out = left.new_empty((left.shape[0], ranks))
+        threads = torch.get_num_threads()
         KERNELS.calls["shrink"](
             left.data_ptr(),
             right.data_ptr(),
@@ -214,7 +215,14 @@ def gradient_product(
     n = right_TN.shape[1]
     out_MN = left_TM.new_empty((m, n), dtype=torch.float32)
     # the kernel's ranks are the narrower side
-    large, small, steps = (right_TN, left_TM, (n, 1)) if m <= n else (left_TM, right_TN, (1, n))
+    if m <= n:
+        large = right_TN
+        small = left_TM
+        steps = (n, 1)
+    else:
+        large = left_TM
+        small = right_TN
+        steps = (1, n)
     KERNELS.calls["gradient"](
         large.data_ptr(),
         small.data_ptr(),

@@ -43,7 +43,9 @@ class WideCopy(NotCopied):
     """A widened weight that is stored for `uses` backward products."""
 
     def __init__(self, wide: Tensor, packed: Tensor) -> None:
-        self.wide, self.version, self.uses = wide, packed._version, 0
+        self.wide = wide
+        self.version = packed._version
+        self.uses = 0
 
     def fits(self, packed: Tensor, dtype: torch.dtype) -> bool:
         return (
@@ -121,7 +123,8 @@ class LinearPacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any) -> Tensor:
         ctx.save_for_backward(packed if ctx.needs_input_grad[0] else None)
-        ctx.state, ctx.bias_dtype = state, None if bias is None else bias.dtype
+        ctx.state = state
+        ctx.bias_dtype = None if bias is None else bias.dtype
         with autocast_off(x):
             return packed_product(x, packed, state, None if bias is None else bias.to(x.dtype))
 
@@ -211,7 +214,8 @@ class PackedLinear(nn.Linear):
         bias: Tensor | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         self.weight = PackedWeight(packed, state)
         self.register_parameter(
             "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)

@@ -95,7 +95,8 @@ def attach_adapter(
         return load_adapter(model, folder, what="adapter.start_from")
     if section.kind == "lokr":
         return _with_lokr(model, section, targets or [])
-    in_full, tied = list(section.modules_to_save), False
+    in_full = list(section.modules_to_save)
+    tied = False
     if token_ids and (new_tokens or set(token_modules(model)[0]) & set(in_full)):
         raise UsageError(
             "adapter.train_tokens: the embedding is trained in full",
@@ -144,7 +145,10 @@ def attach_adapter(
     if parts is not None:
         lost = [name for name in lost if name in adaptable]
     if section.targets == "all-linear":
-        unseen = layers_of_pictures(model, parts) if parts is not None and not pictures else []
+        if parts is not None and not pictures:
+            unseen = layers_of_pictures(model, parts)
+        else:
+            unseen = []
         # the pattern of last names also matches a tower's patch embedding, a convolution named as a
         # linear layer is
         if parts is not None:
@@ -231,11 +235,10 @@ def _exact_magnitudes(adapted: nn.Module) -> None:
         weight = layer.base_layer.weight
         if not isinstance(layer.base_layer, nn.Linear) or weight.is_meta:
             continue
-        dense = (
-            widen(weight.data, weight.quant_state, torch.float32)
-            if is_quantised(weight)
-            else weight.data.float()
-        )
+        if is_quantised(weight):
+            dense = widen(weight.data, weight.quant_state, torch.float32)
+        else:
+            dense = weight.data.float()
         matrices = (
             layer.lora_A["default"].weight.data.float(),
             layer.lora_B["default"].weight.data.float(),
@@ -279,14 +282,12 @@ def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> 
             to_torch(declared_dtype(model, name, parameter, precision))
         )
     count = sum(p.numel() for p in frozen.values())
-    return (
-        [
+    if frozen:
+        return [
             f"adapter.vision, adapter.projector: {counted(count, 'weight')} of tower and projector"
             " stay frozen"
         ]
-        if frozen
-        else []
-    )
+    return []
 
 
 def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None:
@@ -351,7 +352,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    where, weights = f"{what}: {folder}", folder / "adapter_model.safetensors"
+    where = f"{what}: {folder}"
+    weights = folder / "adapter_model.safetensors"
     if not (folder / "adapter_config.json").is_file():
         raise UsageError(f"{where} has no adapter_config.json: not a PEFT folder")
     if not weights.is_file():
@@ -382,11 +384,10 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
             fix=again,
         )
     refuse_quantised(model, saved_in_full(folder), where)
-    fix = (
-        f"take the base model it was trained on ({base})"
-        if base
-        else "take the base model it was trained on"
-    )
+    if base:
+        fix = f"take the base model it was trained on ({base})"
+    else:
+        fix = "take the base model it was trained on"
     try:
         # low_cpu_mem_usage would leave what the file lacks on the meta device
         loaded = PeftModel.from_pretrained(model, str(folder), config=settings, is_trainable=True)
@@ -477,11 +478,9 @@ def trained_in_full(section: AdapterSection) -> list[str]:
     """Names, as `modules_to_save` has them, of what the run's adapter trains in full."""
     if section.kind == "none":
         return []
-    return (
-        list(section.modules_to_save)
-        if section.start_from is None
-        else saved_in_full(Path(section.start_from))
-    )
+    if section.start_from is None:
+        return list(section.modules_to_save)
+    return saved_in_full(Path(section.start_from))
 
 
 def saved_in_full(folder: Path) -> list[str]:
@@ -493,7 +492,9 @@ def saved_in_full(folder: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     names = settings.get("modules_to_save") if isinstance(settings, dict) else None
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if isinstance(names, list):
+        return [name for name in names if isinstance(name, str)]
+    return []
 
 
 def modules_in_full(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
@@ -529,11 +530,10 @@ def layers_to_quantise(model: PreTrainedModel, kept: Sequence[str]) -> set[nn.Mo
 def kept_by_config(config: Any) -> list[str] | None:
     """`llm_int8_skip_modules` of a base that was saved quantised; None where it has none."""
     given = config.quantization_config
-    kept = (
-        given.get("llm_int8_skip_modules")
-        if isinstance(given, dict)
-        else getattr(given, "llm_int8_skip_modules", None)
-    )
+    if isinstance(given, dict):
+        kept = given.get("llm_int8_skip_modules")
+    else:
+        kept = getattr(given, "llm_int8_skip_modules", None)
     return None if kept is None else list(kept)
 
 

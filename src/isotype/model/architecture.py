@@ -78,7 +78,10 @@ def attention_line(model: Any, asked: str) -> str:
     if asked != AUTO:
         return word
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    why = f"{type(inner).__name__} has no sdpa" if word == "eager" else "the best this family has"
+    if word == "eager":
+        why = f"{type(inner).__name__} has no sdpa"
+    else:
+        why = "the best this family has"
     return f"{word} (auto: {why})"
 
 
@@ -135,20 +138,16 @@ def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False
             )
         architecture.num_labels = 1
         return AutoModelForSequenceClassification
-    return (
-        AutoModelForImageTextToText
-        if is_vision_language(architecture) and not of_text
-        else AutoModelForCausalLM
-    )
+    if is_vision_language(architecture) and not of_text:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def is_vision_language(architecture: Any) -> bool:
     """Whether the configuration is of a class that takes pictures and text, and answers with text."""
     family = getattr(architecture, "model_type", None) or ""
-    released, of_text = (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family),
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family),
-    )
+    released = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family)
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     if not str(released).endswith("ForConditionalGeneration"):
         return False
     named = (getattr(architecture, "architectures", None) or [released])[0]
@@ -171,7 +170,9 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
     """
     family = getattr(architecture, "model_type", "") or "this model"
     classes = getattr(architecture, "architectures", None) or []
-    with_head, fix, why = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family), DECODERS, ""
+    with_head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    fix = DECODERS
+    why = ""
     answers = next(
         (
             what
@@ -235,11 +236,9 @@ def layer_settings(config: Any) -> list[Any]:
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", 0)
-    return (
-        list(text.per_layer_config)
-        if count and hasattr(text, "per_layer_config")
-        else [text] * count
-    )
+    if count and hasattr(text, "per_layer_config"):
+        return list(text.per_layer_config)
+    return [text] * count
 
 
 ROPE = "model.rope_parameters"

@@ -32,10 +32,8 @@ def unfilled_memory_shows() -> Iterator[None]:
     """Within it, new memory that nobody fills holds NaN, the largest integer, or True:
     `torch.utils.deterministic` fills it by default.
     """
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -88,11 +86,9 @@ def _is_unfilled(buffer: Tensor) -> bool:
         return False
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
         return bool(buffer.isnan().all())
-    return (
-        bool(buffer.all())
-        if buffer.dtype == torch.bool
-        else bool((buffer == torch.iinfo(buffer.dtype).max).all())
-    )
+    if buffer.dtype == torch.bool:
+        return bool(buffer.all())
+    return bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
 def forget_longer_batches(model: nn.Module) -> None:

@@ -93,11 +93,12 @@ def build_model(
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     # before the precision, which wraps the forward that the ops look at
-    manifest = (
-        optimize(model, precision, device_type=device.type, lora_branch=config.model.lora_branch)
-        if config.model.optimize
-        else Manifest(notes=["model.optimize: false", *notes_of_optimize(model, precision)])
-    )
+    if config.model.optimize:
+        manifest = optimize(
+            model, precision, device_type=device.type, lora_branch=config.model.lora_branch
+        )
+    else:
+        manifest = Manifest(notes=["model.optimize: false", *notes_of_optimize(model, precision)])
     manifest.notes += notes
     apply_precision(model, precision, device_type=device.type, part=part)
     if config.train.embedding_noise is not None:
@@ -208,4 +209,6 @@ def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, st
         "quantization_config"
     )
     how = of_settings(given) if isinstance(given, dict) else None
-    return None if how is None or how.unread or how.kind == "fp4" else (how.kind, str(how))
+    if how is None or how.unread or how.kind == "fp4":
+        return None
+    return (how.kind, str(how))

@@ -37,11 +37,12 @@ def write_card(
     kind = auto_class(inner.config, of_text=vision_parts(inner) is None, scored=scored).__name__
     labels = ", num_labels=1" if scored else ""
     what, library = ("A PEFT adapter", "peft") if adapter else ("A model", "transformers")
-    name, saved = json.dumps(base), precision.save_adapter if adapter else precision.save_model
+    name = json.dumps(base)
+    saved = precision.save_adapter if adapter else precision.save_model
     # transformers would widen it, and leave Llama 3's scaling of positions out
     packed = gguf_file(base) is not None
-    load = (
-        [
+    if adapter:
+        load = [
             (
                 f"model = isotype.load_packed({name})"
                 if packed
@@ -49,9 +50,8 @@ def write_card(
             ),
             "model = PeftModel.from_pretrained(model, FOLDER)",
         ]
-        if adapter
-        else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]
-    )
+    else:
+        load = [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]
     lines = [
         *_facts(
             base,

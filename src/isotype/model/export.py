@@ -46,14 +46,18 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
-        result[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in seen else tensor
+        if tensor.numel() and tensor.data_ptr() in seen:
+            result[name] = tensor.clone()
+        else:
+            result[name] = tensor
         seen.add(tensor.data_ptr())
     return result
 
 
 def embedding_and_head(model: Any) -> tuple[str, str] | None:
     """Names of the embedding's and the head's weight; None where the model has not both."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     if embedding is None or head is None or id(embedding) not in names or id(head) not in names:
         return None

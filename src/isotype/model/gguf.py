@@ -152,10 +152,8 @@ def _read(file: Path, _changed: int) -> _File:
 
 def dense_copy(file: Path) -> str:
     """What to run for a dense copy of a file."""
-    of, saved = (
-        f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}",
-        "save_pretrained('DENSE')",
-    )
+    of = f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}"
+    saved = "save_pretrained('DENSE')"
     wide = "quantization_config=GgufConfig(dequantize=True), dtype='bfloat16'"
     return (
         f"transformers widens it: AutoModelForCausalLM.{of}, {wide}).{saved};"
@@ -177,7 +175,9 @@ def read_architecture(
         )
         return found
     file = read(path)
-    of, fields, tensors = file.of, file.fields, file.tensors
+    of = file.of
+    fields = file.fields
+    tensors = file.tensors
     architecture = f"{fields['general.architecture']}."
     own = {
         name.removeprefix(architecture): value
@@ -213,7 +213,10 @@ def read_architecture(
         f"{name}_token_id": fields.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in special.items()
     }
-    biased = {"attention_bias": "blk.0.attn_q.bias" in tensors} if file.family.permuted else {}
+    if file.family.permuted:
+        biased = {"attention_bias": "blk.0.attn_q.bias" in tensors}
+    else:
+        biased = {}
     made = AutoConfig.for_model(
         file.family.model_type,
         **settings,
@@ -246,7 +249,10 @@ def _rope(file: _File, path: Path, head: int) -> dict[str, Any]:
     }
     kind = file.of("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        original = file.of("rope.scaling.original_context_length") if kind == "yarn" else None
+        if kind == "yarn":
+            original = file.of("rope.scaling.original_context_length")
+        else:
+            original = None
         rope |= {"rope_type": kind, "factor": float(file.of("rope.scaling.factor", 1.0))}
         rope |= {"original_max_position_embeddings": int(original)} if original else {}
     elif kind != "none":
@@ -306,16 +312,19 @@ def tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
                 (t.shape[0], t.shape[1]),
             )
             value = PackedState(layout, "gguf", {}).widen(value, dtype)
-        made[name] = (
-            value.view(heads, -1, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
-            if heads
-            else value
-        )
+        if heads:
+            made[name] = (
+                value.view(heads, -1, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+            )
+        else:
+            made[name] = value
     return made
 
 
 def _values(t: _Tensor) -> Tensor:
-    return t.data if t.kind in BLOCKS else t.data.view(_PLAIN[t.kind]).view(t.shape)
+    if t.kind in BLOCKS:
+        return t.data
+    return t.data.view(_PLAIN[t.kind]).view(t.shape)
 
 
 def _named(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
@@ -325,11 +334,13 @@ def _named(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
     Raises  UsageError for a tensor without a name there
     """
     file = read(path)
-    heads_of = (
-        {"attn_q": file.of("attention.head_count"), "attn_k": file.of("attention.head_count_kv")}
-        if file.family.permuted
-        else {}
-    )
+    if file.family.permuted:
+        heads_of = {
+            "attn_q": file.of("attention.head_count"),
+            "attn_k": file.of("attention.head_count_kv"),
+        }
+    else:
+        heads_of = {}
     for full, t in file.tensors.items():
         if full == _FACTORS:
             continue

@@ -143,9 +143,9 @@ def base_source(
         source = Source(
             section.name, section.revision, section.trust_remote_code, rope=section.rope_parameters
         )
-        return (
-            _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
-        )
+        if section.add_tokens:
+            return _with_added_tokens(source, section, tokenizer, folder)
+        return source
     if section.rope_parameters is not None:
         raise UsageError(
             f"{ROPE}: has no effect with model.init: random", fix="rope_parameters in model.config"
@@ -176,7 +176,9 @@ def load_architecture(
     refuse_other_objectives(found, section.name, scored=scored)
     if section.rope_parameters is not None:
         change_rope(found, section.rope_parameters)
-    return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
+    if section.add_tokens and tokenizer is not None:
+        return grown_config(found, tokenizer)
+    return found
 
 
 def _with_added_tokens(
@@ -248,7 +250,8 @@ def load_base(
     architecture = _architecture(source)
     refuse_other_objectives(architecture, source.name, scored=source.scored)
     said = check_base(of_config(architecture), precision, source.name)
-    quantised_before, notes = bool(said), [] if notes is None else notes
+    quantised_before = bool(said)
+    notes = [] if notes is None else notes
     notes += said
     options["dtype"] = dtype
     if quantised_before and precision.base != "nf4":
@@ -396,11 +399,10 @@ def outline_packed(
     assert found.packing is not None
     with explained(section.name, "model", section.revision):
         file = gguf_file(section.name)
-        parts = (
-            parts_of_files(files_of(section.name, section.revision))
-            if file is None
-            else gguf_parts(file)
-        )
+        if file is None:
+            parts = parts_of_files(files_of(section.name, section.revision))
+        else:
+            parts = gguf_parts(file)
         wait_for_packed(model, parts, found.packing, section.name)
         pack(model, found.packing)
 
@@ -535,10 +537,12 @@ _UNREACHED = {
 
 
 def loading_error(name: str, what: str, error: BaseException) -> UsageError:
-    named, causes = f"{what} {name}", [error]
+    named = f"{what} {name}"
+    causes = [error]
     while (at := causes[-1].__cause__ or causes[-1].__context__) is not None and at not in causes:
         causes.append(at)
-    kinds, text = {type(c).__name__ for c in causes}, " ".join(str(c) for c in causes)
+    kinds = {type(c).__name__ for c in causes}
+    text = " ".join(str(c) for c in causes)
     absent = "backend tokenizer" in text or "does not appear to have a file named" in text
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
         there = _names_in(name) or "an empty folder"
@@ -607,7 +611,8 @@ _FAULTS = (
 
 def _damaged(name: str, what: str, error: BaseException) -> UsageError:
     """The error for an existing folder that does not load: names the damaged file and a fix."""
-    text, said = f"{type(error).__name__}: {error}", first_line(error)
+    text = f"{type(error).__name__}: {error}"
+    said = first_line(error)
     if any(
         frame.f_code.co_filename.endswith(_GENERATION_SETTINGS)
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -638,8 +643,6 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
 
 
 def _names_in(name: str) -> str:
-    return (
-        ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
-        if Path(name).is_dir()
-        else "a file"
-    )
+    if Path(name).is_dir():
+        return ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
+    return "a file"

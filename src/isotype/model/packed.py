@@ -56,7 +56,8 @@ def reading_packed(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]
     assert found is not None
     assert found.packing is not None
     AUTO_QUANTIZER_MAPPING[METHOD] = _Reader
-    reads, file = _Reads(found.packing, name), gguf_file(name)
+    reads = _Reads(found.packing, name)
+    file = gguf_file(name)
     beside = {} if file is None else {"state_dict": gguf.tensors(file, dtype)}
     if file is not None:
         reads.parts = {of: Part(t.dtype, tuple(t.shape)) for of, t in beside["state_dict"].items()}
@@ -90,11 +91,9 @@ class _Waiting(nn.Module):
 
     def __init__(self, like: nn.Linear, layout: Layout, parts: Mapping[str, Part]) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.layout = (
-            like.in_features,
-            like.out_features,
-            layout,
-        )
+        self.in_features = like.in_features
+        self.out_features = like.out_features
+        self.layout = layout
         for name, part in parts.items():
             _wait(self, name, part)
         self.register_parameter("bias", like.bias)
@@ -126,7 +125,10 @@ class _Reader(HfQuantizer):
         self, model: Any, checkpoint_files: Iterable[str] = (), **kwargs: Any
     ) -> Any:
         how = self.quantization_config
-        parts = how.parts if how.parts is not None else parts_of_files(checkpoint_files or ())
+        if how.parts is not None:
+            parts = how.parts
+        else:
+            parts = parts_of_files(checkpoint_files or ())
         wait_for_packed(model, parts, how.packing, how.name)
         return model
 
@@ -161,7 +163,8 @@ def parts_of_files(files: Iterable[str | Path]) -> dict[str, Part]:
     return found
 
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
@@ -184,13 +187,14 @@ def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
 def files_of(name: str, revision: str | None) -> list[str]:
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(name, INDEX, **options)
-    names = (
-        {SINGLE}
-        if index is None
-        else set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    )
+    if index is None:
+        names = {SINGLE}
+    else:
+        names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
     files = [cached_file(name, each, **options) for each in sorted(names)]
-    return [] if None in files else [file for file in files if file is not None]
+    if None in files:
+        return []
+    return [file for file in files if file is not None]
 
 
 def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, where: str) -> None:
@@ -210,7 +214,8 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
     mapping = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    there, tied = model.state_dict(), set(model.all_tied_weights_keys)
+    there = model.state_dict()
+    tied = set(model.all_tied_weights_keys)
     for owner, parts in packed.items():
         if owner in of_experts:
             continue
@@ -220,11 +225,10 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
         path = renamed.removesuffix(".weight")
         layer = _submodule(model, path)
         if pattern is not None or not isinstance(layer, nn.Linear):
-            what = (
-                "transformers joins or cuts this weight"
-                if pattern is not None
-                else f"a {type(layer).__name__}, not a linear layer"
-            )
+            if pattern is not None:
+                what = "transformers joins or cuts this weight"
+            else:
+                what = f"a {type(layer).__name__}, not a linear layer"
             raise UsageError(
                 f"model {where}: {owner} is packed ({', '.join(sorted(parts))}): {what}: not"
                 " offered",
@@ -327,11 +331,10 @@ def load_packed(
     )
     found = of_config(config)
     if found is None or found.packing is None:
-        what = (
-            "is not quantised"
-            if found is None
-            else found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
-        )
+        if found is None:
+            what = "is not quantised"
+        else:
+            what = found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
         raise UsageError(
             f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained"
         )
@@ -381,7 +384,8 @@ def _wait(module: nn.Module, name: str, part: Part) -> None:
 
 _SEPARATE = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_PLAN, _BLOCKS = "_isotype_packed", ".gate_up_proj_blocks"
+_PLAN = "_isotype_packed"
+_BLOCKS = ".gate_up_proj_blocks"
 
 
 def wait_for_experts(
@@ -450,11 +454,10 @@ def _wait_for_blocks(
         for name, shape in shapes.items():
             found = names.get(f"{path}.{name}")
             if found is None or tuple(found.shape) != shape:
-                said = (
-                    "is missing"
-                    if found is None
-                    else f"is {list(found.shape)}, expected {list(shape)}"
-                )
+                if found is None:
+                    said = "is missing"
+                else:
+                    said = f"is {list(found.shape)}, expected {list(shape)}"
                 raise UsageError(
                     f"model {where}: {path}.{name} {said}",
                     fix="get the files again from where they came",

@@ -148,7 +148,10 @@ class _WithoutVideo:
 
 def _content(name: str, file: str, revision: str | None) -> dict[str, Any]:
     found = _file(name, file, revision)
-    content: Any = json.loads(Path(found).read_text(encoding="utf-8")) if found is not None else {}
+    if found is not None:
+        content: Any = json.loads(Path(found).read_text(encoding="utf-8"))
+    else:
+        content = {}
     return content if isinstance(content, dict) else {}
 
 

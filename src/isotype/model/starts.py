@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..precision.apply import is_quantised
 
-A0, B0 = "start_A", "start_B"  # buffers of PEFT's layer
+# buffers of PEFT's layer
+A0 = "start_A"
+B0 = "start_B"
 OFF_THE_BASE = ("pissa", "olora")
 
 
@@ -49,7 +51,8 @@ def begin_at(model: nn.Module, start: str) -> None:
             raise UsageError(
                 f"adapter.start: {start}: {name} is a {type(layer).__name__}", fix=_FIX
             )
-        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        a = layer.lora_A["default"].weight
+        b = layer.lora_B["default"].weight
         scale = float(layer.scaling["default"])
         a.data, b.data = a.data.float(), b.data.float()
         if start == "orthogonal" and len(a) % 2:
@@ -60,11 +63,10 @@ def begin_at(model: nn.Module, start: str) -> None:
         if a.is_meta:  # the outline of a memory plan
             first = a.detach().clone(), b.detach().clone()
         else:
-            first = (
-                _orthogonal(len(a), a.shape[1], len(b))
-                if start == "orthogonal"
-                else _off(base.weight, len(a), scale, start)
-            )
+            if start == "orthogonal":
+                first = _orthogonal(len(a), a.shape[1], len(b))
+            else:
+                first = _off(base.weight, len(a), scale, start)
             # LAPACK's results lie column by column, and a restored optimizer's states would not
             a.data, b.data = (t.contiguous().to(a.device) for t in first)
         if start in OFF_THE_BASE:
@@ -113,7 +115,8 @@ def as_ordinary(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
     """
     made = dict(tensors)
     for name, layer in _begun(model):
-        a, b = f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"
+        a = f"{name}.lora_A.default.weight"
+        b = f"{name}.lora_B.default.weight"
         made[a] = torch.cat([made[a].detach(), layer._buffers[A0].to(made[a])])
         made[b] = torch.cat([made[b].detach(), -layer._buffers[B0].to(made[b])], 1)
         for key in (f"{name}.{A0}", f"{name}.{B0}"):

@@ -50,9 +50,13 @@ def linear_layers(
     model: PreTrainedModel, section: AdapterSection
 ) -> Iterator[tuple[str, nn.Linear]]:
     """All but the head, in the parts of the model that get an adapter."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if hasattr(model, "get_output_embeddings"):
+        head = model.get_output_embeddings()
+    else:
+        head = None
     head = getattr(model, SCORE, head)
-    parts, of = vision_parts(model), adapted_parts(section)
+    parts = vision_parts(model)
+    of = adapted_parts(section)
     return (
         (name, m)
         for name, m in model.named_modules()
@@ -71,7 +75,8 @@ def adapted_parts(section: AdapterSection, how: str = "lora") -> set[str]:
 
 def parts_with(model: nn.Module, section: AdapterSection, how: str) -> list[str]:
     """Paths of the towers and projectors among `adapted_parts`."""
-    parts, of = vision_parts(model), adapted_parts(section, how)
+    parts = vision_parts(model)
+    of = adapted_parts(section, how)
     if parts is None:
         return []
     return [
@@ -100,15 +105,13 @@ def layers_of_pictures(model: Any, parts: VisionParts) -> list[str]:
     """
     indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
     within = tuple(f"{parts.language}.layers.{i}." for i in indices)
-    return (
-        [
+    if within:
+        return [
             name
             for name, m in model.named_modules()
             if isinstance(m, nn.Linear) and name.startswith(within)
         ]
-        if within
-        else []
-    )
+    return []
 
 
 def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
@@ -116,14 +119,13 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
     none.
     """
     adapted = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
-    notes = (
-        [
+    if adapted:
+        notes = [
             f"adapter.targets: {_first_of(adapted)}: a router that is adapted: all-linear leaves"
             " routers as they are"
         ]
-        if adapted
-        else []
-    )
+    else:
+        notes = []
     if section.targets != "all-linear" or section.start_from is not None:
         return notes
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -156,11 +158,9 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
         if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped
     ]
     why = "one there could not be used, or not found again in its saved file"
-    return (
-        [*notes, f"adapter.targets: all-linear gives {_first_of(bare)} no adapter: {why}"]
-        if bare
-        else notes
-    )
+    if bare:
+        return [*notes, f"adapter.targets: all-linear gives {_first_of(bare)} no adapter: {why}"]
+    return notes
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -219,7 +219,10 @@ def targets_of(
     parts = vision_parts(model)
     named = list(section.parameters)
     if section.targets != "all-linear":
-        modules = [section.targets] if isinstance(section.targets, str) else list(section.targets)
+        if isinstance(section.targets, str):
+            modules = [section.targets]
+        else:
+            modules = list(section.targets)
         as_parameters = {name: found for name in modules if (found := _as_parameters(model, name))}
         kept = [name for name in modules if name not in as_parameters]
         named += [name for found in as_parameters.values() for name in found if name not in named]
@@ -320,7 +323,9 @@ def is_stack(parameter: nn.Parameter) -> bool:
 
 
 def _without_adapter(module: Any) -> Any:
-    return module.get_base_layer() if hasattr(module, "lora_A") else module
+    if hasattr(module, "lora_A"):
+        return module.get_base_layer()
+    return module
 
 
 def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
@@ -349,11 +354,9 @@ def _as_parameters(model: nn.Module, name: str) -> list[str]:
         and not isinstance(m, nn.Linear | nn.Embedding)
     ]
     if named:
-        return (
-            [f"{name}.weight"]
-            if len(own) == len(named) and all(_is_matrix(m._parameters.get("weight")) for m in own)
-            else []
-        )
+        if len(own) == len(named) and all(_is_matrix(m._parameters.get("weight")) for m in own):
+            return [f"{name}.weight"]
+        return []
     return sorted({last_two(full) for full in stacks(model) if full.endswith(f".{name}")})
 
 
@@ -392,7 +395,8 @@ def refuse_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> 
             )
 
 
-PEFT_PREFIX, _LORA_SUFFIX = "base_model.model.", ".lora_A.weight"
+PEFT_PREFIX = "base_model.model."
+_LORA_SUFFIX = ".lora_A.weight"
 
 
 def lost_when_loaded(model: nn.Module, config: LoraConfig, layers: Iterable[str]) -> list[str]:

@@ -64,7 +64,8 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     generation = getattr(model, "generation_config", None)
     for config, several in ((model.config.get_text_config(), False), (generation, True)):
         for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
-            token, named = getattr(tokenizer, role), getattr(config, role, None)
+            token = getattr(tokenizer, role)
+            named = getattr(config, role, None)
             if config is None or token is None:
                 continue
             others = [
@@ -119,7 +120,8 @@ def token_modules(model: Any) -> tuple[list[str], bool]:
     """Names of the embedding and, if it has its own weights, of the head; and whether the head
     shares the embedding's weights.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     wanted = [embedding] if tied or head is None else [embedding, head]
     names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}

@@ -23,8 +23,13 @@ from ..dtypes import name, to_torch
 from ..precision.parts import local_part
 from .record import Observation
 
-WEIGHT, STATE, AVERAGE, BUFFER = "weight", "state", "average", "buffer"
-TENSORS, ELEMENTS = 16, 64  # of a sample: most tensors of a kind, most elements of each
+WEIGHT = "weight"
+STATE = "state"
+AVERAGE = "average"
+BUFFER = "buffer"
+# of a sample: most tensors of a kind, most elements of each
+TENSORS = 16
+ELEMENTS = 64
 # values by which a tensor is judged: that so many end in 16 zero bits by chance has a probability
 # of 2 to the -128
 _FEWEST = 8
@@ -71,7 +76,9 @@ def _rounding(before: Tensor, after: Tensor) -> str:
     ):
         return word  # also of a tensor with few elements
     word = narrow_values(after[after != before] if before.shape == after.shape else after)
-    return word if word and bool((before.view(torch.int32) & _ZEROS[word]).any()) else ""
+    if word and bool((before.view(torch.int32) & _ZEROS[word]).any()):
+        return word
+    return ""
 
 
 Kind = tuple[torch.device, torch.dtype]
@@ -113,7 +120,9 @@ class Continuity:
         *,
         kinds: tuple[str, ...] = (WEIGHT, STATE, AVERAGE, BUFFER),
     ) -> None:
-        self.optimizer, self.averages, self.kinds = optimizer, averages or {}, kinds
+        self.optimizer = optimizer
+        self.averages = averages or {}
+        self.kinds = kinds
         # the module and the key: a tensor may be exchanged
         self._parameters = [(full, *_owner(model, full)) for full, _ in model.named_parameters()]
         self._buffers = [(full, *_owner(model, full)) for full, _ in model.named_buffers()]
@@ -129,7 +138,8 @@ class Continuity:
         step 3`.
         """
         found = dict(self._tensors())
-        self.moment, self._marks = moment, {key: _mark(tensor) for key, tensor in found.items()}
+        self.moment = moment
+        self._marks = {key: _mark(tensor) for key, tensor in found.items()}
         self._sample = _sample({key: found[key] for key in self._chosen(list(found))})
         self._written = []
         self._taken += 1
@@ -236,9 +246,10 @@ class Continuity:
             start = self._taken * TENSORS % len(own) if len(own) > TENSORS else 0
             turned = [key for key in own[start:] + own[:start] if key not in first]
             chosen += (first + turned)[:TENSORS]
-        of_weights = (
-            {key[1] for key in chosen if key[0] == WEIGHT} if WEIGHT in self.kinds else None
-        )
+        if WEIGHT in self.kinds:
+            of_weights = {key[1] for key in chosen if key[0] == WEIGHT}
+        else:
+            of_weights = None
         return chosen + [
             key for key in keys if key[0] == STATE and (of_weights is None or key[1] in of_weights)
         ]
@@ -297,11 +308,9 @@ def _alike(found: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
 
 def _said_of(these: list[Difference]) -> str:
     first = these[0]
-    return (
-        f"{first.kind} {first.tensor} was"
-        if len(these) == 1
-        else f"{len(these)} sampled {first.kind}s, first {first.tensor}, were"
-    )
+    if len(these) == 1:
+        return f"{first.kind} {first.tensor} was"
+    return f"{len(these)} sampled {first.kind}s, first {first.tensor}, were"
 
 
 _CARRIED = (
@@ -313,22 +322,21 @@ _ROLES = {WEIGHT: "trainable", STATE: "optimizer", AVERAGE: "optimizer", BUFFER:
 
 def _differences(before: _Sample, after: _Sample) -> list[Difference]:
     """A tensor that is in one of them only, as one that is no longer trained, is left out."""
-    now, found = {key: values for key, _, values in after.on_host()}, []
+    now = {key: values for key, _, values in after.on_host()}
+    found = []
     for key, dtype, was in before.on_host():
         values = now.get(key)
         if values is None:
             continue
         if values.dtype != dtype or not torch.equal(_bytes_of(values), _bytes_of(was)):
-            narrower = (
-                name(values.dtype)
-                if values.dtype.itemsize < dtype.itemsize
-                else _rounding(was, values)
-            )
-            how = (
-                "changed"
-                if values.dtype == dtype
-                else f"{name(dtype)} and now {name(values.dtype)}"
-            )
+            if values.dtype.itemsize < dtype.itemsize:
+                narrower = name(values.dtype)
+            else:
+                narrower = _rounding(was, values)
+            if values.dtype == dtype:
+                how = "changed"
+            else:
+                how = f"{name(dtype)} and now {name(values.dtype)}"
             found.append(Difference(key[0], _said(key), narrower, how))
     return found
 

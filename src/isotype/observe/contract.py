@@ -107,13 +107,11 @@ class Contract:
         role: str,
         lora_branch: str | None,
     ) -> None:
-        self.seen, self.precision, self.step, self.role, self.lora_branch = (
-            seen,
-            precision,
-            step,
-            role,
-            lora_branch,
-        )
+        self.seen = seen
+        self.precision = precision
+        self.step = step
+        self.role = role
+        self.lora_branch = lora_branch
         self.compute: str = getattr(precision, role)
         self.paused = False
         self.lineages = Lineages()
@@ -164,11 +162,10 @@ class Contract:
     def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func in _ATTENTION and args and isinstance(args[0], Tensor):
             device = args[0].device.type
-            inside = (
-                torch.get_autocast_dtype(device)
-                if torch.is_autocast_enabled(device)
-                else args[0].dtype
-            )
+            if torch.is_autocast_enabled(device):
+                inside = torch.get_autocast_dtype(device)
+            else:
+                inside = args[0].dtype
             self._attention.append(float_word(inside))
             try:
                 return func(*args, **kwargs)
@@ -223,11 +220,10 @@ class Contract:
                 "runs operator by operator while it is observed; what the compiled code of the"
                 " other steps does is not seen",
             )
-        known = (
-            []
-            if op.kind == CREATE
-            else [lineage for t in call.inputs if (lineage := self.lineages.of(t)) is not None]
-        )
+        if op.kind == CREATE:
+            known = []
+        else:
+            known = [lineage for t in call.inputs if (lineage := self.lineages.of(t)) is not None]
         made = joined(known)
         dtype = call.dtype()
         if op.kind == OPAQUE:
@@ -319,7 +315,10 @@ class Contract:
         )
 
     def _product(self, call: Call, dtype: str, made: Lineage) -> Lineage:
-        by, region, seen, adapter = call.by, call.region, self.seen, "lora_" in call.module
+        by = call.by
+        region = call.region
+        seen = self.seen
+        adapter = "lora_" in call.module
         if region in (UPDATE, GRADIENTS, LOSS) and not (region == LOSS and by.kind == OURS):
             seen.dtypes["other_products"][dtype] += 1
             # backward mirrors a product of the loss, as that of a contrastive one, in its dtype
@@ -381,13 +380,11 @@ class Contract:
 
     def _product_outside(self, call: Call, word: str, *, cause: str = "", **branch: str) -> None:
         """branch: what differs where an adapter's branch is declared."""
-        symbol, said = (
-            f"{call.op.foreign or call.op.plain} in {call.where}",
-            {
-                "declared": self.compute,
-                **branch,
-            },
-        )
+        symbol = f"{call.op.foreign or call.op.plain} in {call.where}"
+        said = {
+            "declared": self.compute,
+            **branch,
+        }
         self.seen.report(
             self.role,
             f"{symbol} multiplies in {word}, declared {said['declared']}",
@@ -400,7 +397,9 @@ class Contract:
         )
 
     def _arithmetic(self, call: Call, dtype: str, made: Lineage) -> Lineage:
-        op, region, precision = call.op, call.region, self.precision
+        op = call.op
+        region = call.region
+        precision = self.precision
         narrow = itemsize(dtype) < 4
         norm = self.step.inside(is_norm) if region == FORWARD else None
         if norm is not None and op.plain in NORM_SUMS and dtype not in norm.sums:
@@ -469,11 +468,9 @@ class Contract:
             or not self._foreign(LOSS, divisor.dtype)
         ):
             return
-        own, values, word = (
-            self.lineages.of(divisor),
-            readable(divisor.detach()),
-            name(divisor.dtype),
-        )
+        own = self.lineages.of(divisor)
+        values = readable(divisor.detach())
+        word = name(divisor.dtype)
         in_a_layer = call.region == FORWARD and (
             call.outputs[0].numel() != 1 or self.step.in_a_part()
         )
@@ -564,7 +561,8 @@ class Contract:
 
         table  it holds different numbers: such a table is fp32 whatever `compute` is
         """
-        p, word = self.precision, float_word(dtype)
+        p = self.precision
+        word = float_word(dtype)
         declared = {
             FORWARD: () if table else (self.compute,),
             LOSS: (p.loss,),
@@ -580,7 +578,8 @@ class Contract:
         """
         if not call.outputs:
             return
-        own, ramp = call.outputs[0], call.op.plain in RAMPS
+        own = call.outputs[0]
+        ramp = call.op.plain in RAMPS
         if (
             not self._foreign(call.region, own.dtype, table=ramp)
             or call.by.of_a_library
@@ -635,11 +634,12 @@ class Contract:
 
     def _cast(self, call: Call, made: Lineage) -> None:
         """Positions, tables, counts and norms of gradients that a cast rounds."""
-        target, source = (
-            (call.args[0], call.args[1])
-            if call.op.plain == "copy" and len(call.args) > 1
-            else (call.outputs[0], call.args[0])
-        )
+        if call.op.plain == "copy" and len(call.args) > 1:
+            target = call.args[0]
+            source = call.args[1]
+        else:
+            target = call.outputs[0]
+            source = call.args[0]
         if (
             not isinstance(source, Tensor)
             or source.dtype == torch.bool
@@ -687,11 +687,10 @@ class Contract:
             and call.region in (FORWARD, LOSS)
             and not torch.equal(values.to(target.dtype).to(values.dtype), values)
         ):
-            what = (
-                f"whole numbers up to {float(values.abs().max()):.0f} are"
-                if whole
-                else "a table is"
-            )
+            if whole:
+                what = f"whole numbers up to {float(values.abs().max()):.0f} are"
+            else:
+                what = "a table is"
             what = what if values.numel() > 1 else "a count is"
             call.report(
                 call.role,

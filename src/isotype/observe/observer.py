@@ -126,12 +126,10 @@ class Observer:
         lora_branch: str | None = None,
         read_only: Sequence[nn.Module] = (),
     ) -> None:
-        self.model, self.precision, self.lora_branch, self._read_only = (
-            model,
-            precision,
-            lora_branch,
-            read_only,
-        )
+        self.model = model
+        self.precision = precision
+        self.lora_branch = lora_branch
+        self._read_only = read_only
         self._changes = Changes(model)
         self._watching: Contract | None = None
         self._buffers = {
@@ -193,7 +191,12 @@ class Observer:
             observation.note("base", full, quantised_word(parameter), p.base)
         elif parameter.is_floating_point():
             of_vision = p.vision and is_of_vision(inner_model(self.model), full)
-            role = "trainable" if parameter.requires_grad else "vision" if of_vision else "base"
+            if parameter.requires_grad:
+                role = "trainable"
+            elif of_vision:
+                role = "vision"
+            else:
+                role = "base"
             declared = declared_dtype(self.model, full, parameter, p)
             observation.note(role, full, name(parameter.dtype), declared)
         elif parameter.is_complex():
@@ -217,7 +220,8 @@ class Observer:
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
-            word, first = name(buffer.dtype), self._buffers.setdefault(full, buffer.dtype)
+            word = name(buffer.dtype)
+            first = self._buffers.setdefault(full, buffer.dtype)
             observation.dtypes["buffers"][word] += 1
             owner, _, own = full.rpartition(".")
             module = self.model.get_submodule(owner)
@@ -340,9 +344,10 @@ class Observer:
                 # a wrapper that does not call PyTorch's constructor has no hooks: the optimizer
                 # inside it does
                 hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
-                register = (
-                    optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
-                )
+                if hooked:
+                    register = optimizer.register_step_pre_hook
+                else:
+                    register = register_optimizer_step_pre_hook
                 stack.callback(register(before_update).remove)
             for mode in contract.modes:
                 stack.enter_context(mode)
@@ -414,7 +419,8 @@ class Observer:
     ) -> Callable[..., None]:
         """Counts outputs, and those that are wider than `compute`. A product's is `compute`."""
         compute = getattr(self.precision, role)
-        generating, outermost = role == "generate", inner_model(self.model)
+        generating = role == "generate"
+        outermost = inner_model(self.model)
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._watching is not None and self._watching.paused:

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PRODUCT, SUM, EXACT, CAST, CREATE, ARITHMETIC, OPAQUE = (
-    "product",
-    "sum",
-    "exact",
-    "cast",
-    "create",
-    "arithmetic",
-    "opaque",
-)
+PRODUCT = "product"
+SUM = "sum"
+EXACT = "exact"
+CAST = "cast"
+CREATE = "create"
+ARITHMETIC = "arithmetic"
+OPAQUE = "opaque"
 
 FLOATS = frozenset(
     {
@@ -153,7 +151,8 @@ class Operator:
     )
 
     def __init__(self, func: Any) -> None:
-        packet, schema = getattr(func, "overloadpacket", func), getattr(func, "_schema", None)
+        packet = getattr(func, "overloadpacket", func)
+        schema = getattr(func, "_schema", None)
         full = str(
             getattr(packet, "_qualified_op_name", None)
             or f"higher_order::{getattr(func, '__name__', func)}"
@@ -162,14 +161,16 @@ class Operator:
         plain = self.name if self.name.startswith("__") else self.name.rstrip("_")
         if plain.endswith("_copy") and plain not in ("_to_copy", "_foreach_copy", "index_copy"):
             plain = plain.removesuffix("_copy")
-        self.func, self.plain = func, plain
+        self.func = func
+        self.plain = plain
         self.foreign = None if space in _ATEN else full
         self.kind = OPAQUE if self.foreign else _KINDS.get(plain, ARITHMETIC)
-        self.writes = (
-            tuple(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-            if schema
-            else ()
-        )
+        if schema:
+            self.writes = tuple(
+                a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
+            )
+        else:
+            self.writes = ()
         # a question about sizes, strides or layout
         if (
             self.kind == ARITHMETIC

@@ -51,8 +51,14 @@ _BRANCH = ("add_branch_fp32", "branch_gradients_fp32")
 # methods of a deferred tensor that run an operator of others on its values
 _HANDS_ON = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
 
-USER, OURS, PRACTICE, ENGINE, OPTIMIZER = "user", "isotype", "practice", "autograd", "torch.optim"
-_OBSERVER, _TORCH, _PYTHON = "observer", "torch", "python"
+USER = "user"
+OURS = "isotype"
+PRACTICE = "practice"
+ENGINE = "autograd"
+OPTIMIZER = "torch.optim"
+_OBSERVER = "observer"
+_TORCH = "torch"
+_PYTHON = "python"
 
 
 @functools.cache
@@ -60,13 +66,19 @@ def _room(file: str) -> str:
     if file.startswith(OBSERVERS):
         return _OBSERVER
     if file.startswith(TORCH):
-        return OPTIMIZER if file.startswith(TORCH + "optim") else _TORCH
+        if file.startswith(TORCH + "optim"):
+            return OPTIMIZER
+        return _TORCH
     if file.startswith(_ISOTYPE):
         return OURS
     if any(mark in file for mark in _PACKAGES):
-        return PRACTICE if any(part in file for part in _PRACTICE) else USER
+        if any(part in file for part in _PRACTICE):
+            return PRACTICE
+        return USER
     # code that is typed (`<stdin>`, `<string>`, a notebook's cell) is the user's
-    return _PYTHON if file.startswith((*_GENERATED, _STDLIB)) else USER
+    if file.startswith((*_GENERATED, _STDLIB)):
+        return _PYTHON
+    return USER
 
 
 class Caller(NamedTuple):
@@ -99,13 +111,18 @@ def caller(*, asked: bool = False) -> Caller:
     """
     frame: FrameType | None = sys._getframe(1)
     kind = file = function = ""
-    line, compiled, optimizer, compiler = 0, False, False, "torch._dynamo" in sys.modules
+    line = 0
+    compiled = False
+    optimizer = False
+    compiler = "torch._dynamo" in sys.modules
     while frame is not None:
         code = frame.f_code
         where = _room(code.co_filename)
         if where == _TORCH:
             if not kind and code.co_name == "_engine_run_backward":
-                kind, file, line = ENGINE, code.co_filename, frame.f_lineno
+                kind = ENGINE
+                file = code.co_filename
+                line = frame.f_lineno
             compiled = compiled or code.co_name == "compile_wrapper"
         elif where == OPTIMIZER:
             if (
@@ -113,7 +130,9 @@ def caller(*, asked: bool = False) -> Caller:
                 and not optimizer
                 and code.co_name not in ("wrapper", "_use_grad", "profile_hook_step")
             ):
-                optimizer, file, line = True, code.co_filename, frame.f_lineno
+                optimizer = True
+                file = code.co_filename
+                line = frame.f_lineno
         elif (
             where not in (_OBSERVER, _PYTHON)
             and not kind
@@ -121,7 +140,9 @@ def caller(*, asked: bool = False) -> Caller:
         ):
             kind = OPTIMIZER if optimizer else where
             if not optimizer:
-                file, line, function = code.co_filename, frame.f_lineno, code.co_name
+                file = code.co_filename
+                line = frame.f_lineno
+                function = code.co_name
         if kind and not compiler:
             break  # nothing above can be a compiled region
         frame = frame.f_back
@@ -134,9 +155,10 @@ def written_by_a_family(module: nn.Module) -> bool:
     """
     files = set()
     for forward in (type(module).forward, module.__dict__.get("forward")):
-        function = (
-            inspect.unwrap(getattr(forward, "__func__", forward)) if forward is not None else None
-        )
+        if forward is not None:
+            function = inspect.unwrap(getattr(forward, "__func__", forward))
+        else:
+            function = None
         if (code := getattr(function, "__code__", None)) is not None:
             files.add(_room(code.co_filename))
     return files <= {PRACTICE, OURS}

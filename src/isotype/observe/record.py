@@ -85,11 +85,10 @@ class Observation:
         """Raises  DtypeError DT003 naming tensor, module and both dtypes."""
         if self.violations:
             worst = self.violations[0]
-            more = (
-                f" (and {len(self.violations) - 1} more: see precision.json)"
-                if len(self.violations) > 1
-                else ""
-            )
+            if len(self.violations) > 1:
+                more = f" (and {len(self.violations) - 1} more: see precision.json)"
+            else:
+                more = ""
             raise DtypeError(worst.render() + more, code=None)
 
     def note(
@@ -163,19 +162,15 @@ class Observation:
 
 
 # what a preflight rehearses
-LONGEST, EVALUATION, GENERATION = (
-    "a step on the longest rows",
-    "an evaluation batch",
-    "a generation",
-)
+LONGEST = "a step on the longest rows"
+EVALUATION = "an evaluation batch"
+GENERATION = "a generation"
 
 
 def not_watched(record: Mapping[str, Any]) -> list[str]:
     """What no observation of the run looked at, in words."""
-    steps, places = (
-        ", ".join(map(str, record.get("observed_at", []))) or "none",
-        record.get("places", {}),
-    )
+    steps = ", ".join(map(str, record.get("observed_at", []))) or "none"
+    places = record.get("places", {})
     watched = record.get("watched", [])
     said = [
         (

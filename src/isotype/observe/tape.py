@@ -27,7 +27,11 @@ from ..precision.apply import inner_model
 from .operators import Operator
 from .origin import Caller, written_by_a_family
 
-FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gradients", "update"
+FORWARD = "forward"
+LOSS = "loss"
+BACKWARD = "backward"
+GRADIENTS = "gradients"
+UPDATE = "update"
 
 Run = Callable[[Operator, tuple, dict], Any]
 
@@ -50,7 +54,8 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, run: Run, *, learned: Callable[[Operator], None] | None = None) -> None:
         super().__init__()
-        self._run, self._learned = run, learned
+        self._run = run
+        self._learned = learned
         # by id: the hash of an operator is slow, and `Operator.func` keeps it alive
         self._known: dict[int, Operator] = {}
 
@@ -150,7 +155,8 @@ class Step(Modules):
 
     def __init__(self, model: nn.Module, *, left: Callable[[Running], None]) -> None:
         super().__init__()
-        self.model, self.left = model, left
+        self.model = model
+        self.left = left
         self.given: Callable[[Any], None] = lambda _: None
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._after = LOSS

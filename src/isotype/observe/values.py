@@ -20,7 +20,10 @@ from .origin import ENGINE, Caller, caller
 from .record import Observation
 from .tape import BACKWARD, GRADIENTS, LOSS, UPDATE
 
-INPUT, WEIGHT, BUFFER, FLOAT_INPUT = 1, 2, 4, 8
+INPUT = 1
+WEIGHT = 2
+BUFFER = 4
+FLOAT_INPUT = 8
 BOUND = 1e4  # numbers beyond it fill masks
 SMALL = 1 << 20  # most elements of a tensor that is computed again to check it for loss
 
@@ -83,14 +86,18 @@ def readable(tensor: Tensor) -> Tensor | None:
     lengths and oneDNN's layout.
     """
     values = stored(tensor)
-    return None if values is None or values.is_nested or values.device.type == "meta" else values
+    if values is None or values.is_nested or values.device.type == "meta":
+        return None
+    return values
 
 
 def address(tensor: Tensor) -> int:
     """Of its storage; 0 where it has none."""
     try:
         values = stored(tensor)
-        return 0 if values is None else int(values.untyped_storage()._cdata)
+        if values is None:
+            return 0
+        return int(values.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return 0  # a subclass that stands for something else has no storage
 
@@ -154,7 +161,8 @@ class Lineages:
         return bool(found := address(one)) and found == address(other)
 
     def set(self, tensor: Tensor, lineage: Lineage) -> None:
-        key, values = address(tensor), stored(tensor)
+        key = address(tensor)
+        values = stored(tensor)
         if not key or values is None:
             return
         found = self._known.get(key)
@@ -194,7 +202,10 @@ class Call:
         outputs: list[Tensor],
     ) -> None:
         self.op: Any = op
-        self.args, self.kwargs, self.inputs, self.outputs = args, kwargs, inputs, outputs
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.outputs = outputs
         self.seen: Observation = contract.seen
         self.region: str = contract.step.now()
         self.module: str = contract.step.module
@@ -233,7 +244,10 @@ class Call:
         several = [t for t in floats if t.dim()] or floats
         dtype = several[0].dtype
         for tensor in several[1:]:
-            dtype = torch.promote_types(dtype, tensor.dtype) if self.op.kind != PRODUCT else dtype
+            if self.op.kind != PRODUCT:
+                dtype = torch.promote_types(dtype, tensor.dtype)
+            else:
+                dtype = dtype
         return float_word(dtype)
 
     def numbers(self) -> list[Any]:
@@ -288,7 +302,9 @@ class Call:
             return True
 
         def widened(tensor: Tensor) -> Tensor:
-            return tensor.float() if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                return tensor.float()
+            return tensor
 
         try:
             args, kwargs = torch.utils._pytree.tree_map_only(
@@ -297,7 +313,8 @@ class Call:
             exact = self.op(*args, **kwargs)
         except (RuntimeError, TypeError):
             return True
-        wide, own = readable(plain_tensors(exact, [])[0]), readable(self.outputs[0])
+        wide = readable(plain_tensors(exact, [])[0])
+        own = readable(self.outputs[0])
         if wide is None or own is None or wide.shape != own.shape:
             return True
         return not torch.equal(wide.float().nan_to_num(), own.float().nan_to_num())

@@ -37,20 +37,28 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     if kind == "meta":
         # it has no autocast, and raises when it is asked
-        return planned.autocast_dtype() if planned.is_planned(x.device) else None
+        if planned.is_planned(x.device):
+            return planned.autocast_dtype()
+        return None
     # torch.is_autocast_enabled() without an argument answers for CUDA only
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Switches autocast off on `x`'s device; costs nothing where it is already off."""
     kind = x.device.type
     if kind == "meta":
-        return planned.autocast_off() if planned.is_planned(x.device) else nullcontext()
+        if planned.is_planned(x.device):
+            return planned.autocast_off()
+        return nullcontext()
     if not torch.is_autocast_enabled(kind):
         return nullcontext()
     # a graph knows torch's own; that one takes 5 us, and is entered six times a layer
-    return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
+    if torch.compiler.is_compiling():
+        return torch.autocast(kind, enabled=False)
+    return _Off(kind)
 
 
 # Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype`
@@ -104,11 +112,9 @@ def empty_rows_like(x_BNSD: Tensor) -> Tensor:
     its way back.
     """
     y_BNSD = torch.empty_like(x_BNSD)
-    return (
-        y_BNSD
-        if y_BNSD.stride(-1) == 1
-        else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
-    )
+    if y_BNSD.stride(-1) == 1:
+        return y_BNSD
+    return torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
 
 
 def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
@@ -161,9 +167,11 @@ def why_no_kernels(device: torch.device) -> str:
     if device in _answers:
         return _answers[device]
     if find_spec("triton") is None:
-        why, lasts = "Triton is not installed", True
+        why = "Triton is not installed"
+        lasts = True
     elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        why, lasts = "a CUDA graph is captured, in which no kernel can be tried out", False
+        why = "a CUDA graph is captured, in which no kernel can be tried out"
+        lasts = False
     else:
         why, lasts = _probed(device)
     if why:
@@ -208,14 +216,17 @@ def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | Non
     """
     if torch.compiler.is_dynamo_compiling():
         return "graph"
-    x, forced = tensors[0], _forced.get()
+    x = tensors[0]
+    forced = _forced.get()
     if forced is None and x.is_cpu:
         for t in tensors:
             if not t.is_cpu or t.dtype not in DTYPES:
                 return "plain"
         if out_dtype is torch.float64:
             return "plain"
-        return "cpp" if kernels.library is not None or kernels.loaded() else "plain"
+        if kernels.library is not None or kernels.loaded():
+            return "cpp"
+        return "plain"
     if out_dtype is torch.float64 or any(t.dtype is torch.float64 for t in tensors):
         return "plain"
     if forced == "triton" or (forced is None and x.is_cuda and not why_no_kernels(x.device)):
@@ -280,7 +291,8 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
             and kernels.built
             and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
         )
-    x, forced = tensors[0], _forced.get()
+    x = tensors[0]
+    forced = _forced.get()
     if forced not in (None, "cpp"):
         return False
     if not x.is_cpu and (isinstance(x, FakeTensor) or is_planned(x.device)):

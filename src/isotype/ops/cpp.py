@@ -256,7 +256,8 @@ class CppKernels:
     def __init__(
         self, file: str, *, source: str = "cpu.cpp", in_graphs: bool = False, **functions: str
     ) -> None:
-        self.in_graphs, self.built = in_graphs, False
+        self.in_graphs = in_graphs
+        self.built = False
         self.source = Path(file).with_name(source)
         self.op = self.source.parent.name
         _kernels[self.op] = self
@@ -300,13 +301,11 @@ class CppKernels:
             }
             for name, arguments in self.functions.items():
                 function = getattr(self.library, name)
-                function.argtypes, function.restype = (
-                    [
-                        *(kinds[kind] for kind in arguments),
-                        ctypes.c_int,
-                    ],
-                    None,
-                )
+                function.argtypes = [
+                    *(kinds[kind] for kind in arguments),
+                    ctypes.c_int,
+                ]
+                function.restype = None
                 self.calls[name] = function
             self.built = True
         return self.library is not None

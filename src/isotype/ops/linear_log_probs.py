@@ -163,7 +163,8 @@ def _forward(
     wanted       as `Wanted` has them
     gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
     """
-    rule, wanted = LossRule.from_arguments(ignore_index, factors), Wanted(*wanted)
+    rule = LossRule.from_arguments(ignore_index, factors)
+    wanted = Wanted(*wanted)
     out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
     into, back = gradient_factors(
@@ -173,11 +174,12 @@ def _forward(
     for rows, x_NH, z_NV, g_NV in chunks:
         ignored = targets_T[rows] == rule.ignore_index
         targets_N = targets_T[rows].masked_fill(ignored, 0)
-        more: dict[str, Any] = (
-            {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)}
-            if compute is Cpp
-            else {}
-        )
+        if compute is Cpp:
+            more: dict[str, Any] = {
+                "source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)
+            }
+        else:
+            more = {}
         values = compute.row_values(z_NV, targets_N, rule, wanted, **more)
         for whole, part in zip(out.values, values):
             if whole.numel():
@@ -191,11 +193,10 @@ def _forward(
         if not gradient_of:
             continue
         one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
-        upstream = (
-            Upstream(one_N, None, None, None)
-            if gradient_of == "log_probs"
-            else Upstream(None, one_N, None, None)
-        )
+        if gradient_of == "log_probs":
+            upstream = Upstream(one_N, None, None, None)
+        else:
+            upstream = Upstream(None, one_N, None, None)
         lse_N = values.logsumexp.masked_fill(ignored, torch.inf)
         compute.row_value_gradients(z_NV, targets_N, lse_N, upstream, rule, g_NV, **given)
         chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
@@ -232,14 +233,13 @@ def _backward(
     fp32 = wide(hidden_TH.dtype)
     rows = rows_to_compute(targets_T, rule)
     ignored = targets_T[rows] == rule.ignore_index
-    targets_N, lse_N = (
-        targets_T[rows].masked_fill(ignored, 0),
-        lse_T[rows].masked_fill(ignored, torch.inf),
-    )
+    targets_N = targets_T[rows].masked_fill(ignored, 0)
+    lse_N = lse_T[rows].masked_fill(ignored, torch.inf)
     entropy_N = None if entropy_T is None else entropy_T[rows]
-    again_N = (
-        Again(at_T9[rows].contiguous(), exact_T9[rows].contiguous()) if at_T9.numel() else None
-    )
+    if at_T9.numel():
+        again_N = Again(at_T9[rows].contiguous(), exact_T9[rows].contiguous())
+    else:
+        again_N = None
     given = [
         None if u is None else u[rows].to(fp32).masked_fill(ignored, 0)
         for u in (dlog_probs_T, dlse_T, dentropy_T)
@@ -293,10 +293,14 @@ class LinearLogProbs(torch.autograd.Function):
                 *cast(dtype, hidden_TH, weight_VH, bias_V), targets_T, *rule, chunk, wanted, now
             )
         *values, dhidden_TH, at_T9, exact_T9 = made
-        ctx.rule, ctx.dtype, ctx.want, ctx.now = rule, dtype, want, now
+        ctx.rule = rule
+        ctx.dtype = dtype
+        ctx.want = want
+        ctx.now = now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         _, lse_T, entropy_T, *without_gradient = values
-        entropy, made_TH = entropy_T if wanted.entropy else None, dhidden_TH if now else None
+        entropy = entropy_T if wanted.entropy else None
+        made_TH = dhidden_TH if now else None
         ctx.save_for_backward(
             hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy, made_TH, at_T9, exact_T9
         )
@@ -319,9 +323,12 @@ class LinearLogProbs(torch.autograd.Function):
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
             return (*grads, None, None, None, None, None, None, None)
         with autocast_off(hidden_TH):
-            own, other = (
-                (dlog_probs_T, dlse_T) if ctx.now == "log_probs" else (dlse_T, dlog_probs_T)
-            )
+            if ctx.now == "log_probs":
+                own = dlog_probs_T
+                other = dlse_T
+            else:
+                own = dlse_T
+                other = dlog_probs_T
             if made_TH is not None and other is None and dentropy_T is None:
                 assert own is not None
                 grads[0] = scaled(made_TH, own.unsqueeze(-1), ctx.dtypes[0])

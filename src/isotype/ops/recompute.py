@@ -37,15 +37,21 @@ class RecomputedLayer:
         put: Callable[[Tensor], Any] = _as_is,
         get: Callable[[Any], Tensor] = _as_is,
     ) -> None:
-        self.keep_attention, self.put, self.get = keep_attention, put, get
+        self.keep_attention = keep_attention
+        self.put = put
+        self.get = get
         self.results = list[tuple[Any, ...]]()
         self.again = self.hooked = False
         # products whose output can be left out, by the autograd node that each made; the position
         # of the one that is not needed again
-        self.nodes, self.unused = list[int](), -1
+        self.nodes = list[int]()
+        self.unused = -1
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.recomputing, self.again, self.next, self.products = self.again, True, 0, 0
+        self.recomputing = self.again
+        self.again = True
+        self.next = 0
+        self.products = 0
         layers_running.append(self)
         try:
             output = function(*args)
@@ -63,7 +69,9 @@ class RecomputedLayer:
 
 def _now() -> RecomputedLayer | None:
     """The layer that runs now; None outside recomputed layers and in a compiled graph."""
-    return None if not layers_running or torch.compiler.is_compiling() else layers_running[-1]
+    if not layers_running or torch.compiler.is_compiling():
+        return None
+    return layers_running[-1]
 
 
 def is_recomputed() -> bool:
@@ -83,7 +91,8 @@ def output_is_unused(node: Any) -> bool:
     layer = _now()
     if layer is None:
         return False
-    position, layer.products = layer.products, layer.products + 1
+    position = layer.products
+    layer.products = layer.products + 1
     if layer.recomputing:
         return position == layer.unused
     layer.nodes.append(id(node))
@@ -108,7 +117,8 @@ def attention_results(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor
         layer.results.append(tuple(layer.put(t.detach()) for t in made))
         return made
     # a recompute calls what the forward called, in its order
-    kept, layer.next = layer.results[layer.next], layer.next + 1
+    kept = layer.results[layer.next]
+    layer.next = layer.next + 1
     return tuple(layer.get(t).detach() for t in kept)
 
 

@@ -39,10 +39,12 @@ class _Chain:
     def __init__(
         self, make: Callable[..., Tensor], ways: list[tuple[Callable[..., Tensor] | None, int]]
     ) -> None:
-        self.make, self.ways = make, ways
+        self.make = make
+        self.ways = ways
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        inputs, start = list[Tensor](), 0
+        inputs = list[Tensor]()
+        start = 0
         for make, count in self.ways:
             given = tensors[start : start + count]
             inputs.append(given[0] if make is None else make(*given))
@@ -80,12 +82,16 @@ def way_of(x: Tensor) -> Way | None:
         # a graph's own partitioner decides what is computed again
         return None
     way: Way | None = getattr(x, _WAY, None)
-    return way if way is not None and way.version == x._version else None
+    if way is not None and way.version == x._version:
+        return way
+    return None
 
 
 def follow(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """As `remember`, where one of the tensors can be made again; else `made` is what is best saved."""
-    return remember(made, make, *tensors) if any(way_of(t) is not None for t in tensors) else made
+    if any(way_of(t) is not None for t in tensors):
+        return remember(made, make, *tensors)
+    return made
 
 
 def kept_for(
@@ -96,7 +102,9 @@ def kept_for(
     reads nothing (`saved` is None).
     """
     way = None if saved is None else way_of(x)
-    return (None, (saved,)) if way is None else (way.make, way.tensors)
+    if way is None:
+        return (None, (saved,))
+    return (way.make, way.tensors)
 
 
 def kept_for_each(

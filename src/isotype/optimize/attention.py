@@ -45,10 +45,11 @@ def implementation_of(module: nn.Module) -> str | None:
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or TABLE not in forward.__code__.co_names:
         return None
-    table, config = forward.__globals__.get(TABLE), getattr(module, "config", None)
-    return (
-        getattr(config, "_attn_implementation", None) if hasattr(table, "get_interface") else None
-    )
+    table = forward.__globals__.get(TABLE)
+    config = getattr(module, "config", None)
+    if hasattr(table, "get_interface"):
+        return getattr(config, "_attn_implementation", None)
+    return None
 
 
 def softcap_of(module: nn.Module) -> float | None:
@@ -105,7 +106,9 @@ def back_ends(module: nn.Module) -> str:
             on_a_gpu(x.dtype, x, x, **options, packed=packed, device=device)
             for packed in (False, True)
         )
-    return f"{row} in bf16" if row == packed else f"{row} in bf16, {packed} for packed documents"
+    if row == packed:
+        return f"{row} in bf16"
+    return f"{row} in bf16, {packed} for packed documents"
 
 
 def _no_default(*_: Any, **__: Any) -> Any:
@@ -181,11 +184,10 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
                 )
             window = others.get("sliding_window")
             window = None if window is None or window >= query.shape[2] else window
-            documents = (
-                None
-                if attention_mask.documents.whole_rows and window is None
-                else attention_mask.documents
-            )
+            if attention_mask.documents.whole_rows and window is None:
+                documents = None
+            else:
+                documents = attention_mask.documents
             made = attention(
                 query,
                 key,
@@ -213,7 +215,9 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
         fast = attention_by_kernels(
             query, key, value, mask=attention_mask, causal=causal, scale=scaling
         )
-        return by_the_model() if fast is None else (fast.transpose(1, 2).contiguous(), None)
+        if fast is None:
+            return by_the_model()
+        return (fast.transpose(1, 2).contiguous(), None)
 
     return forward
 
@@ -239,7 +243,9 @@ def why_no_document_mask(model: nn.Module) -> str | None:
             return f"{name} has dropout"
         if implementation_of(module) == "eager" and softcap_of(module) is None:
             return f"{name} runs eager"
-    return why_mask_is_read(model) if layers else "it has no attention layer that is known"
+    if layers:
+        return why_mask_is_read(model)
+    return "it has no attention layer that is known"
 
 
 class DocumentMask(Tensor):
@@ -281,7 +287,9 @@ def why_mask_is_read(model: Any) -> str | None:
             return f"{name} is not causal"
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):
             return f"{name} is a {type(module).__name__}, which mixes neighbouring positions"
-    return None if getattr(text, "model_type", None) else "its configuration is unknown"
+    if getattr(text, "model_type", None):
+        return None
+    return "its configuration is unknown"
 
 
 class MaskNeeds(NamedTuple):

@@ -80,16 +80,16 @@ class Recipe:
     reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
 
     def scaled(self, factor: float) -> Recipe:
-        return (
-            replace(self, pre=self.pre * factor)
-            if self.post is None
-            else replace(self, post=self.post * factor)
-        )
+        if self.post is None:
+            return replace(self, pre=self.pre * factor)
+        return replace(self, post=self.post * factor)
 
     @property
     def scale_and_softcap(self) -> tuple[float, float | None]:
         """The ops': post tanh(pre x) is their softcap tanh(scale x / softcap)."""
-        return (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
+        if self.post is None:
+            return (self.pre, None)
+        return (self.pre * self.post, self.post)
 
     def sources(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias]
@@ -141,11 +141,10 @@ class Recipe:
             with self.as_then():
                 x = F.linear(self.hidden, self.weight, self.bias)
             with autocast_off(x):
-                x = (
-                    x.to(self.dtype)
-                    if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits
-                    else x
-                )
+                if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits:
+                    x = x.to(self.dtype)
+                else:
+                    x = x
                 x = x if self.pre == 1.0 else x * self.pre
                 return self._watched(
                     (x if self.post is None else self.post * torch.tanh(x)).to(self.dtype)
@@ -202,7 +201,9 @@ class DeferredLogits(DeferredTensor):
         made = in_graph(
             make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad
         )
-        made.recipe, made.computed, made.memory = recipe, None, []
+        made.recipe = recipe
+        made.computed = None
+        made.memory = []
         return made
 
     def materialise(self, asked_by: str = "materialise") -> Tensor:
@@ -227,7 +228,8 @@ class DeferredLogits(DeferredTensor):
 
     @classmethod
     def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        rule, first = _RULES.get(func), args[0] if args else kwargs.get("input")
+        rule = _RULES.get(func)
+        first = args[0] if args else kwargs.get("input")
         if rule is not None and isinstance(first, DeferredLogits):
             first.check()
             known = rule(*args, **kwargs)
@@ -254,7 +256,8 @@ def defer(
     """What `F.linear(hidden, weight, bias)` would be. items: what a loss that is summed over them
     will be divided by, where it is known.
     """
-    grad, product = torch.is_grad_enabled(), product_dtype(hidden, weight)
+    grad = torch.is_grad_enabled()
+    product = product_dtype(hidden, weight)
     cast = autocast_dtype(hidden)
     return DeferredLogits(
         Recipe(
@@ -315,7 +318,9 @@ def _caller() -> str:
 
 def _with(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
     # once real, the real tensor is what everything else should build on
-    return None if x.computed is not None else DeferredLogits(replace(x.recipe, **changes))
+    if x.computed is not None:
+        return None
+    return DeferredLogits(replace(x.recipe, **changes))
 
 
 def _times(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
@@ -342,14 +347,15 @@ def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
 
 
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
-    dtype = (
-        args[0]
-        if len(args) == 1 and not kwargs
-        else kwargs.get("dtype")
-        if not args and set(kwargs) == {"dtype"}
-        else None
-    )
-    return _cast(dtype)(x) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+    if len(args) == 1 and not kwargs:
+        dtype = args[0]
+    elif not args and set(kwargs) == {"dtype"}:
+        dtype = kwargs.get("dtype")
+    else:
+        dtype = None
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return _cast(dtype)(x)
+    return None
 
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
@@ -363,11 +369,10 @@ def _detach(x: DeferredLogits) -> DeferredLogits | None:
 
 
 def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
-    sizes = (
-        tuple(shape[0])
-        if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size))
-        else shape
-    )
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
+        sizes = tuple(shape[0])
+    else:
+        sizes = shape
     vocabulary = x.recipe.weight.shape[0]
     if (
         rest
@@ -407,7 +412,9 @@ def _selected(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
         if index.dtype == torch.bool
         else index.dtype == torch.int64 and index.dim()
     )
-    return _with(x, hidden=x.recipe.hidden[index]) if plain and leading else None
+    if plain and leading:
+        return _with(x, hidden=x.recipe.hidden[index])
+    return None
 
 
 def _unbind(x: DeferredLogits, dim: int = 0, **rest: Any) -> tuple[Tensor, ...] | None:
@@ -422,18 +429,18 @@ def _flatten(
 ) -> DeferredLogits | None:
     dims = x.dim()
     start, end = (d + dims if d < 0 else d for d in (start_dim, end_dim))
-    return (
-        None
-        if rest or not 0 <= start <= end < dims - 1
-        else _with(x, hidden=x.recipe.hidden.flatten(start, end))
-    )
+    if rest or not 0 <= start <= end < dims - 1:
+        return None
+    return _with(x, hidden=x.recipe.hidden.flatten(start, end))
 
 
 def _index_select(
     x: DeferredLogits, dim: Any = None, index: Any = None, **rest: Any
 ) -> DeferredLogits | None:
     plain = not rest and dim == 0 and isinstance(index, Tensor) and x.recipe.hidden.dim() == 2
-    return _with(x, hidden=x.recipe.hidden.index_select(0, index)) if plain else None
+    if plain:
+        return _with(x, hidden=x.recipe.hidden.index_select(0, index))
+    return None
 
 
 def _cross_entropy(
@@ -460,7 +467,10 @@ def _cross_entropy(
     recipe = input.recipe
     # PyTorch's own: autocast computes this loss in fp32
     narrow = input.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
+    if narrow and autocast_dtype(recipe.hidden) is not None:
+        dtype = torch.float32
+    else:
+        dtype = input.dtype
     loss: Tensor = recipe.loss(
         target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
     )

@@ -73,7 +73,8 @@ class Graph(torch.autograd.Function):
         remake: Callable[..., Tensor],
         *tensors: Any,
     ) -> Tensor:
-        ctx.sources, ctx.remake = sources, remake
+        ctx.sources = sources
+        ctx.remake = remake
         return make()
 
     @staticmethod
@@ -162,11 +163,9 @@ class DeferredTensor(Tensor):
             and _in_an_autograd_function()
         )
         known = None if hidden else cls.answered(func, args, kwargs)
-        return (
-            cls._with_real_tensors(func, getattr(func, "__name__", str(func)), args, kwargs)
-            if known is None
-            else known
-        )
+        if known is None:
+            return cls._with_real_tensors(func, getattr(func, "__name__", str(func)), args, kwargs)
+        return known
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls

@@ -70,7 +70,8 @@ class HeadMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = weight_VH.shape, weight_VH.dtype
+        ctx.shape = weight_VH.shape
+        ctx.dtype = weight_VH.dtype
         total = weight_VH.new_zeros(weight_VH.shape[1], dtype=wide(weight_VH.dtype))
         for rows in weight_VH.split(max(1, _BLOCK // weight_VH.shape[1])):
             total += rows.sum(0, dtype=total.dtype)
@@ -120,11 +121,10 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
 def per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
     """One of `linear_log_probs`'s outputs, for each row: [*n]; for any class where none is named."""
     r = x.recipe
-    classes = (
-        torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-        if classes is None
-        else classes
-    )
+    if classes is None:
+        classes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+    else:
+        classes = classes
     with r.as_then():
         answered["linear_log_probs"] += 1
         scale, cap = r.scale_and_softcap
@@ -163,7 +163,9 @@ def row_means(x: Any) -> Tensor | None:
     """fp32[*n]: the mean of each row's logits; under a softcap only without gradients."""
     r = x.recipe
     if r.post is not None:
-        return None if x.requires_grad and torch.is_grad_enabled() else per_row(x, "mean_logits")
+        if x.requires_grad and torch.is_grad_enabled():
+            return None
+        return per_row(x, "mean_logits")
     with r.as_then():
         dtype = product_dtype(r.hidden, r.weight)
         fp32 = wide(dtype)
@@ -222,7 +224,10 @@ class DeferredLogProbs(DeferredTensor):
             return F.log_softmax(recipe.of(*sources).compute(), -1, dtype=cast).to(dtype) * factor
 
         made = in_graph(make, recipe.sources(), remake, grad=recipe.grad)
-        made.logits, made.factor, made.cast, made.computed = logits, factor, cast, None
+        made.logits = logits
+        made.factor = factor
+        made.cast = cast
+        made.computed = None
         return made
 
     def materialise(self, asked_by: str = "materialise") -> Tensor:
@@ -237,7 +242,8 @@ class DeferredLogProbs(DeferredTensor):
 
     @classmethod
     def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        rule, first = _RULES.get(func), args[0] if args else kwargs.get("input")
+        rule = _RULES.get(func)
+        first = args[0] if args else kwargs.get("input")
         if (
             rule is None
             or not isinstance(first, DeferredLogProbs)
@@ -304,7 +310,9 @@ def _rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None
     def rule(x: DeferredLogProbs, *args: Any, **kwargs: Any) -> DeferredLogProbs | None:
         logits = function(x.logits, *args, **kwargs)
         still = type(logits) is type(x.logits) and logits.shape[-1] == x.shape[-1]
-        return DeferredLogProbs(logits, x.factor, x.cast, x.dtype) if still else None
+        if still:
+            return DeferredLogProbs(logits, x.factor, x.cast, x.dtype)
+        return None
 
     return rule
 

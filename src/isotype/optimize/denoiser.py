@@ -28,7 +28,9 @@ from . import joint_attention
 from .forwards import changed_before
 from .instances import once_a_kind, put_found, same_in_both_modes, stand_in, taken
 
-BLOCK, NORM, ACTIVATION = "block", "modulated norm", "activation"
+BLOCK = "block"
+NORM = "modulated norm"
+ACTIVATION = "activation"
 _TWO = ("norm1", "norm1_context", "attn", "norm2", "ff")
 _TEXT = ("norm2_context", "ff_context")
 _ONE = ("norm", "proj_mlp", "act_mlp", "attn", "proj_out")
@@ -55,9 +57,10 @@ def two_streams(
     rows, gate, *of_mlp = block.norm1(picture, emb=emb)
     second = of_mlp[3:]
     last = block.norm2_context is None
-    text_rows, *of_text = (
-        (block.norm1_context(text, emb),) if last else block.norm1_context(text, emb=emb)
-    )
+    if last:
+        text_rows, *of_text = (block.norm1_context(text, emb),)
+    else:
+        text_rows, *of_text = block.norm1_context(text, emb=emb)
     attended, text_attended = block.attn(
         hidden_states=rows, encoder_hidden_states=text_rows, **given
     )
@@ -73,11 +76,9 @@ def two_streams(
 
 def _added(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """The stream with x added to it; a stream of another dtype is added to as the class does."""
-    return (
-        gated_residual(residual, x, gate)
-        if residual.dtype == x.dtype
-        else residual + gate[:, None] * x
-    )
+    if residual.dtype == x.dtype:
+        return gated_residual(residual, x, gate)
+    return residual + gate[:, None] * x
 
 
 def _added_within(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
@@ -86,11 +87,9 @@ def _added_within(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     recompute, it would keep both alive.
     """
     made = _added(residual, x, gate)
-    return (
-        remember(made, _added, residual, x, gate)
-        if gate.requires_grad and way_of(residual) is None
-        else made
-    )
+    if gate.requires_grad and way_of(residual) is None:
+        return remember(made, _added, residual, x, gate)
+    return made
 
 
 def _after_mlp(
@@ -135,7 +134,10 @@ class _Rows(nn.Module):
 
     def __init__(self, shift: float, more: int = 0, *, again: int = -1, wider: int = 1) -> None:
         super().__init__()
-        self.shift, self.more, self.again, self.wider = shift, more, again, wider
+        self.shift = shift
+        self.more = more
+        self.again = again
+        self.wider = wider
 
     def forward(self, x: Tensor | None = None, emb: Tensor | None = None, **given: Any) -> Any:
         x = given.get("hidden_states") if x is None else x
@@ -175,10 +177,8 @@ def recognise_block(module: Any) -> Form | str:
     unknown = "its output is not that of a known form on a probe"
     stubs: dict[str, nn.Module]
     if isinstance(getattr(module, "norm1_context", None), nn.Module):
-        last, second = (
-            getattr(module, "norm2_context", None) is None,
-            getattr(module, "attn2", None) is not None,
-        )
+        last = getattr(module, "norm2_context", None) is None
+        second = getattr(module, "attn2", None) is not None
         stubs = {
             "norm1": _Rows(0.1, 6, again=4) if second else _Rows(0.1, 4),
             "norm1_context": _Rows(0.2, 0 if last else 4),
@@ -246,9 +246,10 @@ def stream_forward(
     if usual:
         form: Form = settings_of(self)
         return form(self, hidden_states, encoder_hidden_states, temb, given)
-    more = (
-        {} if joint_attention_kwargs is None else {"joint_attention_kwargs": joint_attention_kwargs}
-    )
+    if joint_attention_kwargs is None:
+        more = {}
+    else:
+        more = {"joint_attention_kwargs": joint_attention_kwargs}
     return type(self).forward(
         self, hidden_states, encoder_hidden_states, temb, **given, **more, **others
     )
@@ -422,7 +423,8 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     outer = getattr(module.linear, "out_features", 0)
     if outer % width:
         return unknown
-    chunks, generator = outer // width, torch.Generator().manual_seed(0)
+    chunks = outer // width
+    generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(_WIDTH, chunks * _WIDTH, dtype=torch.float64)
     for p in linear.parameters():
         p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
@@ -440,10 +442,8 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     for scale, shift in ((1, 0), (0, 1)):
         for alone, twice in ((False, False), (True, False), (False, chunks == 9)):
             s = AdaptiveSettings(argument, names[0] == argument, chunks, scale, shift, alone, twice)
-            own, ours = (
-                partial(type(module).forward, twin, x, **{argument: emb}),
-                partial(compute, twin, s, x, emb),
-            )
+            own = partial(type(module).forward, twin, x, **{argument: emb})
+            ours = partial(compute, twin, s, x, emb)
             if same_in_both_modes(
                 twin, partial(_in_one_row, own), partial(_in_one_row, ours), x, emb
             ):
@@ -468,11 +468,9 @@ def compute(module: Any, s: AdaptiveSettings, x: Tensor, emb: Tensor) -> Any:
     rows = modulated(module.norm, x, parts[s.scale], parts[s.shift])
     if s.twice:
         return rows, *parts[2:6], modulated(module.norm, x, parts[7], parts[6]), parts[8]
-    return (
-        rows
-        if s.alone
-        else (rows, *(part for i, part in enumerate(parts) if i not in (s.scale, s.shift)))
-    )
+    if s.alone:
+        return rows
+    return (rows, *(part for i, part in enumerate(parts) if i not in (s.scale, s.shift)))
 
 
 def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -496,7 +494,9 @@ def place_adaptive(path: str, module: Any, out_dtype: torch.dtype | None) -> lis
         adaptive_forward,
         "modulated_layer_norm",
     )
-    return [made] if made.op is None else [made, place_norm(f"{path}.norm", module.norm, out_dtype)]
+    if made.op is None:
+        return [made]
+    return [made, place_norm(f"{path}.norm", module.norm, out_dtype)]
 
 
 # --- all of them
@@ -516,4 +516,6 @@ def place(path: str, module: nn.Module, out_dtype: torch.dtype | None) -> list[P
         return place_adaptive(path, module, out_dtype)
     if joint_attention.is_candidate(module):
         return [joint_attention.place(path, module)]
-    return [place_activation(path, module)] if is_activation(module) else []
+    if is_activation(module):
+        return [place_activation(path, module)]
+    return []

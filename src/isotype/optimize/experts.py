@@ -24,7 +24,9 @@ from .instances import once_a_kind, placement, same_in_both_modes, stand_in, tak
 
 PART = "experts"
 # sizes of a probe: experts, hidden and inner features
-_EXPERTS, _HIDDEN, _INNER = 3, 6, 10
+_EXPERTS = 3
+_HIDDEN = 6
+_INNER = 10
 _SIZES = (
     {"num_experts": _EXPERTS}
     | dict.fromkeys(("hidden_dim", "hidden_size"), _HIDDEN)
@@ -89,7 +91,8 @@ def recognise(module: Any) -> ExpertsSettings | str:
     up = "gate_up_proj" if module.has_gate else "up_proj"
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each expert"
-    transposed, biased = module.is_transposed, module.has_bias
+    transposed = module.is_transposed
+    biased = module.has_bias
     if any(
         not p.is_floating_point() and _state(p) is None
         for p in module._parameters.values()
@@ -152,13 +155,12 @@ def compute(
 ) -> Tensor:
     """The op over this module's own weights."""
     parameters = module._parameters
-    activation = (
-        s.activation
-        if s.activation is not None
-        else module._apply_gate
-        if module.has_gate
-        else module.act_fn
-    )
+    if s.activation is not None:
+        activation = s.activation
+    elif module.has_gate:
+        activation = module._apply_gate
+    else:
+        activation = module.act_fn
     return experts(
         x,
         index,
@@ -181,7 +183,8 @@ def adapter_of(wrapper: Any) -> Adapter:
     one.
     """
     name = active_adapter(wrapper)
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a = wrapper.lora_A[name].weight
+    b = wrapper.lora_B[name].weight
     count = wrapper.num_experts
     return Adapter(
         a.view(count, -1, a.shape[-1]),
@@ -203,11 +206,9 @@ def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) ->
         if wrapper.merged_adapters:
             return "the adapter is merged into the weight"
         if not wrapper._disable_adapters and active_adapter(wrapper) is None:
-            return (
-                "several adapters are active"
-                if len(wrapper.active_adapters) > 1
-                else "no active adapter"
-            )
+            if len(wrapper.active_adapters) > 1:
+                return "several adapters are active"
+            return "no active adapter"
     return None
 
 

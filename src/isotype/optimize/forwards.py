@@ -206,12 +206,16 @@ def without_cache(given: dict[str, Any]) -> None:
 
 
 def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
-    half, children = s.attention, cast(Any, self._modules)
-    attention, mlp = children[half.part], children[s.mlp.part]
+    half = s.attention
+    children = cast(Any, self._modules)
+    attention = children[half.part]
+    mlp = children[s.mlp.part]
     residual: Tensor | None
-    normed, residual = (
-        (x, x) if half.before is None else with_residual(children[half.before], x, None)
-    )
+    if half.before is None:
+        normed = x
+        residual = x
+    else:
+        normed, residual = with_residual(children[half.before], x, None)
     if layers_running and has_hooks(attention):
         hooks_read_here()
     x = attention(hidden_states=normed, **given)[0]
@@ -220,10 +224,13 @@ def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -
     half = s.mlp
     if half.before is None or s.scale is not None:
         # no norm reads this sum, or its terms are not added as they are
-        x, residual = _sum(self, s, residual, x), None
-    normed, total = (
-        (x, x) if half.before is None else with_residual(children[half.before], x, residual)
-    )
+        x = _sum(self, s, residual, x)
+        residual = None
+    if half.before is None:
+        normed = x
+        total = x
+    else:
+        normed, total = with_residual(children[half.before], x, residual)
     if layers_running and has_hooks(mlp):
         hooks_read_here()
     made = mlp(normed)[0] if s.mlp_first else mlp(normed)
@@ -233,11 +240,10 @@ def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -
 
 def _sum(self: nn.Module, s: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
     """residual + scale * term, rounded once: the class's own code rounds the product too."""
-    made: Tensor = (
-        residual + term
-        if s.scale is None
-        else torch.add(residual, term, alpha=getattr(self, s.scale))
-    )
+    if s.scale is None:
+        made: Tensor = residual + term
+    else:
+        made = torch.add(residual, term, alpha=getattr(self, s.scale))
     return made
 
 
@@ -289,14 +295,17 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
         else (children[s.gate], children[s.up], children[s.down])
     )
     together = run_gated(layers, hidden_states, s.op)
-    return compute_gated(self, hidden_states, s) if together is None else together
+    if together is None:
+        return compute_gated(self, hidden_states, s)
+    return together
 
 
 def compute_gated(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
     if s.up is None:
         gate, up = getattr(module, s.gate)(x).chunk(2, dim=-1)
     else:
-        gate, up = getattr(module, s.gate)(x), getattr(module, s.up)(x)
+        gate = getattr(module, s.gate)(x)
+        up = getattr(module, s.up)(x)
     down: Callable[[Tensor], Tensor] = getattr(module, s.down)
     if gate.dtype != up.dtype:
         # an adapter on one of the two may widen it: the module's own product promotes
@@ -317,7 +326,9 @@ def narrow(table: Tensor, form: Form) -> Tensor:
     """One value a pair."""
     if form == "once":
         return table
-    return table[..., ::2] if form == "values" else table[..., : table.shape[-1] // 2]
+    if form == "values":
+        return table[..., ::2]
+    return table[..., : table.shape[-1] // 2]
 
 
 def rotated(

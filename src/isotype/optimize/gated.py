@@ -17,7 +17,8 @@ from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
 from .instances import placement, same_in_both_modes, stand_in, taken
 
 PART = "gated mlp"
-_HIDDEN, _INNER = 6, 10
+_HIDDEN = 6
+_INNER = 10
 
 
 def linears(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -81,7 +81,8 @@ class Stream:
         try:
             yield
         finally:
-            self.left, self.ended = before, generator_states()
+            self.left = before
+            self.ended = generator_states()
             set_generator_states(before)
 
 
@@ -97,7 +98,8 @@ def from_training() -> Iterator[None]:
     """Within this block generation draws from training's generators: around a training step that
     trains on its own samples.
     """
-    before, _draws.from_training = _draws.from_training, True
+    before = _draws.from_training
+    _draws.from_training = True
     try:
         yield
     finally:
@@ -161,7 +163,8 @@ def place(path: str, lm: Any) -> Placement:
     if reason is not None:
         return placement(PART, path, lm, None, reason)
     inner = inner_model(lm)
-    stream, method = Stream(), InstanceMethod(generate, inner, "generate")
+    stream = Stream()
+    method = InstanceMethod(generate, inner, "generate")
     inner.__dict__[_STREAM] = stream, method
     method.put()
     embeddings = input_embeddings(lm)
@@ -179,7 +182,9 @@ def why_not(lm: Any) -> str | None:
         return "already optimized"
     if "generate" in inner.__dict__:
         return "its generate was already replaced by another library"
-    return "the model has no input embeddings" if input_embeddings(lm) is None else None
+    if input_embeddings(lm) is None:
+        return "the model has no input embeddings"
+    return None
 
 
 def input_embeddings(lm: Any) -> nn.Module | None:

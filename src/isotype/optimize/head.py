@@ -89,7 +89,8 @@ def after_forward(
 ) -> None:
     """Also called when forward raised, so that a failed step does not leave the head deferring."""
     if kwargs.get("labels") is not None:
-        _forwards.depth, _forwards.items = max(0, getattr(_forwards, "depth", 0) - 1), None
+        _forwards.depth = max(0, getattr(_forwards, "depth", 0) - 1)
+        _forwards.items = None
 
 
 @contextmanager
@@ -132,11 +133,10 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     if by_trl:
         return placement(PART, path, head, "linear_log_probs", "for TRL's fused head")
     why_none = place_targets(inner, head)
-    note = (
-        "the loss of targets, else deferred logits"
-        if why_none is None
-        else f"deferred logits; takes no targets: {why_none}"
-    )
+    if why_none is None:
+        note = "the loss of targets, else deferred logits"
+    else:
+        note = f"deferred logits; takes no targets: {why_none}"
     return placement(PART, path, head, "linear_cross_entropy", note)
 
 
@@ -270,7 +270,8 @@ class _Asked:
     """The targets of a forward that runs, and their loss once the head has computed it."""
 
     def __init__(self, targets: Targets, after: AfterHead) -> None:
-        self.targets, self.after = targets, after
+        self.targets = targets
+        self.after = after
         self.loss: Tensor | None = None
 
     def answered_by(self, head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -290,7 +291,8 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
     """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
-    asked, before = _Asked(targets, settings_of(self)), getattr(_forwards, "asked", None)
+    asked = _Asked(targets, settings_of(self))
+    before = getattr(_forwards, "asked", None)
     _forwards.asked = asked
     try:
         output = type(self).forward(self, *args, **kwargs)
@@ -322,10 +324,14 @@ class _Backbone(nn.Module):
 
     def __init__(self, hidden: Tensor, real: nn.Module) -> None:
         super().__init__()
-        self.hidden, self.real = hidden, (real,)
+        self.hidden = hidden
+        self.real = (real,)
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name) if name.startswith("_") else getattr(self.real[0], name)
+        if name.startswith("_"):
+            found = super().__getattr__(name)
+        else:
+            found = getattr(self.real[0], name)
         return self if isinstance(found, nn.Module) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> _Made:
@@ -349,7 +355,8 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
     """What the forward of this causal LM does with the head's product, from a run of its class's
     forward on a stub of its backbone; or why it takes no targets.
     """
-    embeddings, children = input_embeddings(model), dict(model.named_children())
+    embeddings = input_embeddings(model)
+    children = dict(model.named_children())
     name = next((name for name, child in children.items() if child is head), None)
     backbone = next(
         (name for name, child in children.items() if any(m is embeddings for m in child.modules())),
@@ -357,7 +364,8 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
     )
     if name is None or backbone is None or backbone == name:
         return "head and backbone are not two children of the model"
-    hidden, stub = torch.ones(1, 3, 4), _Head(4)
+    hidden = torch.ones(1, 3, 4)
+    stub = _Head(4)
     twin = stand_in(model, {backbone: _Backbone(hidden, children[backbone]), name: stub}, {})
     try:
         with torch.no_grad():

@@ -27,7 +27,8 @@ def library_of(function: Any) -> str:
     """The package in which a function or class was written; below decorators where that is a
     library of kernels.
     """
-    layer, found = getattr(function, "__func__", function), []
+    layer = getattr(function, "__func__", function)
+    found = []
     while layer is not None:
         # functools.wraps copies __module__: the globals tell where the wrapper itself is from
         module = (
@@ -50,12 +51,16 @@ def foreign(module: nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return f"its forward was already replaced by {library_of(module.__dict__['forward'])}"
     written = library_of(type(module).forward)
-    return f"its class's forward was replaced by {written}" if written in KERNEL_LIBRARIES else None
+    if written in KERNEL_LIBRARIES:
+        return f"its class's forward was replaced by {written}"
+    return None
 
 
 def taken(module: nn.Module) -> str | None:
     """Why this instance's forward may not be replaced, or None."""
-    return "already optimized" if MARK in module.__dict__ else foreign(module)
+    if MARK in module.__dict__:
+        return "already optimized"
+    return foreign(module)
 
 
 def placement(
@@ -101,10 +106,8 @@ def stand_in(
     }
     twin._modules = {**module._modules, **copies, **modules}
     twin._parameters = {**module._parameters, **parameters}
-    twin._forward_hooks, twin._forward_pre_hooks = (
-        type(module._forward_hooks)(),
-        type(module._forward_pre_hooks)(),
-    )
+    twin._forward_hooks = type(module._forward_hooks)()
+    twin._forward_pre_hooks = type(module._forward_pre_hooks)()
     return twin
 
 
@@ -118,7 +121,8 @@ class Rows(nn.Module):
 
     def __init__(self, shift: float, *, first: bool = False) -> None:
         super().__init__()
-        self.shift, self.first = shift, first
+        self.shift = shift
+        self.first = first
 
     def forward(self, x: Tensor) -> Any:
         made = (x * (1.0 + self.shift)).sin() + self.shift
@@ -198,7 +202,8 @@ def same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> b
 def _close(truth: Tensor | None, candidate: Tensor | None, tolerance: float) -> bool:
     if truth is None or candidate is None:
         return truth is candidate
-    truth, candidate = truth.double(), candidate.double()
+    truth = truth.double()
+    candidate = candidate.double()
     return torch.allclose(truth, candidate, rtol=0.0, atol=tolerance * float(truth.abs().max()))
 
 
@@ -256,11 +261,9 @@ class Replacement:
 def why_not_rebuilt(forward: Any) -> str | None:
     """Why this forward cannot be rebuilt over other globals, or None."""
     plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
-    return (
-        None
-        if plain
-        else "its forward is decorated: rebuilt over other globals it would lose the decorator"
-    )
+    if plain:
+        return None
+    return "its forward is decorated: rebuilt over other globals it would lose the decorator"
 
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
@@ -303,10 +306,8 @@ def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:
         forward.__defaults__,
         forward.__closure__,
     )
-    made.__kwdefaults__, made.__doc__, made.__annotations__ = (
-        forward.__kwdefaults__,
-        forward.__doc__,
-        forward.__annotations__,
-    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    made.__doc__ = forward.__doc__
+    made.__annotations__ = forward.__annotations__
     made.__qualname__ = forward.__qualname__
     return made

@@ -36,7 +36,8 @@ _PICTURE = ("to_q", "to_k", "to_v")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 _TABLES = "image_rotary_emb"
-_HEADS, _SIZE = 2, 4
+_HEADS = 2
+_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,10 @@ def compute(
     out = attention(query, key, value).transpose(1, 2).flatten(2, 3).to(query.dtype)
     if text is None:
         return _out(module, out) if s.out else out
-    lengths = (
-        [text.shape[1], picture.shape[1]] if s.text_first else [picture.shape[1], text.shape[1]]
-    )
+    if s.text_first:
+        lengths = [text.shape[1], picture.shape[1]]
+    else:
+        lengths = [picture.shape[1], text.shape[1]]
     parts = out.split(lengths, dim=1)
     of_text, of_picture = parts if s.text_first else parts[::-1]
     return _out(module, of_picture) if s.out else of_picture, (
@@ -167,9 +169,10 @@ def joined(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
         norm = getattr(module, norms[i], None) if norms else None
         x_BSND = part.unflatten(-1, (module.heads, -1))
         heads.append(x_BSND if norm is None else norm(x_BSND))
-    whole = (
-        heads[0] if len(heads) == 1 else follow(torch.cat(heads, 1), _one_after_the_other, *heads)
-    )
+    if len(heads) == 1:
+        whole = heads[0]
+    else:
+        whole = follow(torch.cat(heads, 1), _one_after_the_other, *heads)
     return follow(whole.transpose(1, 2), _heads_first, whole)
 
 

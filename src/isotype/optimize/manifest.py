@@ -95,11 +95,10 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
         if plain and parameter.dtype != to_torch(declared):
             odd.setdefault(name(parameter.dtype), []).append(full)
     for dtype, names in odd.items():
-        by = (
-            " (PEFT's prepare_model_for_kbit_training does this)"
-            if found is not None and dtype == "fp32"
-            else ""
-        )
+        if found is not None and dtype == "fp32":
+            by = " (PEFT's prepare_model_for_kbit_training does this)"
+        else:
+            by = ""
         notes.append(
             f"{len(names)} frozen tensors are {dtype}, declared {declared}: {names[0]} first{by}"
         )

@@ -59,11 +59,9 @@ def recognise(
                 ][2:]
                 # the probe has none, and with a gate it is another function: the model's own code
                 # would run behind the name of the op
-                return (
-                    f"its forward takes {beside[0]} beside its input"
-                    if beside
-                    else NormSettings(eps, unit_offset, out_dtype, remade)
-                )
+                if beside:
+                    return f"its forward takes {beside[0]} beside its input"
+                return NormSettings(eps, unit_offset, out_dtype, remade)
     return "its output is not RMSNorm's on a probe"
 
 

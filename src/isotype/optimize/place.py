@@ -100,11 +100,9 @@ def _gpus(model: nn.Module, device_type: str | None) -> set[torch.device]:
         and not found
         and any(p.device.type == "cpu" for p in model.parameters())
     )
-    return (
-        {torch.device("cuda", torch.cuda.current_device())}
-        if waits and torch.cuda.is_available()
-        else found
-    )
+    if waits and torch.cuda.is_available():
+        return {torch.device("cuda", torch.cuda.current_device())}
+    return found
 
 
 def _placed(
@@ -112,11 +110,10 @@ def _placed(
 ) -> Manifest:
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
-    on_cpu = (
-        device_type == "cpu"
-        if device_type
-        else all(p.device.type == "cpu" for p in model.parameters())
-    )
+    if device_type:
+        on_cpu = device_type == "cpu"
+    else:
+        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
@@ -144,10 +141,14 @@ def _placed(
         manifest.notes += (
             [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
         )
-    tables, inner = rotary.tables_of(model), set[int]()
+    tables = rotary.tables_of(model)
+    inner = set[int]()
     for path, module in model.named_modules():
         if is_4bit(module):
-            note = "for when the adapter's op does not run" if path.endswith(".base_layer") else ""
+            if path.endswith(".base_layer"):
+                note = "for when the adapter's op does not run"
+            else:
+                note = ""
             manifest.entries.append(
                 put_found("4-bit", path, module, taken(module), forward_4bit, "linear_4bit", note)
             )
@@ -200,7 +201,9 @@ def _row_ops(
         return [placement("foreign", path, module, None, str(foreign(module)))]
     if norms.is_candidate(module):
         return [norms.place(path, module, out_dtype, remade=remade)]
-    return [gated.place(path, module)] if gated.is_candidate(module) else []
+    if gated.is_candidate(module):
+        return [gated.place(path, module)]
+    return []
 
 
 def _attention(

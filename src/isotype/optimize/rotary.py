@@ -76,9 +76,10 @@ def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
         1.0 + torch.arange(pairs, dtype=torch.float64)
     )
     if form != "once":
-        angle = (
-            angle.repeat_interleave(2, -1) if form == "values" else torch.cat((angle, angle), -1)
-        )
+        if form == "values":
+            angle = angle.repeat_interleave(2, -1)
+        else:
+            angle = torch.cat((angle, angle), -1)
     return angle[None].cos(), angle[None].sin()
 
 
@@ -87,7 +88,8 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
     """The pairs with which `rope` gives this function's output on tables of the model's own form;
     None where none do.
     """
-    size, generator = 8, torch.Generator().manual_seed(0)
+    size = 8
+    generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 3, 5, size, generator=generator, dtype=torch.float64)
     k = torch.randn(2, 1, 5, size, generator=generator, dtype=torch.float64)
     for pairs in get_args(Pairs):
@@ -174,7 +176,8 @@ def place(path: str, module: nn.Module, made: Tables, replacements: list[Replace
     """Adds a replacement of the rotary function to those with which the module's forward will be
     rebuilt.
     """
-    called, forward = rotary_name(module), type(module).forward
+    called = rotary_name(module)
+    forward = type(module).forward
     assert called is not None
     original = inspect.unwrap(forward).__globals__[called]
     reason = taken(module) or why_not(called, original) or why_not_rebuilt(forward) or made.reason

@@ -54,11 +54,9 @@ def trls_forward(model: nn.Module) -> Any | None:
     written = getattr(function, "__globals__", {}).get("__name__")
     # functools.wraps renames it: its code keeps its name
     code = getattr(function, "__code__", None)
-    return (
-        bound
-        if written == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward"
-        else None
-    )
+    if written == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward":
+        return bound
+    return None
 
 
 def fused_head_of(model: nn.Module) -> FusedHead | None:
@@ -74,11 +72,9 @@ def why_no_fused_head(model: nn.Module) -> str | None:
     if missing:
         return f"TRL's fused head has another form here (no {', '.join(sorted(missing))})"
     unknown = set(options["outputs"]) - {"log_probs", *FIELDS}
-    return (
-        f"TRL's fused head has fields that the op has not: {', '.join(sorted(unknown))}"
-        if unknown
-        else None
-    )
+    if unknown:
+        return f"TRL's fused head has fields that the op has not: {', '.join(sorted(unknown))}"
+    return None
 
 
 def place_fused_head(model: nn.Module) -> None:
@@ -118,7 +114,10 @@ def fused_head_forward(
     if getattr(text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     made = getattr(self, options["backbone_attr"])(*args, **kwargs)
-    hidden = made.last_hidden_state if shift_labels is not None else made.last_hidden_state[:, :-1]
+    if shift_labels is not None:
+        hidden = made.last_hidden_state
+    else:
+        hidden = made.last_hidden_state[:, :-1]
     labels = shift_labels if shift_labels is not None else labels[:, 1:]
     head.calls["linear_log_probs"] += 1
     return _output(self, head, hidden, labels, num_items_in_batch, made, kwargs)
@@ -150,10 +149,13 @@ def _output(
 
     options = head.options
     projection = model.get_output_embeddings()
-    weight, bias = projection.weight, projection.bias
+    weight = projection.weight
+    bias = projection.bias
     if hasattr(weight, "full_tensor"):  # sharded by FSDP2
-        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-    hidden, labels = hidden.to(weight.device), labels.to(weight.device)
+        weight = weight.full_tensor()
+        bias = None if bias is None else bias.full_tensor()
+    hidden = hidden.to(weight.device)
+    labels = labels.to(weight.device)
     wide = options["cast_lm_head_to_fp32"]
     with autocast_off(hidden) if wide else nullcontext():
         values = linear_log_probs(

@@ -58,7 +58,9 @@ class BucketSums:
         processes: Processes,
         dtype: torch.dtype,
     ) -> None:
-        self._gradients, self._processes, self._dtype = gradients, processes, dtype
+        self._gradients = gradients
+        self._processes = processes
+        self._dtype = dtype
         # backward makes the gradients of the last parameters first
         self._buckets = list(neighbours(list(reversed(parameters)), dtype))
         self._bucket_of = {
@@ -77,7 +79,8 @@ class BucketSums:
 
     def begin(self) -> None:
         """Before the last backward of a step, whose gradients are complete when they arrive."""
-        self._arrived, self._missing = set(), [len(bucket) for bucket in self._buckets]
+        self._arrived = set()
+        self._missing = [len(bucket) for bucket in self._buckets]
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A backward has made this parameter's gradient. Raises  RunError where it makes one again
@@ -117,7 +120,9 @@ class BucketSums:
 
     def forget(self) -> None:
         """Ends a step, finished or not."""
-        self._arrived, self._sent, self._sent_dtypes = None, 0, []
+        self._arrived = None
+        self._sent = 0
+        self._sent_dtypes = []
         self._in_flight.clear()
 
     def _send(self) -> None:
@@ -156,7 +161,8 @@ def neighbours(
         bytes_ = p.numel() * dtype.itemsize
         if bucket and (size + bytes_ > BUCKET or p.device != bucket[0].device):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(p)
         size += bytes_
     if bucket:
@@ -206,7 +212,8 @@ class GradientAccumulator:
     ) -> None:
         self.summed = summed
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.dtype, self.reduce_dtype = to_torch(dtype), to_torch(reduce)
+        self.dtype = to_torch(dtype)
+        self.reduce_dtype = to_torch(reduce)
         # of each bucket that the last step summed across processes, for whoever observes
         self.sent: list[torch.dtype] = []
         self._buffers: dict[int, Tensor] = {}
@@ -225,7 +232,10 @@ class GradientAccumulator:
 
     def _take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "the hook runs after the gradient was accumulated"
-        gradient = _dense(parameter.grad) if self.summed is None else self.summed.take(parameter)
+        if self.summed is None:
+            gradient = _dense(parameter.grad)
+        else:
+            gradient = self.summed.take(parameter)
         buffer = self._buffers.get(id(parameter))
         if buffer is None:
             self._buffers[id(parameter)] = gradient.to(self.dtype)
@@ -242,7 +252,9 @@ class GradientAccumulator:
         if parameter.grad is None:
             return None
         parameter.grad = _dense(parameter.grad)
-        return parameter.grad if self.summed is None else local_part(parameter.grad)
+        if self.summed is None:
+            return parameter.grad
+        return local_part(parameter.grad)
 
     def gradients(self) -> list[Tensor]:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]

@@ -52,10 +52,8 @@ def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return frozenset()
-    strict, plain = (
-        getattr(model, "_keep_in_fp32_modules_strict", ()),
-        getattr(model, "_keep_in_fp32_modules", None) or (),
-    )
+    strict = getattr(model, "_keep_in_fp32_modules_strict", ())
+    plain = getattr(model, "_keep_in_fp32_modules", None) or ()
     of_transformers = hasattr(type(model), "_keep_in_fp32_modules_strict")
     taken = set(strict or ())
     if not of_transformers or dtype == torch.float16:
@@ -72,11 +70,9 @@ def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
 def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
     """Every such module, and every module below one."""
     in_fp32 = names_kept_in_fp32(model, dtype)
-    return (
-        {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)}
-        if in_fp32
-        else set()
-    )
+    if in_fp32:
+        return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)}
+    return set()
 
 
 class _SumByBlock:
@@ -85,7 +81,9 @@ class _SumByBlock:
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return (_met(args), _met(kwargs)) if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled():
+            return (_met(args), _met(kwargs))
+        return None
 
 
 def _met(given: Any) -> Any:
@@ -113,7 +111,8 @@ class _State:
     """
 
     def __init__(self, precision: Precision, device_type: str) -> None:
-        self.precision, self.device_type = precision, device_type
+        self.precision = precision
+        self.device_type = device_type
         self.use(precision.compute)
         self.methods: list[InstanceMethod] = []
         self.settings: list[tuple[nn.Module, str, Any]] = []
@@ -177,11 +176,10 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
         if parameter.is_floating_point() and not is_quantised(parameter):
             dtype = to_torch(declared_dtype(model, full, parameter, precision))
             if parameter.dtype != dtype:
-                parameter.data = (
-                    parameter.data.to(dtype)
-                    if part is None
-                    else part.narrowed(parameter.data, dtype)
-                )
+                if part is None:
+                    parameter.data = parameter.data.to(dtype)
+                else:
+                    parameter.data = part.narrowed(parameter.data, dtype)
 
 
 def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
@@ -193,19 +191,16 @@ def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Pr
     )
     # of a diffusion run that trains them
     of_text = precision.text_encoder and ".text_encoders." in f".{full}"
-    frozen = (
-        precision.vision
-        if of_vision
-        else precision.text_encoder
-        if of_text
-        else precision.unquantised
-    )
+    if of_vision:
+        frozen = precision.vision
+    elif of_text:
+        frozen = precision.text_encoder
+    else:
+        frozen = precision.unquantised
     word = precision.trainable if parameter.requires_grad else frozen
-    return (
-        "fp32"
-        if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word)))
-        else word
-    )
+    if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word))):
+        return "fp32"
+    return word
 
 
 def apply_precision(

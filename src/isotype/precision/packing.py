@@ -96,7 +96,8 @@ def _fp8(found: Mapping[str, Any]) -> Packing:
 
 
 def _gptq(found: Mapping[str, Any]) -> Packing:
-    bits, version = int(found["bits"]), str(found.get("checkpoint_format") or "gptq")
+    bits = int(found["bits"])
+    version = str(found.get("checkpoint_format") or "gptq")
     if bits not in (4, 8):
         raise UnreadPacking(f"GPTQ with {bits} bits: 4 and 8 are read")
     if version not in ("gptq", "gptq_v2"):
@@ -115,10 +116,8 @@ def _gptq(found: Mapping[str, Any]) -> Packing:
 
 
 def _awq(found: Mapping[str, Any]) -> Packing:
-    bits, version = (
-        int(found.get("bits", found.get("w_bit", 4))),
-        str(found.get("version", "gemm")).lower(),
-    )
+    bits = int(found.get("bits", found.get("w_bit", 4)))
+    version = str(found.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise UnreadPacking(f"AWQ's version {version} with {bits} bits: gemm with 4 bits is read")
     size = int(found.get("group_size", found.get("q_group_size", 128)))
@@ -172,7 +171,8 @@ _TORCHAO = {
 def _torchao(found: Mapping[str, Any]) -> Packing:
     how = found["quant_type"]
     how = how.get("default", how) if isinstance(how, Mapping) else {"_type": how}
-    kind, own = str(how.get("_type")), how.get("_data", {})
+    kind = str(how.get("_type"))
+    own = how.get("_data", {})
     if kind not in _TORCHAO:
         raise UnreadPacking(f"torchao's {kind} is not read: {', '.join(_TORCHAO)} are")
     grain = own.get("granularity") or own.get("weight_granularity") or {}
@@ -198,16 +198,15 @@ _FORMATS = (
 
 
 def _compressed_group(group: Mapping[str, Any], form: str) -> Packing:
-    weights, rounds = group["weights"], group.get("input_activations") is not None
+    weights = group["weights"]
+    rounds = group.get("input_activations") is not None
     if form not in (*_FORMATS, "None", "mixed-precision"):
         raise UnreadPacking(
             f"compressed-tensors' format {form} is not read: {', '.join(_FORMATS)} are"
         )
-    bits, kind, strategy = (
-        int(weights["num_bits"]),
-        str(weights.get("type", "int")),
-        str(weights.get("strategy", "channel")),
-    )
+    bits = int(weights["num_bits"])
+    kind = str(weights.get("type", "int"))
+    strategy = str(weights.get("strategy", "channel"))
     size = int(weights.get("group_size") or -1)
     if kind == "float" and bits == 4:
         word = "mxfp4" if size == 32 else "nvfp4"
@@ -238,7 +237,9 @@ def _compressed_group(group: Mapping[str, Any], form: str) -> Packing:
 def _group_words(size: int) -> str:
     if size != -1 and size < 1:
         raise ValueError(f"group_size: {size}")
-    return "a scale a channel" if size == -1 else f"a scale for {size} of a row"
+    if size == -1:
+        return "a scale a channel"
+    return f"a scale for {size} of a row"
 
 
 def _block(given: Any) -> tuple[int, int]:

@@ -57,22 +57,18 @@ def local_rows(tensor: Tensor) -> range:
         return range(tensor.shape[0] if tensor.dim() else 0)
     sharded: Any = tensor
     (dim,) = (at for at, placement in enumerate(sharded.placements) if placement.is_shard(0))
-    rows, processes, rank = (
-        tensor.shape[0],
-        sharded.device_mesh.size(dim),
-        sharded.device_mesh.get_local_rank(dim),
-    )
+    rows = tensor.shape[0]
+    processes = sharded.device_mesh.size(dim)
+    rank = sharded.device_mesh.get_local_rank(dim)
     most = math.ceil(rows / processes)
     return range(min(rows, rank * most), min(rows, (rank + 1) * most))
 
 
 def first_element(tensor: Tensor) -> int:
     """Index of the part's first element in the whole tensor, flattened."""
-    return (
-        local_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0]))
-        if is_sharded(tensor)
-        else 0
-    )
+    if is_sharded(tensor):
+        return local_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0]))
+    return 0
 
 
 def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
@@ -96,11 +92,9 @@ def settle(model: nn.Module) -> None:
 
 def _units(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (
-        []
-        if fsdp is None
-        else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    )
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def loaded_on(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
@@ -108,7 +102,9 @@ def loaded_on(device: torch.device, part: Part | None, offload: str = "none") ->
     processes share the model, and each unit's part goes from there to the device, and where its
     blocks stay there (`model.offload`).
     """
-    return device if part is None and offload == "none" else torch.device("cpu")
+    if part is None and offload == "none":
+        return device
+    return torch.device("cpu")
 
 
 def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -116,11 +112,9 @@ def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     tensor is freed. malloc would reuse blocks that were freed before, and keep them.
     """
     size = shape.numel() * dtype.itemsize
-    return (
-        torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
-        if size
-        else torch.empty(shape, dtype=dtype)
-    )
+    if size:
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass(frozen=True)

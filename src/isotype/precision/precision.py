@@ -203,7 +203,10 @@ def _word(role: str, value: str) -> str:
         with suppress(ValueError):
             value = parse(value)
     if value not in allowed:
-        why = f"; {NO_FP8_PRODUCTS}" if role == "compute" and value.startswith("fp8") else ""
+        if role == "compute" and value.startswith("fp8"):
+            why = f"; {NO_FP8_PRODUCTS}"
+        else:
+            why = ""
         raise UsageError(
             f"precision.{role}: {value!r} is not one of {' '.join(allowed)}{why}", code="PR000"
         )

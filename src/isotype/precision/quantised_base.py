@@ -110,7 +110,9 @@ def of_model(model: nn.Module) -> Quantisation | None:
             ] += 1
         elif type(weight).__name__ == "Int8Params":
             seen[Quantisation("bitsandbytes", "int8")] += 1
-    return seen.most_common(1)[0][0] if seen else of_config(getattr(model, "config", None))
+    if seen:
+        return seen.most_common(1)[0][0]
+    return of_config(getattr(model, "config", None))
 
 
 def check_base(found: Quantisation | None, precision: Precision, model_name: str) -> list[str]:
@@ -184,7 +186,8 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
         elif id(parameter) not in apart and parameter.ndim >= 2 and not parameter.requires_grad:
             whole += parameter.numel()
             if parameter.numel() > most:
-                most, largest = parameter.numel(), full
+                most = parameter.numel()
+                largest = full
     return whole / max(1, whole + packed), largest
 
 

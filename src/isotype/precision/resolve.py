@@ -67,7 +67,8 @@ class _Words(sheets.Facts):
 
     def __init__(self, settings: Mapping[str, Setting], device: Hardware) -> None:
         super().__init__()
-        self.settings, self.device = settings, device
+        self.settings = settings
+        self.device = device
 
     def get(self, name: str) -> Any:
         settings = self.settings
@@ -106,7 +107,8 @@ class _Words(sheets.Facts):
         left, found, right = term.partition(" narrower than ")
         if not found:
             return None
-        one, other = self.get(left), self.get(right)
+        one = self.get(left)
+        other = self.get(right)
         return one is not None and itemsize(one) < itemsize(other)
 
 
@@ -210,7 +212,9 @@ def that_holds(
             for text, change in _without_roles(settings)
             if _bad(finding.code, change, settings, before, look) is None
         ][:1]
-    return replace(finding, fix=", or ".join(held)) if held else finding
+    if held:
+        return replace(finding, fix=", or ".join(held))
+    return finding
 
 
 def _without_roles(settings: Settings) -> Iterator[tuple[str, Change]]:
@@ -352,11 +356,10 @@ def choose_preset(device: Hardware, *, adapter: str) -> tuple[str, str]:
         name = "bf16-mixed" if adapter == "none" else "bf16-lora"
         return name, f"auto: {device.name} has native bf16"
     about = "no bf16" if device.bf16 == "none" else "only emulated bf16"
-    offer = (
-        "; fp16-mixed is faster here but overflows above 65504: choose it by name"
-        if device.kind != "cpu"
-        else ""
-    )
+    if device.kind != "cpu":
+        offer = "; fp16-mixed is faster here but overflows above 65504: choose it by name"
+    else:
+        offer = ""
     return "fp32", f"auto: {device.name} has {about}{offer}"
 
 
@@ -433,7 +436,8 @@ def _settled(
     if asked == "auto":
         preset, why = choose_preset(device, adapter=adapter)
     elif asked in PRESETS:
-        preset, why = asked, f"preset {asked}"
+        preset = asked
+        why = f"preset {asked}"
     else:
         raise UsageError(
             f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}",

@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-LANGUAGE, TOWER, PROJECTOR = "language", "tower", "projector"
+LANGUAGE = "language"
+TOWER = "tower"
+PROJECTOR = "projector"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class VisionParts:
         """
         if _below(name, self.language) or (self.head and _below(name, self.head)):
             return LANGUAGE
-        return TOWER if any(_below(name, tower) for tower in self.towers) else PROJECTOR
+        if any(_below(name, tower) for tower in self.towers):
+            return TOWER
+        return PROJECTOR
 
     def projectors(self, model: nn.Module) -> list[str]:
         """The outermost modules below the owner of the decoder that are neither decoder nor tower."""

@@ -47,7 +47,8 @@ MOST_OFF = 50  # of 255, the mean difference of the shape's pixels from its colo
 _INK = 0.35  # between white (0) and the colour (1)
 WORDS = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
 TEXT_LENGTH = 6  # tokens of a caption, padded
-CLIP_WIDTH, T5_WIDTH = 32, 64
+CLIP_WIDTH = 32
+T5_WIDTH = 64
 
 
 def draw(
@@ -80,10 +81,8 @@ def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int)
     """`each` pictures of every shape in every colour, with a .txt of the same name; returns their
     number.
     """
-    chance, names = (
-        random.Random(seed),
-        [(shape, colour, k) for shape in shapes for colour in COLOURS for k in range(each)],
-    )
+    chance = random.Random(seed)
+    names = [(shape, colour, k) for shape in shapes for colour in COLOURS for k in range(each)]
     folder.mkdir(parents=True, exist_ok=True)
     for shape, colour, k in names:
         draw_at_random(shape, colour, chance).save(folder / f"{colour}_{shape}_{k}.png")
@@ -120,7 +119,9 @@ def judged(picture_HWC: NDArray[np.uint8]) -> str:
         (1.0 - float((ink & one).sum()) / float((ink | one).sum()), shape)
         for (shape, _), one in templates.items()
     )
-    return f"a {colour} {shape}" if apart <= MOST_APART else "no shape"
+    if apart <= MOST_APART:
+        return f"a {colour} {shape}"
+    return "no shape"
 
 
 @cache
@@ -250,9 +251,13 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=TEXT_LENGTH, **named)
 
 
-BEFORE, NEW = ("circle", "square", "triangle"), "cross"
+BEFORE = ("circle", "square", "triangle")
+NEW = "cross"
 ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
-PIPELINE, BASE, PICTURES, SHEET = "flux", "base", "pictures", "drawn.png"
+PIPELINE = "flux"
+BASE = "base"
+PICTURES = "pictures"
+SHEET = "drawn.png"
 STAGES = (
     Stage(
         "full", f"every weight, on pictures of {', '.join(BEFORE)}", 2000, seconds=140, least=100

@@ -39,7 +39,8 @@ class EndsInTime(Callback):
     """Stops a stage when its time is over."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage, self.until = stage, 0.0
+        self.stage = stage
+        self.until = 0.0
 
     def on_step(self, moment: Moment) -> None:
         now = time.monotonic()
@@ -127,7 +128,8 @@ def run_stages(
     """Both stages as their files say; False when one was interrupted and saved."""
     for number, stage in enumerate(stages, start=1):
         print(f"\n{number}/{len(stages)}  {stage.what}  ({folder / stage.name}.yaml)")
-        run, clock = folder / stage.name, [EndsInTime(stage)]
+        run = folder / stage.name
+        clock = [EndsInTime(stage)]
         if RunFolder(run).read_json("result.json").get("status") == "done":
             print(f"done before: {run}")
         elif (run / "resolved.yaml").is_file():

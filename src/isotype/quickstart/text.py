@@ -30,8 +30,12 @@ STAGES = (
         least=20,
     ),
 )
-TEXT, PARTS, WINDOW = "text.txt", "small", 256
-END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TEXT = "text.txt"
+PARTS = "small"
+WINDOW = 256
+END_OF_TEXT = "<|endoftext|>"
+TURN = "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
 
 
 def quickstart(folder: Path, *, share: float = 1.0, json_output: bool = False) -> int:

@@ -24,7 +24,9 @@ from .page import STEPS, Live, render
 from .record import RunRecord, picture_of, read_run
 
 HOST = "127.0.0.1"
-LINES, TAIL = 40, 32 << 10  # of the log: lines that are shown, bytes that are read
+# of the log: lines that are shown, bytes that are read
+LINES = 40
+TAIL = 32 << 10
 # what the page itself says, and its one script, its requests and its form, all of this server
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src"
@@ -43,7 +45,8 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0) -> None:
-        self.folder, self.token = folder, secrets.token_urlsafe(16)
+        self.folder = folder
+        self.token = secrets.token_urlsafe(16)
         try:
             read_run(folder)
         except UsageError:
@@ -53,7 +56,8 @@ class WatchServer(ThreadingHTTPServer):
                 f"{folder}: the run has not begun yet: its checks come first",
                 fix="give the same command again",
             ) from None
-        self._making, self._made = threading.Lock(), ("", b"")
+        self._making = threading.Lock()
+        self._made = ("", b"")
         self._asked: int | None = None
         try:
             super().__init__((HOST, port), _Handler)

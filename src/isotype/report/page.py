@@ -159,21 +159,18 @@ def subtitle(record: RunRecord) -> str:
     far as it is known.
     """
     model = record.setting("model", "name") or record.result.get("base")
-    kind, train = (
-        record.setting("adapter", "kind"),
-        record.setting("data", "train") or record.setting("images", "train"),
-    )
+    kind = record.setting("adapter", "kind")
+    train = record.setting("data", "train") or record.setting("images", "train")
     total, trained = (
         n if isinstance(n := record.plan.get(key), int) else 0 for key in ("parameters", "trained")
     )
     adapter = {"lora": "LoRA", "lokr": "LoKr"}.get(kind)
-    how = (
-        f"{adapter} r={record.setting('adapter', 'r')}"
-        if adapter
-        else "every weight trained"
-        if kind == "none"
-        else None
-    )
+    if adapter:
+        how = f"{adapter} r={record.setting('adapter', 'r')}"
+    elif kind == "none":
+        how = "every weight trained"
+    else:
+        how = None
     parts = [
         "/".join(Path(str(model)).parts[-2:]) if model else None,
         f"{count(total)} parameters" if total else None,
@@ -363,13 +360,11 @@ def _of_pictures(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _written(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_written, value))
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
@@ -379,7 +374,8 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
     found = rows_of(side.get("files"), "path", "format", "why")
     shares = {str(one.get("path")): one for one in list_of(mix) if isinstance(one, dict)}
     for shown, file in zip(found, (f for f in list_of(side.get("files")) if isinstance(f, dict))):
-        rows, kept = file.get("rows"), file.get("kept")
+        rows = file.get("rows")
+        kept = file.get("kept")
         words = [counted(rows, "row")] if isinstance(rows, int) else []
         if isinstance(kept, int) and kept != rows:
             words.append(f"{kept:,} here")
@@ -420,10 +416,8 @@ def commands(record: RunRecord) -> list[str]:
     """What Isotype does with the run as it is now."""
     run = record.folder.resolve()
     folder = shlex.quote(str(run))
-    adapter, saved = (
-        (run / "adapter").is_dir(),
-        any((run / name).is_dir() for name in ("adapter", "model", "checkpoints")),
-    )
+    adapter = (run / "adapter").is_dir()
+    saved = any((run / name).is_dir() for name in ("adapter", "model", "checkpoints"))
     found = []
     if saved and record.plan.get("task") == "diffusion":
         found = [f"isotype sample {folder} 'Your prompt'"]
@@ -499,11 +493,10 @@ def _learnt(record: RunRecord) -> tuple[str, str]:
     before = "before training" if first == 0 else f"at step {first:,.0f}"
     share = (tuned - base) / base if base else 0.0
     best_step, best = min(evaluations, key=lambda point: point[1])
-    how = (
-        "no change"
-        if plain(tuned) == plain(base)
-        else f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
-    )
+    if plain(tuned) == plain(base):
+        how = "no change"
+    else:
+        how = f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
     said = f"Evaluation loss {plain(base)} {before}, {plain(tuned)} at step {last:,.0f}: {how}"
     if best_step not in (first, last) and plain(best) != plain(tuned):
         return (
@@ -544,10 +537,8 @@ def precision(record: RunRecord) -> dict[str, Any]:
     """One row a role: declared, why, observed, and whether they agree. A reason that most roles
     share stands once, in `why`.
     """
-    declared, observed = (
-        dict_of(record.precision.get("declared")),
-        dict_of(record.precision.get("observed")),
-    )
+    declared = dict_of(record.precision.get("declared"))
+    observed = dict_of(record.precision.get("observed"))
     unobserved = dict_of(record.precision.get("unobserved"))
     violations = rows_of(record.precision.get("violations"), "code", "message", "declared")
     broken = " ".join(v["declared"] for v in violations)
@@ -555,11 +546,10 @@ def precision(record: RunRecord) -> dict[str, Any]:
     for role in [r for r in ROLES if r in declared or r in observed] + [
         r for r in {**declared, **observed} if r not in ROLES
     ]:
-        setting = (
-            declared[role]
-            if isinstance(declared.get(role), dict)
-            else {"value": declared.get(role)}
-        )
+        if isinstance(declared.get(role), dict):
+            setting = declared[role]
+        else:
+            setting = {"value": declared.get(role)}
         value = setting.get("value")
         if isinstance(setting.get("rest"), str):
             value = f"{value} (rest {setting['rest']})"
@@ -567,13 +557,12 @@ def precision(record: RunRecord) -> dict[str, Any]:
             f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}"
             for dtype, n in dict_of(observed.get(role)).items()
         ]
-        mood = (
-            "bad"
-            if f"precision.{role}:" in broken
-            else "good"
-            if words and value is not None
-            else ""
-        )
+        if f"precision.{role}:" in broken:
+            mood = "bad"
+        elif words and value is not None:
+            mood = "good"
+        else:
+            mood = ""
         said = ", ".join(words) or ("" if role in _NOT_A_DTYPE else "not observed")
         rows.append(
             {

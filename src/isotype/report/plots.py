@@ -128,9 +128,11 @@ _OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 def plots(record: RunRecord) -> list[Plot]:
     """The smaller ones; a metric that the run did not write has none."""
-    found, sets = [], record.setting("data", "eval")
+    found = []
+    sets = record.setting("data", "eval")
     for name in sets if isinstance(sets, dict) else ():
-        key, title = f"eval_loss_{name}", f"Evaluation loss, {name}"
+        key = f"eval_loss_{name}"
+        title = f"Evaluation loss, {name}"
         found.append(
             _plot(
                 record,
@@ -157,11 +159,12 @@ def plots(record: RunRecord) -> list[Plot]:
         )
     found.append(_norm(record))
     overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
-    skipped = (
-        f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped."
-        if any(overflowed)
-        else ""
-    )
+    if any(overflowed):
+        skipped = (
+            f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped."
+        )
+    else:
+        skipped = ""
     for key, title, note, written in _OTHERS:
         if key != "promotions" or any(v for _, v in record.curve(key)):
             note += skipped if key == "loss_scale" else ""
@@ -185,17 +188,17 @@ def _plot(
     """A metric's curve; of a noisy one with many points the raw values are faint behind a smoothed
     line. `points`: by default `key`'s.
     """
-    points, name = record.curve(key) if points is None else points, name or title.lower()
+    points = record.curve(key) if points is None else points
+    name = name or title.lower()
     many = noisy and len(points) > MANY
     series = [Series(name, points, "faint" if many else "line")] if points else []
     series += [Series(f"{name}, {smoothing}", smoothed(points))] if many else []
     series += [Series(evaluated, evaluations, "dots", colour=2)] if evaluations else []
     lost = sum(not math.isfinite(v) for _, v in [*points, *evaluations])
-    trouble = (
-        f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top."
-        if lost
-        else ""
-    )
+    if lost:
+        trouble = f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top."
+    else:
+        trouble = ""
     return Plot(
         key=key, title=title, series=series, trouble=trouble, resumed=record.resumed_at, **how
     )
@@ -226,16 +229,12 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     import numpy as np
 
     span = max(1, int(len(points) * 0.04 / 2))
-    values, window = (
-        np.pad([y for _, y in points], span, constant_values=math.nan),
-        np.ones(2 * span + 1),
-    )
+    values = np.pad([y for _, y in points], span, constant_values=math.nan)
+    window = np.ones(2 * span + 1)
     known = np.isfinite(values)
     # each window is added up by itself, so that one huge value leaves those without it exact
-    sums, counts = (
-        np.convolve(np.where(known, values, 0.0), window, "valid"),
-        np.convolve(known, window, "valid"),
-    )
+    sums = np.convolve(np.where(known, values, 0.0), window, "valid")
+    counts = np.convolve(known, window, "valid")
     return [
         (x, float(total / number) if math.isfinite(y) else math.nan)
         for (x, y), total, number in zip(points, sums, counts)
@@ -246,11 +245,13 @@ def nice_ticks(low: float, high: float) -> list[float]:
     """About five round values that enclose [low, high]."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
-        low, high = (0.0 if low >= 0 else low - pad), high + pad
+        low = 0.0 if low >= 0 else low - pad
+        high = high + pad
     step = (high - low) / 4
     magnitude = 10.0 ** math.floor(math.log10(step))
     step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [step * k for k in range(first, last + 1)]
 
 
@@ -286,19 +287,27 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
 class _Frame:
     """The plot area and its scales. A guide far above the curve would flatten it, and is left out."""
 
-    left, right, top, bottom = 52, 58, 14, 24
+    left = 52
+    right = 58
+    top = 14
+    bottom = 24
 
     def __init__(self, plot: Plot, width: int, height: int) -> None:
         self.plot, self.written, self.height = plot, plot.written, height
-        self.end, self.base = width - self.right, height - self.bottom
+        self.end = width - self.right
+        self.base = height - self.bottom
         steps, values = zip(*plot.finite)
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
         self.guide = plot.guide if plot.guide and plot.guide[0] <= high * 3 + 1e-12 else None
         if self.guide:
-            low, high = min(low, self.guide[0]), max(high, self.guide[0])
-        self.x0, self.x1 = min(steps), max(steps)
+            low = min(low, self.guide[0])
+            high = max(high, self.guide[0])
+        self.x0 = min(steps)
+        self.x1 = max(steps)
         self.ticks = nice_ticks(0.0 if plot.from_zero and low <= FITTED * high else low, high)
-        self.y0, self.y1 = self.ticks[0], self.ticks[-1]
+        self.y0 = self.ticks[0]
+        self.y1 = self.ticks[-1]
 
     def x(self, value: float) -> float:
         span = self.end - self.left
@@ -348,7 +357,10 @@ class _Frame:
 
     def labels(self) -> list[str]:
         """Last values and the guide at the right edge, moved apart where they would overlap."""
-        wanted = [(self.y(self.guide[0]), "guide-label", self.guide[1])] if self.guide else []
+        if self.guide:
+            wanted = [(self.y(self.guide[0]), "guide-label", self.guide[1])]
+        else:
+            wanted = []
         for one in self.plot.series:
             if one.look != "faint" and (finite := _finite(one.points)):
                 wanted.append(
@@ -417,7 +429,8 @@ class _Frame:
 
     def _path(self, points: Sequence[Point]) -> str:
         """A line that is interrupted where a value is not finite."""
-        words, pen_up = [], True
+        words = []
+        pen_up = True
         for x, y in points:
             if math.isfinite(y):
                 words.append(f"{'M' if pen_up else 'L'}{self.x(x):.1f} {self.y(y):.1f}")

@@ -54,7 +54,8 @@ class RunRecord:
         """(step, value) of a metric, in order; values that are not finite stay, as NaN."""
         found = []
         for row in self.metrics:
-            step, value = _number(row.get("step")), row.get(key)
+            step = _number(row.get("step"))
+            value = row.get(key)
             if step is not None and math.isfinite(step) and (number := _number(value)) is not None:
                 found.append((step, number))
         return found
@@ -92,7 +93,11 @@ class RunRecord:
         that it wrote.
         """
         said = self.result.get("status")
-        return str(said) if said is not None else "running" if self.running else "stopped"
+        if said is not None:
+            return str(said)
+        if self.running:
+            return "running"
+        return "stopped"
 
     @property
     def resumed_at(self) -> list[int]:
@@ -181,11 +186,9 @@ def _number(value: Any) -> float | None:
         return None
     if isinstance(value, int | float):
         return float(value) if math.isfinite(value) else math.nan
-    return (
-        math.nan
-        if isinstance(value, str) and value.lower().lstrip("+-") in ("nan", "inf", "infinity")
-        else None
-    )
+    if isinstance(value, str) and value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        return math.nan
+    return None
 
 
 def _text(path: Path, record: RunRecord) -> str | None:
@@ -237,7 +240,9 @@ AVERAGE = " (average of the weights)"
 def asked(sample: dict[str, Any]) -> str:
     """The prompt, and whose picture it is where a round has two of it."""
     prompt = str(sample.get("prompt", ""))
-    return f"{prompt}{AVERAGE}" if sample.get("weights") == "average" else prompt
+    if sample.get("weights") == "average":
+        return f"{prompt}{AVERAGE}"
+    return prompt
 
 
 def spread(steps: list[Any], most: int) -> list[Any]:
@@ -271,4 +276,6 @@ def smaller(content: bytes | None) -> tuple[str, bytes]:
 
 def as_data(content: bytes | None, kind: str = "png") -> str:
     """For an `img` of the page; empty where there is no picture."""
-    return f"data:image/{kind};base64," + base64.b64encode(content).decode() if content else ""
+    if content:
+        return f"data:image/{kind};base64," + base64.b64encode(content).decode()
+    return ""

@@ -43,11 +43,9 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints, self.samples, self.base = (
-            path / "checkpoints",
-            path / "samples",
-            path / "base",
-        )
+        self.checkpoints = path / "checkpoints"
+        self.samples = path / "samples"
+        self.base = path / "base"
         self.adapters = path / "adapters"
         self.metrics = path / "metrics.jsonl"
 
@@ -107,11 +105,10 @@ class RunFolder:
             raise
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             said = getattr(error, "strerror", None) or error
-            fix = (
-                "make it writable, or resume a copy of it"
-                if self.is_run
-                else "give a folder that can be written: --out FOLDER"
-            )
+            if self.is_run:
+                fix = "make it writable, or resume a copy of it"
+            else:
+                fix = "give a folder that can be written: --out FOLDER"
             raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {said}", fix=fix) from None
         try:
             take_lock(lock, self.path)
@@ -169,7 +166,8 @@ class Metrics:
 
 def rows_in(text: str) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of metrics.jsonl, and the numbers of lines that are broken."""
-    rows, broken = [], []
+    rows = []
+    broken = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)
@@ -187,9 +185,10 @@ def require_run(path: Path) -> Path:
     """
     if (path / RESOLVED).is_file():
         return path
-    beside = (
-        [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")] if path.parent.is_dir() else []
-    )
+    if path.parent.is_dir():
+        beside = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")]
+    else:
+        beside = []
     inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
     near = get_close_matches(path.name, beside, n=1)
     if not path.exists():
@@ -206,11 +205,10 @@ def require_run(path: Path) -> Path:
             f"{path}: {what}; {adapter} is a PEFT adapter",
             fix=f"PeftModel.from_pretrained(base, {str(adapter)!r}) loads it, without a run",
         )
-    fix = (
-        f"did you mean {path.parent / near[0]}?"
-        if near
-        else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
-    )
+    if near:
+        fix = f"did you mean {path.parent / near[0]}?"
+    else:
+        fix = f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
     raise UsageError(f"{path}: {what}", fix=None if inside else fix)
 
 

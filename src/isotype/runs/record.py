@@ -32,17 +32,14 @@ class PrecisionRecord:
         lora_branch: str = "compute",
         writes: bool = True,
     ) -> None:
-        self.folder, self.resolved, self.task_roles, self.writes = (
-            folder,
-            resolved,
-            tuple(task_roles),
-            writes,
-        )
-        self._branch = (
-            {"lora_branch": {"value": "fp32", "reason": "model.lora_branch"}}
-            if lora_branch == "fp32"
-            else {}
-        )
+        self.folder = folder
+        self.resolved = resolved
+        self.task_roles = tuple(task_roles)
+        self.writes = writes
+        if lora_branch == "fp32":
+            self._branch = {"lora_branch": {"value": "fp32", "reason": "model.lora_branch"}}
+        else:
+            self._branch = {}
         self._observed: dict[str, Any] = {}
 
     @property

@@ -119,7 +119,9 @@ def is_bf16(handle: Any) -> bool:
 
 
 def _wide(handle: Any) -> Any:
-    return Handle(widen(handle.data), tl.float32) if is_bf16(handle) else handle
+    if is_bf16(handle):
+        return Handle(widen(handle.data), tl.float32)
+    return handle
 
 
 def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,13 +139,16 @@ def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def cast(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, src: Any, dst_type: Any) -> Any:
-        source, wanted = src.dtype.scalar, dst_type.scalar
+        source = src.dtype.scalar
+        wanted = dst_type.scalar
         if tl.bfloat16 not in (source, wanted) or source == wanted:
             return original(self, src, dst_type)
         if wanted == tl.bfloat16:
             return Handle(narrow(src.data), tl.bfloat16)
         wide = _wide(src)
-        return wide if wanted == tl.float32 else original(self, wide, dst_type)
+        if wanted == tl.float32:
+            return wide
+        return original(self, wide, dst_type)
 
     return operator
 
@@ -152,7 +157,8 @@ def float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     """Casts between floats; those from and to fp8 are the interpreter's own."""
 
     def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        source, wanted = src.dtype.scalar, dst_type.scalar
+        source = src.dtype.scalar
+        wanted = dst_type.scalar
         if tl.bfloat16 not in (source, wanted) or 8 in (
             source.primitive_bitwidth,
             wanted.primitive_bitwidth,
@@ -171,7 +177,9 @@ def dot(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def operator(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         made = original(self, _wide(a), _wide(b), _wide(d), *options)
-        return Handle(narrow(made.data), tl.bfloat16) if is_bf16(d) else made
+        if is_bf16(d):
+            return Handle(narrow(made.data), tl.bfloat16)
+        return made
 
     return operator
 
@@ -235,18 +243,19 @@ def reduced_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, tensor: Any) -> Any:
         if not _is_low(tensor):
             return original(self, tensor)
-        data, axis = tensor.handle.data, self.axis
+        data = tensor.handle.data
+        axis = self.axis
         rank = data.ndim
         if axis is None:
-            data, axis = data.reshape(-1), 0
+            data = data.reshape(-1)
+            axis = 0
         with np.errstate(all="ignore"):
             total = _halves(data, axis, _add_low(tensor.dtype.scalar))
         if self.keep_dims:
-            total = (
-                np.expand_dims(total, axis)
-                if self.axis is not None
-                else np.reshape(total, (1,) * rank)
-            )
+            if self.axis is not None:
+                total = np.expand_dims(total, axis)
+            else:
+                total = np.reshape(total, (1,) * rank)
         return self.to_tensor(total, tensor.dtype)
 
     return operator
@@ -431,7 +440,9 @@ def _diversions() -> Iterator[tuple[Any, str, Any]]:
     call = jit.JITFunction.__call__
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        return None if warmup else _run(self.fn, args, grid, kwargs, self.pre_run_hooks)
+        if warmup:
+            return None
+        return _run(self.fn, args, grid, kwargs, self.pre_run_hooks)
 
     def device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_active, "launches", 0):

@@ -102,7 +102,8 @@ def call_back(
     """
     dtype = torch.get_default_dtype()
     for callback in callbacks:
-        before, sample = _versions(moment.model, optimizer), Continuity(moment.model, optimizer)
+        before = _versions(moment.model, optimizer)
+        sample = Continuity(moment.model, optimizer)
         sample.take("the call")
         with (
             random_state_restored(),
@@ -164,10 +165,8 @@ def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
 
 def objective_name(objective: Objective | None) -> str | None:
     """Module and name of a user's objective; None where the task's own is used."""
+    if objective is None:
+        return None
     return (
-        None
-        if objective is None
-        else (
-            f"{objective.__module__}.{getattr(objective, '__qualname__', type(objective).__qualname__)}"
-        )
+        f"{objective.__module__}.{getattr(objective, '__qualname__', type(objective).__qualname__)}"
     )

@@ -116,7 +116,8 @@ class RunConsole:
     def keep_log(self, file: Path) -> None:
         """Appends every line to `file`, also those that were printed before."""
         self._log = file
-        before, self._before = self._before, []
+        before = self._before
+        self._before = []
         self._keep("\n".join(before))
 
     def _keep(self, text: str) -> None:

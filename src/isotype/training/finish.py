@@ -55,12 +55,10 @@ class _Saved:
 
 def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     """world  the processes that call this together"""
-    config, progress, precision, task = (
-        loop.config,
-        loop.progress,
-        prepared.resolved.precision,
-        loop.task,
-    )
+    config = loop.config
+    progress = loop.progress
+    precision = prepared.resolved.precision
+    task = loop.task
     taken = _take_best(loop, world) if config.train.patience else progress.step
     kind = "model" if config.adapter.kind == "none" else "adapter"
     with averages_in_place(loop.stepper.optimizer):
@@ -202,16 +200,16 @@ def _verify(
 def say_result(result: dict[str, Any], console: RunConsole) -> None:
     where = result.get("adapter") or result.get("model")
     console.say()
-    best, step = result["best_eval_loss"], result["best_step"]
+    best = result["best_eval_loss"]
+    step = result["best_step"]
     # of the rows that there are now; an earlier part of the run may have had others
     if best is None:
         said = ""
     else:
-        said = (
-            f", best evaluation loss {best:.4f} at step {step}"
-            if step
-            else f", no evaluation lower than {best:.4f}, that before step 1"
-        )
+        if step:
+            said = f", best evaluation loss {best:.4f} at step {step}"
+        else:
+            said = f", no evaluation lower than {best:.4f}, that before step 1"
     console.say(
         f"done      {counted(result['steps'], 'step')} in"
         f" {duration(result['trained_seconds'])}{said}"

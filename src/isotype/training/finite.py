@@ -107,15 +107,14 @@ def non_finite_error(
     module = next(filter(None, modules), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
-        where, fix = (
-            f"parameter {weights[0]} is not finite",
-            (
+        where = f"parameter {weights[0]} is not finite"
+        if step:
+            fix = (
                 "it was so before this step: resume from an earlier checkpoint, and"
                 f" {calmer_steps(learning_rate, clip)}"
-                if step
-                else "it was so in the base: fetch its files again, or take another base"
-            ),
-        )
+            )
+        else:
+            fix = "it was so in the base: fetch its files again, or take another base"
     elif not step and (
         buffers := [
             name
@@ -123,30 +122,27 @@ def non_finite_error(
             if b.is_floating_point() and bool(b.isnan().any())
         ]
     ):
-        where, fix = (
-            f"buffer {buffers[0]} is not a number",
-            "look at the model's code that fills it",
-        )
+        where = f"buffer {buffers[0]} is not a number"
+        fix = "look at the model's code that fills it"
     elif module:
-        where, fix = (
-            f"first in the output of {module}",
-            (
+        where = f"first in the output of {module}"
+        if step:
+            fix = (
                 "activations overflow:"
                 f" {calmer_steps(learning_rate, clip)}{_WIDER * (compute == 'fp16')}"
-                if step
-                else (
-                    "look at that module with this base, without"
-                    f" Isotype{_WIDER * (compute == 'fp16')}"
-                )
-            ),
-        )
+            )
+        else:
+            fix = (
+                f"look at that module with this base, without Isotype{_WIDER * (compute == 'fp16')}"
+            )
     elif gradients:
-        advice = (
-            f"{calmer_steps(learning_rate, clip)}, or look at this step's rows"
-            if step
-            else "look at the longest rows"
-        )
-        where, fix = f"first in the gradient of {gradients[0]}", advice
+        if step:
+            advice = f"{calmer_steps(learning_rate, clip)}, or look at this step's rows"
+        else:
+            advice = "look at the longest rows"
+        where = f"first in the gradient of {gradients[0]}"
+        fix = advice
     else:
-        where, fix = "in the loss itself", "look at this step's rows"
+        where = "in the loss itself"
+        fix = "look at this step's rows"
     return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)

@@ -79,21 +79,19 @@ class Loop:
         callbacks: Sequence[Callback],
         world: World,
     ) -> None:
-        self.task, self.folder, self.console, self.callbacks, self.world = (
-            task,
-            folder,
-            console,
-            callbacks,
-            world,
-        )
+        self.task = task
+        self.folder = folder
+        self.console = console
+        self.callbacks = callbacks
+        self.world = world
         self.config = config = task.config
-        self.resolved, self.model, self.stepper = (
-            prepared.resolved,
-            prepared.model,
-            prepared.stepper,
-        )
-        self.device, self.batching = prepared.device, prepared.batching
-        precision, branch = self.resolved.precision, config.model.lora_branch
+        self.resolved = prepared.resolved
+        self.model = prepared.model
+        self.stepper = prepared.stepper
+        self.device = prepared.device
+        self.batching = prepared.batching
+        precision = self.resolved.precision
+        branch = config.model.lora_branch
         self.observer = Observer(self.model, precision, lora_branch=branch)
         self.stream: Feed[Any] = task.feed()
         self.plan = Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows)
@@ -103,11 +101,14 @@ class Loop:
         self.precision_record = PrecisionRecord(
             folder, self.resolved, task.roles, lora_branch=branch, writes=world.first
         )
-        self.progress, self.pace, self.saved_step = Progress(), Pace(), -1
+        self.progress = Progress()
+        self.pace = Pace()
+        self.saved_step = -1
         self.stop_asked = False  # by a callback
-        self.ema = (
-            None if config.train.ema is None else Ema(self.model, config.train.ema, precision.ema)
-        )
+        if config.train.ema is None:
+            self.ema = None
+        else:
+            self.ema = Ema(self.model, config.train.ema, precision.ema)
         averages = self.ema.averages if self.ema is not None else None
         self.carried = self.stepper.carried = Continuity(
             self.model, self.stepper.optimizer, averages
@@ -180,13 +181,16 @@ class Loop:
     @property
     def _sharing(self) -> World:
         """The processes that share the model, whose forward is one of all."""
-        return self.world if self.stepper.sharding is not None else ALONE
+        if self.stepper.sharding is not None:
+            return self.world
+        return ALONE
 
     def _logged(self, step: int) -> bool:
         return step % self.config.run.log_every == 0 or step in (1, self.plan.total)
 
     def _step(self, step: int) -> None:
-        train, run = self.config.train, self.config.run
+        train = self.config.train
+        run = self.config.run
         self.world.at(step, "a step")
         self.pace.start()
         self.model.train()
@@ -201,17 +205,16 @@ class Loop:
             )
         )
         # the share that an update changes is known one step later
-        logging, watched = self._logged(step), self._logged(step + 1)
+        logging = self._logged(step)
+        watched = self._logged(step + 1)
         rate = learning_rate(train, step, self.plan.total)
         self.carried.begin()
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
         if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate, watched)
         else:
-            result, promotions = (
-                self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched),
-                None,
-            )
+            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched)
+            promotions = None
         if self.ema is not None and not result.overflow:
             self.ema.update(step)
         self.carried.take(f"the update of step {step}")
@@ -254,7 +257,8 @@ class Loop:
         self, batches: Sequence[Batch], step: int, rate: float, watched: bool
     ) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
-        accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
+        accumulator = self.stepper.accumulator
+        optimizer = self.stepper.optimizer
         with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
             result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched)
         if self.stepper.loss_dtype is not None:
@@ -282,9 +286,9 @@ class Loop:
     def saved_dtype(self) -> str:
         """Of the result."""
         precision = self.resolved.precision
-        return (
-            precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
-        )
+        if self.config.adapter.kind == "none":
+            return precision.save_model
+        return precision.save_adapter
 
     def observe_saved(self, folder: Path) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
@@ -341,11 +345,9 @@ class Loop:
         compared = result.loss if on is None else result.parts[on]
         best = compared < progress.best_loss
         if best:
-            progress.best_loss, progress.best_step, progress.without_gain = (
-                compared,
-                progress.step,
-                0,
-            )
+            progress.best_loss = compared
+            progress.best_step = progress.step
+            progress.without_gain = 0
         else:
             progress.without_gain += 1
         words = self.task.words
@@ -426,7 +428,8 @@ class Loop:
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
             "precision": self.resolved.text,
         }
-        averages, sharding = self.ema.tensors() if self.ema else {}, self.stepper.sharding
+        averages = self.ema.tensors() if self.ema else {}
+        sharding = self.stepper.sharding
         tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
         self.world.first_does(self.metrics.sync)
         if sharding is None:
@@ -473,7 +476,8 @@ class Loop:
         """Writes the adapter or the model as its weights are now; returns what is trained, to the
         first process. All processes that share the model call it together.
         """
-        precision, sharding = self.resolved.precision, self.stepper.sharding
+        precision = self.resolved.precision
+        sharding = self.stepper.sharding
         if sharding is None:
             tensors = as_ordinary(self.model, trained_tensors(self.model))
         else:
@@ -484,7 +488,8 @@ class Loop:
                 self.task.save(self.model, folder, precision)
             (folder / "precision.json").write_text(self.resolved.as_file())
             if self.task.kind == LANGUAGE:
-                train, adapter = self.config.train, self.config.adapter.kind != "none"
+                train = self.config.train
+                adapter = self.config.adapter.kind != "none"
                 write_card(
                     folder,
                     self.model,
@@ -578,11 +583,10 @@ class Loop:
     def with_last_good(self, error: IsotypeError) -> RunError:
         """Adds to the error the checkpoint from which the run can be resumed."""
         step, _ = self.store.newest_whole()
-        good = (
-            f"last good checkpoint: {self.store.path(step)}"
-            if step is not None
-            else "there is no checkpoint yet"
-        )
+        if step is not None:
+            good = f"last good checkpoint: {self.store.path(step)}"
+        else:
+            good = "there is no checkpoint yet"
         return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)
 
 

@@ -31,7 +31,9 @@ from ..precision.precision import EIGHT_BIT, Precision
 Gradient = Callable[[nn.Parameter], Tensor | None]
 Matrices = Callable[[Tensor], Sequence[Tensor]]
 """Views of a tensor's matrices, of which a stack of experts has one each."""
-MUON, SCHEDULE_FREE, PRODIGY = "muon", "schedule-free", "prodigy"
+MUON = "muon"
+SCHEDULE_FREE = "schedule-free"
+PRODIGY = "prodigy"
 # optimizer -> (package, class, extra of isotype)
 _ELSEWHERE = {
     "adamw8bit": ("bitsandbytes", "optim.AdamW8bit", "quant"),
@@ -47,7 +49,8 @@ _NOT_READ = {
     "adafactor": ("beta1", "beta2", "epsilon"),
 }
 # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
-_BLOCK_8BIT, _SMALLEST_8BIT = 256, 4096
+_BLOCK_8BIT = 256
+_SMALLEST_8BIT = 4096
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -74,12 +77,10 @@ class MixedAdamW(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._gradient, self.state_dtype, self._stochastic, self._seed = (
-            gradient,
-            to_torch(state),
-            rounding == "stochastic",
-            seed,
-        )
+        self._gradient = gradient
+        self.state_dtype = to_torch(state)
+        self._stochastic = rounding == "stochastic"
+        self._seed = seed
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
@@ -215,7 +216,8 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
     """
     train, name = config.train, config.train.optimizer
     package, _, extra = _ELSEWHERE.get(name, ("", "", ""))
-    key, free = f"train.optimizer: {name}", name == SCHEDULE_FREE
+    key = f"train.optimizer: {name}"
+    free = name == SCHEDULE_FREE
     given = [
         f"train.{one}"
         for one in _NOT_READ.get(name, ())
@@ -274,10 +276,8 @@ def build_optimizer(
     Raises     UsageError when Muon has no matrix
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    trainable, faster = (
-        list(named.values()),
-        {p for name, p in named.items() if plus is not None and ".lora_B." in name},
-    )
+    trainable = list(named.values())
+    faster = {p for name, p in named.items() if plus is not None and ".lora_B." in name}
     groups: list[dict[str, Any]] = [
         {
             "params": [p for p in trainable if p.ndim >= 2 and p not in faster],
@@ -299,20 +299,16 @@ def build_optimizer(
     elif text_rate is not None:
         rates = {".text_encoders.": text_rate}
     for encoder, one in rates.items() if train.learning_rate > 0 else ():
-        text, factor = (
-            {p for name, p in named.items() if encoder in name},
-            one / train.learning_rate,
-        )
+        text = {p for name, p in named.items() if encoder in name}
+        factor = one / train.learning_rate
         of_text = [g | {"params": [p for p in g["params"] if p in text]} for g in groups]
         groups = [g | {"params": [p for p in g["params"] if p not in text]} for g in groups]
         groups += [g | {"rate_factor": factor * (g.get("rate_factor") or 1.0)} for g in of_text]
     groups = [g for g in groups if g["params"]]
-    name, rate, betas, eps = (
-        train.optimizer,
-        train.learning_rate,
-        (train.beta1, train.beta2),
-        train.epsilon,
-    )
+    name = train.optimizer
+    rate = train.learning_rate
+    betas = (train.beta1, train.beta2)
+    eps = train.epsilon
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=rate, foreach=False)
     if name in _ELSEWHERE:
@@ -358,25 +354,24 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
     moment = to_torch(precision.optimizer).itemsize
 
     def of(p: nn.Parameter) -> int:
-        elements, moments = (
-            p.numel(),
-            {
-                MUON: 1 if p in matrices else 2,
-                "lion": 1,
-                "lion8bit": 1,
-                PRODIGY: 4,
-            }.get(train.optimizer, 2),
-        )
+        elements = p.numel()
+        moments = {
+            MUON: 1 if p in matrices else 2,
+            "lion": 1,
+            "lion8bit": 1,
+            PRODIGY: 4,
+        }.get(train.optimizer, 2)
         if train.optimizer in EIGHT_BIT:
-            each = (
-                4 * elements
-                if elements < _SMALLEST_8BIT
-                else elements + 4 * -(-elements // _BLOCK_8BIT)
-            )
+            if elements < _SMALLEST_8BIT:
+                each = 4 * elements
+            else:
+                each = elements + 4 * -(-elements // _BLOCK_8BIT)
             return moments * each
         if train.optimizer == "adafactor" and p.ndim > 1:
             return moment * (elements // p.shape[-1] + elements // p.shape[-2])
-        return moments * moment * elements if train.optimizer != "adafactor" else moment * elements
+        if train.optimizer != "adafactor":
+            return moments * moment * elements
+        return moment * elements
 
     return sum(of(p) for p in model.parameters() if p.requires_grad)
 
@@ -424,7 +419,8 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float, dtype: str) -> None:
-        self.decay, self.dtype = decay, dtype
+        self.decay = decay
+        self.dtype = dtype
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.averages = {
             name: p.detach().to(to_torch(dtype), copy=True) for name, p in self.parameters.items()

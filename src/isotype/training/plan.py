@@ -59,7 +59,9 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within the device's memory; None where that is unknown."""
-        return self.peak <= self.hardware.memory if self.hardware.memory else None
+        if self.hardware.memory:
+            return self.peak <= self.hardware.memory
+        return None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -102,10 +104,8 @@ class Plan:
             (role, value, "" if why.startswith(reason) else reason)
             for role, value, reason in self.resolved.rows()
         ]
-        name_width, value_width = (
-            max(10, *(len(role) + 1 for role, _, _ in roles)),
-            max(len(value) for _, value, _ in roles),
-        )
+        name_width = max(10, *(len(role) + 1 for role, _, _ in roles))
+        value_width = max(len(value) for _, value, _ in roles)
         lines = [
             (
                 f"device      {self.hardware.name} ({self.hardware.generation}), bf16"
@@ -161,11 +161,12 @@ class Plan:
         has = f" of {shown(self.hardware.memory)}" if self.hardware.memory else ""
         # above half of what there is, `train` makes malloc give freed blocks back
         plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
-        kept = (
-            f"; a process was seen to keep {KEPT} more of what was freed, since there is plenty"
-            if plenty
-            else ""
-        )
+        if plenty:
+            kept = (
+                f"; a process was seen to keep {KEPT} more of what was freed, since there is plenty"
+            )
+        else:
+            kept = ""
         lines = [f"memory      {shown(self.peak)}{has} at the peak{kept}"]
         lines += [f"  {name:<34}{shown(size):>10}" for name, size in parts if size]
         if m.not_simulated:
@@ -199,11 +200,10 @@ def plan(
         )
     config = task.config
     quiet_libraries()
-    hardware = (
-        detect(config.model.device if device is None else "cpu")
-        if device in (None, "cpu")
-        else by_name(str(device))
-    )
+    if device in (None, "cpu"):
+        hardware = detect(config.model.device if device is None else "cpu")
+    else:
+        hardware = by_name(str(device))
     basis = settle(task, sources, hardware)
     precision = basis.resolved.precision
     made = task.outline(precision, device_type=basis.device.type)
@@ -256,13 +256,11 @@ def plan(
 
 
 def _every(what: str, steps: int) -> str:
-    return (
-        f"{what} every {steps} steps"
-        if steps > 1
-        else f"{what} every step"
-        if steps
-        else f"no {what}"
-    )
+    if steps > 1:
+        return f"{what} every {steps} steps"
+    if steps:
+        return f"{what} every step"
+    return f"no {what}"
 
 
 def _schedule(
@@ -317,11 +315,10 @@ class ProcessesPlan:
         }
 
     def lines(self) -> list[str]:
-        where = (
-            "one machine"
-            if self.nodes == 1
-            else f"{self.nodes} machines of {self.processes // self.nodes}"
-        )
+        if self.nodes == 1:
+            where = "one machine"
+        else:
+            where = f"{self.nodes} machines of {self.processes // self.nodes}"
         return [
             (
                 f"processes   {self.processes} on {where}, each {self.micro_batches} x {self.rows}"
@@ -363,17 +360,19 @@ def plan_processes(
     """task its configuration has `batching.rows` as `train.batch_size`
     whole  the plan of a process that has the whole model
     """
-    has, nodes = basis.hardware.memory, max(1, processes // OF_A_MACHINE)
-    kinds, config, peak = {REPLICATE: whole}, task.config, whole[1].peak
+    has = basis.hardware.memory
+    nodes = max(1, processes // OF_A_MACHINE)
+    kinds = {REPLICATE: whole}
+    config = task.config
+    peak = whole[1].peak
     for kind in (
         () if config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,)
     ):
         parts = processes // nodes if kind == HYBRID else processes
         kinds[kind] = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
     given = config.parallel.kind
-    taken = (
-        by_plan(peak, has, lambda: peak, config=config)
-        if given == AUTO
-        else Parallel(given, "parallel.kind")
-    )
+    if given == AUTO:
+        taken = by_plan(peak, has, lambda: peak, config=config)
+    else:
+        taken = Parallel(given, "parallel.kind")
     return ProcessesPlan(processes, nodes, len(batching.own), batching.rows, kinds, taken)

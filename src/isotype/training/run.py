@@ -102,12 +102,15 @@ class _Run:
             world,
             console,
         )
-        self.skips, self.callbacks, self.objective = skips, callbacks, objective
+        self.skips = skips
+        self.callbacks = callbacks
+        self.objective = objective
         self.resume, self.resuming = resume, resume is not None
         self.interrupt = Interrupt()
 
     def run(self) -> int:
-        world, console = self.world, self.console
+        world = self.world
+        console = self.console
         if not world.first:
             console.silence()
         # the time may be in the name: it is the first process's
@@ -137,7 +140,8 @@ class _Run:
             except KeyboardInterrupt:
                 console.settle()
                 world.failed(KeyboardInterrupt())
-                status, result = INTERRUPTED, self._stopped_at_once()
+                status = INTERRUPTED
+                result = self._stopped_at_once()
             except PreflightError:
                 # nothing was started: the folder holds only the record, and the same command may be
                 # given again
@@ -172,18 +176,17 @@ class _Run:
         return status
 
     def _train(self, changes: list[Changed]) -> tuple[int, dict[str, Any]]:
-        loaded, config, task, folder, console, world = (
-            self.loaded,
-            self.config,
-            self.task,
-            self.folder,
-            self.console,
-            self.world,
-        )
+        loaded = self.loaded
+        config = self.config
+        task = self.task
+        folder = self.folder
+        console = self.console
+        world = self.world
         quiet_libraries()
         prepared = prepare(task, loaded.sources, folder.base, world)
         if world.size > 1:
-            data, weights = str(task.fingerprints()), prepared.fingerprint
+            data = str(task.fingerprints())
+            weights = prepared.fingerprint
             refuse_differences(
                 world,
                 versions=versions(),
@@ -230,11 +233,12 @@ class _Run:
             )
         )
         console.keep_log(folder.path / LOG)
-        rows = (
-            []
-            if name is None
-            else [("objective", f"{name} instead of the loss of the task, which evaluation keeps")]
-        )
+        if name is None:
+            rows = []
+        else:
+            rows = [
+                ("objective", f"{name} instead of the loss of the task, which evaluation keeps")
+            ]
         console.header(
             [*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()]
         )
@@ -265,7 +269,9 @@ class _Run:
 
     def _to_the_end(self, loop: Loop, prepared: Prepared) -> tuple[int, dict[str, Any]]:
         """Trains to the end and writes the result, or says how to resume after an interrupt."""
-        folder, console, first = self.folder, self.console, self.world.first
+        folder = self.folder
+        console = self.console
+        first = self.world.first
         if not loop.run(self.interrupt):
             step = loop.progress.step
             result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
@@ -294,23 +300,22 @@ class _Run:
         """The result of a stop without a save: before step 1, by a second Ctrl-C, or by a
         KeyboardInterrupt that a callback raised.
         """
-        folder, console = self.folder, self.console
+        folder = self.folder
+        console = self.console
         step, _ = CheckpointStore(folder.checkpoints).newest_whole()
         if not folder.is_run:
             console.say(
                 "interrupted before step 1: nothing was begun, and the same command starts again"
             )
         else:
-            where = (
-                f"the last checkpoint is step {step}"
-                if step is not None
-                else "there was no checkpoint yet"
-            )
-            what = (
-                "interrupted at once, without a save"
-                if self.interrupt.training
-                else "interrupted before it went on"
-            )
+            if step is not None:
+                where = f"the last checkpoint is step {step}"
+            else:
+                where = "there was no checkpoint yet"
+            if self.interrupt.training:
+                what = "interrupted at once, without a save"
+            else:
+                what = "interrupted before it went on"
             console.say(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         # a result that is there is of the part that is resumed, or of this one, which has ended
@@ -327,11 +332,14 @@ class _Run:
         if (missing := out_of_memory(error)) is not None:
             how = less_memory(self.config, self.config.train.gradient_checkpointing)
             return RunError(f"out of memory: {missing}", fix=how)
-        folder, reason = self.folder, refused(error)
+        folder = self.folder
+        reason = refused(error)
         fix = "start it again; a folder that was renamed: isotype train --resume ITS_NEW_NAME"
         gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix=fix)
         if isinstance(error, IsotypeError):
-            return gone if error.code == "CK001" and not folder.path.is_dir() else error
+            if error.code == "CK001" and not folder.path.is_dir():
+                return gone
+            return error
         if reason is None:
             return error
         name = str(error.filename) if isinstance(error, OSError) and error.filename else ""
@@ -340,11 +348,10 @@ class _Run:
         if not folder.path.is_dir():
             return gone
         step, _ = CheckpointStore(folder.checkpoints).newest_whole()
-        good = (
-            f"last good checkpoint: {folder.checkpoints / f'step_{step}'}"
-            if step is not None
-            else "there is no checkpoint yet"
-        )
+        if step is not None:
+            good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}"
+        else:
+            good = "there is no checkpoint yet"
         message = f"{name}: {reason}" if name else reason
         return RunError(
             f"{message}\n  saved     {good}",

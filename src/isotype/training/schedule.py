@@ -20,7 +20,9 @@ PauseKind = Literal["evaluation", "samples", "checkpoint"]
 
 def warmup_steps(train: TrainSection, total: int) -> int:
     """`warmup` below 1 is a share of the steps, from 1 on a number of steps."""
-    return round(train.warmup * total) if train.warmup < 1 else int(train.warmup)
+    if train.warmup < 1:
+        return round(train.warmup * total)
+    return int(train.warmup)
 
 
 def learning_rate(train: TrainSection, step: int, total: int) -> float:
@@ -75,9 +77,10 @@ class Milestones:
         tenth = max(1, math.ceil(total / 10))
         eval_every = (config.train.eval_every or tenth) if eval_rows else 0
         often = eval_every or tenth
-        sample_every = (
-            math.ceil(total / 4) if config.run.sample_every is None else config.run.sample_every
-        )
+        if config.run.sample_every is None:
+            sample_every = math.ceil(total / 4)
+        else:
+            sample_every = config.run.sample_every
         return cls(
             total,
             eval_every,

@@ -66,7 +66,9 @@ from .step import Stepper
 from .task import Batch, Outline, Task
 
 _CHECKPOINTING = "train.gradient_checkpointing"
-REPLICATE, SHARD, HYBRID = "replicate", "shard", "hybrid"
+REPLICATE = "replicate"
+SHARD = "shard"
+HYBRID = "hybrid"
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ class Parallel:
         return size // self.nodes if self.shares else 1
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.reason})" if self.reason else self.kind
+        if self.reason:
+            return f"{self.kind} ({self.reason})"
+        return self.kind
 
 
 ONE_PROCESS = Parallel(REPLICATE)
@@ -148,20 +152,16 @@ def settle(
 
 def check_adapters(config: RunConfig) -> None:
     """Raises  UsageError for adapters on the way that would not be written."""
-    run, adapter, none, unset = (
-        config.run,
-        config.adapter,
-        "has no effect with adapter.kind: none",
-        AdapterSection(),
-    )
+    run = config.run
+    adapter = config.adapter
+    none = "has no effect with adapter.kind: none"
+    unset = AdapterSection()
 
     def given(*keys: str) -> list[str]:
         return [key for key in keys if getattr(adapter, key) != getattr(unset, key)]
 
-    of_new_ones, lokr = (
-        given("dora", "rank_pattern", "alpha_pattern", "start", "train_tokens"),
-        adapter.kind == "lokr",
-    )
+    of_new_ones = given("dora", "rank_pattern", "alpha_pattern", "start", "train_tokens")
+    lokr = adapter.kind == "lokr"
     refuse_where(
         (
             run.adapters_every is not None and adapter.kind == "none",
@@ -242,7 +242,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         needed = 0 if found is None else sum(block.bytes for block in found.blocks)
         refuse_without_host_memory(needed, detect("cpu").memory, world.local_size)
     with world.exchanging():
-        mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
+        if parallel.shares:
+            mesh = mesh_of(world, basis.device, nodes=parallel.nodes)
+        else:
+            mesh = None
 
     fingerprints = [""]
 
@@ -255,9 +258,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         return task.build_model(precision, basis.device, folder, part)
 
     def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
-        model, manifest = (
-            world.first_before_others(build) if config.model.init == "random" else build()
-        )
+        if config.model.init == "random":
+            model, manifest = world.first_before_others(build)
+        else:
+            model, manifest = build()
         checkpointing = choose_checkpointing(
             task,
             basis,
@@ -266,20 +270,25 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
             source=sources.get(_CHECKPOINTING, ""),
         )
         apply_checkpointing(model, checkpointing)
-        units = [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
+        if part is None:
+            units = []
+        else:
+            units = keep_part(model, mesh, part, reduce=precision.reduce)
         return model, manifest, checkpointing, units
 
     # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a
     # machine's memory once
-    model, manifest, checkpointing, units = complete() if mesh is None else world.in_turn(complete)
+    if mesh is None:
+        model, manifest, checkpointing, units = complete()
+    else:
+        model, manifest, checkpointing, units = world.in_turn(complete)
     if world.size > 1 and mesh is None:
         look(model)
     with world.exchanging():
-        sharding = (
-            None
-            if mesh is None
-            else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
-        )
+        if mesh is None:
+            sharding = None
+        else:
+            sharding = Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
     accumulator = GradientAccumulator(
         model.parameters(),
         dtype=precision.grads,
@@ -328,7 +337,9 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
     if world.size == 1:
         return ONE_PROCESS
     if kind in (AUTO, REPLICATE):
-        return None if kind == AUTO else Parallel(REPLICATE, "parallel.kind")
+        if kind == AUTO:
+            return None
+        return Parallel(REPLICATE, "parallel.kind")
     if why := why_not_shared(config):
         raise UsageError(
             f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate"
@@ -336,11 +347,10 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
     if kind == SHARD:
         return Parallel(SHARD, "parallel.kind")
     if world.nodes == 1 or world.nodes == world.size or world.size % world.nodes:
-        why = (
-            "one machine"
-            if world.nodes == 1
-            else f"{world.nodes} machines with {world.size} processes"
-        )
+        if world.nodes == 1:
+            why = "one machine"
+        else:
+            why = f"{world.nodes} machines with {world.size} processes"
         raise UsageError(
             "parallel.kind: hybrid shares the model between the processes of each of several"
             f" machines, and this run has {why}",
@@ -360,7 +370,8 @@ _OF_WHOLE_WEIGHTS = {
 
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
-    adapter, optimizer = config.adapter, config.train.optimizer
+    adapter = config.adapter
+    optimizer = config.train.optimizer
     cases = (
         (
             config.model.offload == BLOCKS,
@@ -385,7 +396,9 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
     """The configured kind. `auto` plans the step as one process would compute it. All processes
     take what the first one decides.
     """
-    config, precision, device = task.config, basis.resolved.precision, basis.device
+    config = task.config
+    precision = basis.resolved.precision
+    device = basis.device
     given = parallel_as_configured(config, world)
     if given is not None:
         return given
@@ -436,15 +449,20 @@ def choose_checkpointing(
     source  of the setting; a resumed run's is the reason for which `auto` chose it in the part
             before
     """
-    train, device, precision = recomputing(task.config), basis.device, basis.resolved.precision
-    has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
+    train = recomputing(task.config)
+    device = basis.device
+    precision = basis.resolved.precision
+    has = memory_there(basis.hardware.memory, device)
+    besides = other_memory(model, device)
     most = task.most_bytes(model, precision) + besides
     near = most > has // 2
     if near and has and device.type == "cpu":
         return_freed_blocks()  # else the process would grow past the plan
     if train.gradient_checkpointing != AUTO:
         chosen = _as_configured(model, task.config)
-        return replace(chosen, reason=source) if source.startswith(f"{AUTO}: ") else chosen
+        if source.startswith(f"{AUTO}: "):
+            return replace(chosen, reason=source)
+        return chosen
     target = None if train.memory is None else bytes_of(train.memory)
     if not near and (target is None or most - besides <= target):
         return Checkpointing(
@@ -457,11 +475,9 @@ def choose_checkpointing(
 
 def _as_configured(model: nn.Module, config: RunConfig) -> Checkpointing:
     chosen = as_configured(model, recomputing(config))
-    return (
-        replace(chosen, reason=f"{AUTO}: {KEY}")
-        if config.train.gradient_checkpointing == AUTO
-        else chosen
-    )
+    if config.train.gradient_checkpointing == AUTO:
+        return replace(chosen, reason=f"{AUTO}: {KEY}")
+    return chosen
 
 
 def planned_checkpointing(

@@ -43,9 +43,14 @@ from .setup import Prepared
 from .task import Task
 
 RESUMES = "resumes.json"
-ROWS, EVALUATION_ROWS = "rows", "evaluation rows"  # of a change
+# of a change
+ROWS = "rows"
+EVALUATION_ROWS = "evaluation rows"
 OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
-OBJECTIVE, SETTINGS, DATA = "objective", "settings", "data"  # in plan.json
+# in plan.json
+OBJECTIVE = "objective"
+SETTINGS = "settings"
+DATA = "data"
 _KINDS = (
     ("training", ROWS, "it goes on at the same place in them"),
     (
@@ -109,10 +114,8 @@ def compare_objectives(
             f"an objective of your own ({name})" if name else "the loss of the task"
             for name in (before, now)
         )
-        with_it, without = (
-            "isotype.train(resume=..., objective=...) with the same function",
-            "leave the objective out, or start a new run",
-        )
+        with_it = "isotype.train(resume=..., objective=...) with the same function"
+        without = "leave the objective out, or start a new run"
         raise UsageError(
             f"resuming would be another run: it was trained with {was}, and would go on with"
             f" {become}",
@@ -129,10 +132,12 @@ def compare_data(
 
     settings  those that this start changes
     """
-    before, recorded = folder.read_json("plan.json").get(DATA), folder.read_json("data.json")
+    before = folder.read_json("plan.json").get(DATA)
+    recorded = folder.read_json("data.json")
     if not isinstance(before, dict):
         return []
-    facts, now = task.records().get("data.json", {}), task.fingerprints()
+    facts = task.records().get("data.json", {})
+    now = task.fingerprints()
     by_settings = [
         change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")
     ]
@@ -149,7 +154,8 @@ def compare_data(
             ", ".join([*files[:5], *by_settings])
             or "the files are the same: the tokenizer, its chat template or a library"
         )
-        was, are = _rows(recorded), _rows(facts)
+        was = _rows(recorded)
+        are = _rows(facts)
         if of == ROWS and was != are and not streamed:
             what += f"; training rows: {was} before, {are} now"
         found.append(
@@ -230,7 +236,8 @@ def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed
 def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     """(steps, changes) as far as the file has them in the form that this module writes."""
     found = folder.read_json(RESUMES)
-    steps, changes = found.get("steps"), found.get("changes")
+    steps = found.get("steps")
+    changes = found.get("changes")
     return (
         [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
         (
@@ -338,7 +345,8 @@ def _resolved_text(
     loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool
 ) -> str:
     """`resolved.yaml`: each setting with its source, and what the run chose for those left open."""
-    resolved, model = prepared.resolved, prepared.model
+    resolved = prepared.resolved
+    model = prepared.model
     reasons = {f"precision.{role}": reason for role, reason in resolved.reasons.items()} | {
         "precision.preset": resolved.why_preset
     }
@@ -373,24 +381,24 @@ def header_rows(
 ) -> list[tuple[str, str]]:
     """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
     config = task.config
-    hardware, resolved, train = prepared.hardware, prepared.resolved, config.train
+    hardware = prepared.hardware
+    resolved = prepared.resolved
+    train = config.train
     trainable, total = trainable_share(prepared.model)
     p = resolved.precision
-    how = (
-        f"{config.adapter.kind} r={config.adapter.r}"
-        if config.adapter.kind != "none"
-        else "every weight"
-    )
+    if config.adapter.kind != "none":
+        how = f"{config.adapter.kind} r={config.adapter.r}"
+    else:
+        how = "every weight"
     weights = sum(local_part(p).numel() * p.element_size() for p in prepared.model.parameters())
     line = attention_line(
         prepared.model, config.model.attention, p, device_type=prepared.device.type
     )
     measured = "isotype plan estimates the peak, each step shows the measured one"
-    returned = (
-        "; freed memory is given back at once, since it may become scarce"
-        if returns_freed_blocks()
-        else ""
-    )
+    if returns_freed_blocks():
+        returned = "; freed memory is given back at once, since it may become scarce"
+    else:
+        returned = ""
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
@@ -423,11 +431,9 @@ def header_rows(
 
 def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
     if world.size == 1:
-        return (
-            [("processes", f"1: parallel.kind: {kind} has no effect")]
-            if kind in ("shard", "hybrid")
-            else []
-        )
+        if kind in ("shard", "hybrid"):
+            return [("processes", f"1: parallel.kind: {kind} has no effect")]
+        return []
     batching = prepared.batching
     where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
     each = f"{len(batching.own)} x {batching.rows} rows of each step"

@@ -29,7 +29,8 @@ from .finite import non_finite_error, non_finite_parameters
 from .task import Batch, Idle, LossSum
 
 # the sample for `share changed`: precise to 1%, a few kilobytes
-SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256
+SAMPLED_PARAMETERS = 32
+SAMPLED_ELEMENTS = 256
 # of dynamic loss scaling
 INITIAL = 2.0**16
 # steps without overflow before the scale doubles; torch.amp.GradScaler's default
@@ -68,7 +69,8 @@ class LossScale:
     def update(self, *, overflow: bool, step: int) -> None:
         """Raises  RunError FP001 when the scale has fallen below 1: halving will not help any more."""
         if overflow:
-            self.scale, self.quiet = self.scale / 2, 0
+            self.scale = self.scale / 2
+            self.quiet = 0
             if self.scale < SMALLEST:
                 raise RunError(
                     f"step {step}: the loss scale collapsed to {self.scale:g}: gradients overflow"
@@ -79,7 +81,8 @@ class LossScale:
         else:
             self.quiet += 1
             if self.quiet >= GROWTH_INTERVAL:
-                self.scale, self.quiet = self.scale * 2, 0
+                self.scale = self.scale * 2
+                self.quiet = 0
 
 
 class Stepper:
@@ -104,14 +107,14 @@ class Stepper:
                   the same update
         sharding  how the model is distributed over them; None: each has the whole model
         """
-        self.model, self.optimizer, self.accumulator, self.precision, self.train = (
-            model,
-            optimizer,
-            accumulator,
-            precision,
-            train,
-        )
-        self.loss_sum, self.world, self.sharding = loss_sum, world, sharding
+        self.model = model
+        self.optimizer = optimizer
+        self.accumulator = accumulator
+        self.precision = precision
+        self.train = train
+        self.loss_sum = loss_sum
+        self.world = world
+        self.sharding = sharding
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for the observer
         self.measured: Tensor | None = None
@@ -141,9 +144,13 @@ class Stepper:
             loss = self._loss_sum(batch, weight)
             if loss.dim():
                 measured = loss[1:].detach().float()
-                self.measured = measured if self.measured is None else self.measured + measured
+                if self.measured is None:
+                    self.measured = measured
+                else:
+                    self.measured = self.measured + measured
                 loss = loss[0]
-            self.loss_dtype, loss = loss.dtype, loss.float()
+            self.loss_dtype = loss.dtype
+            loss = loss.float()
             if for_all and number == len(batches):
                 self.accumulator.begin_sums()
             (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
@@ -234,7 +241,8 @@ class Stepper:
             loss, gradient_norm(self.accumulator.gradients()), *measured, *carried, *last
         )
         changed = measures.pop() if last else None
-        self._differed, measures = any(measures[len(measured) :]), measures[: len(measured)]
+        self._differed = any(measures[len(measured) :])
+        measures = measures[: len(measured)]
         if self.world.size == 1:
             return own, own, norm, changed, measures
         if self.sharding is not None:
@@ -290,7 +298,9 @@ def read_on_host(*scalars: Tensor) -> list[float]:
 
 def _norm_of_parts(square: float, sharding: Sharding) -> float:
     """`square`: the squares of all processes' norms, summed."""
-    return math.sqrt(square / sharding.replicas) if math.isfinite(square) else square
+    if math.isfinite(square):
+        return math.sqrt(square / sharding.replicas)
+    return square
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

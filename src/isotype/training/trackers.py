@@ -84,7 +84,8 @@ class TensorBoard:
     name = "tensorboard"
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._folder, self._settings = folder / "tensorboard", settings
+        self._folder = folder / "tensorboard"
+        self._settings = settings
         self._writer: Any = None
         self.address = f"tensorboard --logdir {folder}"
 
@@ -131,7 +132,8 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, settings: Mapping[str, Any], say: Say) -> None:
         import wandb
 
-        self._wandb, self._table = wandb, wandb.Table
+        self._wandb = wandb
+        self._table = wandb.Table
         mode = os.environ.get("WANDB_MODE") or ("online" if key_is_known() else "offline")
         try:
             self._run = self._start(folder, settings, mode)
@@ -144,11 +146,10 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         write_text(folder / ID, self._run.id + "\n")
-        self.address = (
-            str(self._run.url or "")
-            if mode == "online"
-            else f"{mode}, wandb sync {Path(self._run.dir).parent}"
-        )
+        if mode == "online":
+            self.address = str(self._run.url or "")
+        else:
+            self.address = f"{mode}, wandb sync {Path(self._run.dir).parent}"
 
     def _start(self, folder: Path, settings: Mapping[str, Any], mode: Any) -> Any:
         file = folder / ID

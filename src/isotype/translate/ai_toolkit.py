@@ -12,10 +12,8 @@ from .transforms import Draft, Given
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    kind, network = (
-        str(source.get("type") or "sd_trainer"),
-        str(source.get("network.type") or "lora").lower(),
-    )
+    kind = str(source.get("type") or "sd_trainer")
+    network = str(source.get("network.type") or "lora").lower()
     if kind not in ("sd_trainer", "ui_trainer", "diffusion_trainer"):
         return f"config.process[0].type: {kind} is not offered: sd_trainer is"
     if network not in ("lora", "lokr"):
@@ -32,11 +30,9 @@ def refusal(source: Source) -> str | None:
 
 def _samples(draft: Draft, given: Given) -> None:
     entries = given.value if isinstance(given.value, list) else [given.value]
-    trigger, seed, walk = (
-        str(draft.keys.get("trigger_word") or ""),
-        draft.keys.get("sample.seed"),
-        t.is_on(draft.keys.get("sample.walk_seed")),
-    )
+    trigger = str(draft.keys.get("trigger_word") or "")
+    seed = draft.keys.get("sample.seed")
+    walk = t.is_on(draft.keys.get("sample.walk_seed"))
     found: list[Any] = []
     for i, entry in enumerate(entries):
         text = str(entry.get("prompt", "") if isinstance(entry, dict) else entry).replace(
@@ -248,9 +244,15 @@ def finish(draft: Draft, source: Source) -> None:
     sides: dict[str, list[dict[str, Any]]] = {"images.train": [], "images.regularisation": []}
     for entry in p.datasets_of(draft):
         if folder := entry.get("folder_path") or entry.get("dataset_path"):
-            side = "images.regularisation" if t.is_on(entry.get("is_reg")) else "images.train"
+            if t.is_on(entry.get("is_reg")):
+                side = "images.regularisation"
+            else:
+                side = "images.train"
             sizes = p.several(entry["resolution"]) if entry.get("resolution") else ()
-            controls = {"controls": str(entry["control_path"])} if entry.get("control_path") else {}
+            if entry.get("control_path"):
+                controls = {"controls": str(entry["control_path"])}
+            else:
+                controls = {}
             sides[side].append(
                 p.source(folder, repeats=entry.get("num_repeats"), resolution=sizes) | controls
             )

@@ -31,13 +31,11 @@ def _objective(draft: Draft) -> str | None:
     if draft.keys.get("reward_model"):
         return "reward"
     rl = draft.keys.get("rl")
-    return (
-        "ipo"
-        if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"]
-        else str(rl)
-        if rl in _RL
-        else None
-    )
+    if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"]:
+        return "ipo"
+    if rl in _RL:
+        return str(rl)
+    return None
 
 
 # a setting of `preference`, wherever in the file `rl` stands
@@ -93,7 +91,8 @@ def _adapter(draft: Draft, given: Given) -> None:
 
 def _datasets(target: str) -> t.Handler:
     def handler(draft: Draft, given: Given) -> None:
-        entries, notes = [], []
+        entries = []
+        notes = []
         for one in given.value if isinstance(given.value, list) else []:
             if isinstance(one, dict):
                 entry, note = _dataset(one)
@@ -136,11 +135,10 @@ def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 notes.append(f"{theirs} is for datasets of the hub")
             else:
                 entry[ours] = str(one[theirs])
-    word = (
-        str(one["type"]).partition(".")[0].partition(":")[0]
-        if isinstance(one.get("type"), str)
-        else None
-    )
+    if isinstance(one.get("type"), str):
+        word = str(one["type"]).partition(".")[0].partition(":")[0]
+    else:
+        word = None
     if word in _FORMATS:
         if _FORMATS[word]:
             entry["format"] = _FORMATS[word]
@@ -164,9 +162,12 @@ def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _pretraining(draft: Draft, given: Given) -> None:
     one = given.value[0] if isinstance(given.value, list) and given.value else given.value
-    name, field = (
-        (one.get("path"), one.get("text_column")) if isinstance(one, dict) else (one, None)
-    )
+    if isinstance(one, dict):
+        name = one.get("path")
+        field = one.get("text_column")
+    else:
+        name = one
+        field = None
     entry: dict[str, Any] = {"name": f"hf:{name}", "format": "text"}
     if isinstance(one, dict) and one.get("name"):
         entry["subset"] = str(one["name"])

@@ -184,7 +184,8 @@ def refusal(source: Source) -> str | None:
         named = ", ".join([*(given.written for given in methods), *sorted(sft)])
         return f"several trainings in one file ({named}): a configuration is one of them"
     if methods:
-        losses, loss = _LOSSES[str(methods[0].value)], _loss(source.get("loss_type"))
+        losses = _LOSSES[str(methods[0].value)]
+        loss = _loss(source.get("loss_type"))
         if loss and loss not in losses:
             offered = ", ".join(word for word in losses if word) or "its only loss"
             return f"{methods[0].written}: loss_type: {loss} is not offered: {offered} is"
@@ -523,7 +524,14 @@ def finish(draft: Draft, source: Source) -> None:
     method = str(source.get("trl_method"))
     if "train.steps" not in draft.settings:
         draft.default("train.epochs", 3.0)
-    rate = 1e-4 if method == "reward" else 1e-6 if method in _LOSSES else 2e-5 if sft else 5e-5
+    if method == "reward":
+        rate = 1e-4
+    elif method in _LOSSES:
+        rate = 1e-6
+    elif sft:
+        rate = 2e-5
+    else:
+        rate = 5e-5
     draft.default_all(
         {
             "train.batch_size": 8,

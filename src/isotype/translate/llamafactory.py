@@ -45,7 +45,8 @@ def _ftx(draft: Draft, given: Given) -> None:
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    stage, loss = source.get("stage"), source.get("pref_loss") or "sigmoid"
+    stage = source.get("stage")
+    loss = source.get("pref_loss") or "sigmoid"
     if stage not in (None, "sft", "pt", "dpo", "kto", "rm"):
         return f"stage: {stage} is not offered: sft, pt, dpo, kto and rm are"
     if stage == "dpo" and loss not in _PREF_LOSSES:
@@ -86,8 +87,12 @@ def _stage(draft: Draft, given: Given) -> None:
 
 def _datasets(target: str) -> t.Handler:
     def handler(draft: Draft, given: Given) -> None:
-        names = given.value if isinstance(given.value, list) else str(given.value).split(",")
-        entries, unknown = [], []
+        if isinstance(given.value, list):
+            names = given.value
+        else:
+            names = str(given.value).split(",")
+        entries = []
+        unknown = []
         known = _registry(draft)
         for name in (str(name).strip() for name in names):
             described = known.get(name)

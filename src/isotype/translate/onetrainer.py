@@ -15,10 +15,8 @@ _METHODS = {"LORA": "lora", "FINE_TUNE": "none"}
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    method, peft = (
-        str(source.get("training_method") or "LORA"),
-        str(source.get("peft_type") or "LORA"),
-    )
+    method = str(source.get("training_method") or "LORA")
+    peft = str(source.get("peft_type") or "LORA")
     if method not in _METHODS:
         return f"training_method: {method} is not offered: {' and '.join(_METHODS)} are"
     if method == "LORA" and peft not in ("LORA", "LOKR"):
@@ -235,11 +233,10 @@ def finish(draft: Draft, source: Source) -> None:
     sides: dict[str, list[dict[str, Any]]] = {"images.train": [], "images.regularisation": []}
     for entry in p.datasets_of(draft):
         if entry.get("path") and t.is_on(entry.get("enabled", True)):
-            side = (
-                "images.regularisation"
-                if str(entry.get("type")) == "PRIOR_PREDICTION"
-                else "images.train"
-            )
+            if str(entry.get("type")) == "PRIOR_PREDICTION":
+                side = "images.regularisation"
+            else:
+                side = "images.train"
             sizes = p.several(source.get("resolution")) if source.get("resolution") else ()
             sides[side].append(
                 p.source(entry["path"], repeats=entry.get("balancing"), resolution=sizes)

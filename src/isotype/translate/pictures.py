@@ -75,7 +75,9 @@ def tool_of_tree(tree: Tree, tool: str | None) -> str | None:
         return "kohya"
     if {"job", "config"} <= set(data) and isinstance(data["config"], dict):
         return "ai-toolkit" if "process" in data["config"] else None
-    return "onetrainer" if {"training_method", "train_dtype"} <= set(data) else None
+    if {"training_method", "train_dtype"} <= set(data):
+        return "onetrainer"
+    return None
 
 
 def keys_of(tool: str, tree: Tree, path: Path) -> list[Given]:
@@ -106,7 +108,8 @@ def kohya_dataset_file(named: object, beside: Path) -> Iterator[Given]:
 
 def _kohya_datasets(tree: Tree, shown: str) -> Iterator[Given]:
     """A subset has its own keys, those of its dataset, and those of [general]."""
-    data, count = tree.data, 0
+    data = tree.data
+    count = 0
     for i, dataset in enumerate(data.get("datasets", [])):
         for j, subset in enumerate(dataset.get("subsets", [])):
             outer = {
@@ -165,15 +168,14 @@ def nested(
 
 
 def _onetrainer(tree: Tree, path: Path) -> Iterator[Given]:
-    concepts, shown, named = (
-        tree.data.get("concepts"),
-        "concepts",
-        tree.data.get("concept_file_name"),
-    )
+    concepts = tree.data.get("concepts")
+    shown = "concepts"
+    named = tree.data.get("concept_file_name")
     yield from nested({key: value for key, value in tree.data.items() if key != "concepts"}, tree)
     if concepts is None and isinstance(named, str):
         file = _file(named, path.parent, Path("."))
-        concepts, shown = (None if file is None else _tree(file, read_json).data), Path(named).name
+        concepts = None if file is None else _tree(file, read_json).data
+        shown = Path(named).name
     for i, concept in enumerate(concepts or []):
         own = {key: value for key, value in concept.items() if not isinstance(value, dict)}
         for key, value in {
@@ -371,9 +373,10 @@ def put_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None
                 one["resolution"] = one["resolution"][0]
         short = [one["name"] if len(one) == 1 else one for one in sources]
         if short:
-            draft.settings[side] = (
-                short[0] if len(short) == 1 and isinstance(short[0], str) else short
-            )
+            if len(short) == 1 and isinstance(short[0], str):
+                draft.settings[side] = short[0]
+            else:
+                draft.settings[side] = short
 
 
 def numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict[str, Any]]:
@@ -471,11 +474,10 @@ def text_rate(draft: Draft, given: Given) -> None:
             " train.learning_rate",
         )
     else:
-        note = (
-            "with adapter.text_encoders"
-            if min(rates) > 0
-            else "one rate for all: a trained encoder has a rate above 0"
-        )
+        if min(rates) > 0:
+            note = "with adapter.text_encoders"
+        else:
+            note = "one rate for all: a trained encoder has a rate above 0"
         draft.set(
             given,
             "adapter.text_encoder_rate",

@@ -70,10 +70,8 @@ def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     said = {given.name: given.value for given in source.keys}
     place = {given.name: f"line {given.line}: {given.written}" for given in source.keys}
-    family, kind = (
-        str(said.get("model_family") or "").lower(),
-        str(said.get("model_type") or "").lower(),
-    )
+    family = str(said.get("model_family") or "").lower()
+    kind = str(said.get("model_type") or "").lower()
     base = str(said.get("base_model_precision") or "no_change").lower()
     on = [
         name
@@ -218,9 +216,9 @@ def _entry(draft: Draft, given: Given) -> dict[str, Any]:
 def _side(entry: dict[str, Any]) -> str:
     if str(entry.get("dataset_type")) == "eval":
         return "images.eval"
-    return (
-        "images.regularisation" if t.is_on(entry.get("is_regularisation_data")) else "images.train"
-    )
+    if t.is_on(entry.get("is_regularisation_data")):
+        return "images.regularisation"
+    return "images.train"
 
 
 def _by_instance_prompt(entry: dict[str, Any]) -> bool:
@@ -231,8 +229,10 @@ def _by_instance_prompt(entry: dict[str, Any]) -> bool:
 
 def _dataset(draft: Draft, given: Given) -> None:
     """One key of one dataset: `dataset.0.repeats`."""
-    key, entry = given.name.split(".", 2)[2], _entry(draft, given)
-    kind, store = str(entry.get("dataset_type", "image")), str(entry.get("type", "local"))
+    key = given.name.split(".", 2)[2]
+    entry = _entry(draft, given)
+    kind = str(entry.get("dataset_type", "image"))
+    store = str(entry.get("type", "local"))
     if t.is_on(entry.get("disabled", entry.get("disable"))):
         draft.no_effect(given, "the dataset is switched off")
     elif kind in ("text_embeds", "image_embeds", "conditioning_image_embeds") or key.startswith(
@@ -541,11 +541,9 @@ def finish(draft: Draft, source: Source) -> None:
         )
     sides: dict[str, list[dict[str, Any]]] = {}
     for entry in p.datasets_of(draft):
-        folder, side, table = (
-            entry.get("instance_data_dir", entry.get("data_dir")),
-            _side(entry),
-            entry.get("parquet"),
-        )
+        folder = entry.get("instance_data_dir", entry.get("data_dir"))
+        side = _side(entry)
+        table = entry.get("parquet")
         used = not t.is_on(entry.get("disabled")) and str(entry.get("type", "local")) in (
             "local",
             "csv",

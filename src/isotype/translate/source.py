@@ -224,7 +224,10 @@ def _program(text: str, path: Path, line_of: Callable[[int | None], int | None])
     tool = None
     if trains and keys:
         tool = "trl" if methods or named & {"SFTConfig", "SFTTrainer"} else "hf"
-        tool = "unsloth" if named & {"FastLanguageModel", "FastModel", "FastVisionModel"} else tool
+        if named & {"FastLanguageModel", "FastModel", "FastVisionModel"}:
+            tool = "unsloth"
+        else:
+            tool = tool
     return Source(str(path), tool, keys, named)
 
 
@@ -354,11 +357,9 @@ def _from_calls(calls: list[Call]) -> Iterator[Given]:
 def _names(call: Call) -> dict[str, str] | None:
     """How this call's arguments are called here; None for a call that sets nothing."""
     if call.name == "from_pretrained":
-        return (
-            {**_MODEL, "max_seq_length": "max_length"}
-            if _MODELS.match(call.owner.rpartition(".")[2])
-            else None
-        )
+        if _MODELS.match(call.owner.rpartition(".")[2]):
+            return {**_MODEL, "max_seq_length": "max_length"}
+        return None
     if call.name == "get_peft_model" and not call.owner.endswith(
         ("FastLanguageModel", "FastModel", "FastVisionModel")
     ):
@@ -369,11 +370,9 @@ def _names(call: Call) -> dict[str, str] | None:
 
 
 def _shown(call: Call) -> str:
-    return (
-        f"{call.owner.rpartition('.')[2]}.{call.name}"
-        if call.name == "from_pretrained"
-        else call.name
-    )
+    if call.name == "from_pretrained":
+        return f"{call.owner.rpartition('.')[2]}.{call.name}"
+    return call.name
 
 
 def _plain(value: Any) -> Any:
@@ -386,4 +385,6 @@ def _plain(value: Any) -> Any:
         return Computed
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if item is not Unknown}
-    return value if isinstance(value, (int, float, bool, list, type(None))) else str(value)
+    if isinstance(value, (int, float, bool, list, type(None))):
+        return value
+    return str(value)

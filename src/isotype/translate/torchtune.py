@@ -102,7 +102,8 @@ def _dataset(draft: Draft, given: Given) -> None:
     if known is None:
         draft.not_offered(given, "data.train: a file, a folder or hf:NAME")
         return
-    source, files = draft.keys.get(f"{at}.source") or known[0], draft.keys.get(f"{at}.data_files")
+    source = draft.keys.get(f"{at}.source") or known[0]
+    files = draft.keys.get(f"{at}.data_files")
     if files:
         entry: dict[str, Any] = {"name": str(files[0] if isinstance(files, list) else files)}
     elif source:

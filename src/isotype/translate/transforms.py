@@ -174,11 +174,9 @@ Handler = Callable[[Draft, Given], None]
 def as_number(value: Any) -> float | int:
     """1e-5 is text in YAML 1.1, and on a command line everything is."""
     parsed = float(value)
-    return (
-        int(parsed)
-        if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower()
-        else parsed
-    )
+    if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower():
+        return int(parsed)
+    return parsed
 
 
 def is_on(value: Any) -> bool:
@@ -305,11 +303,10 @@ def where(key: str, words: str, then: Handler, otherwise: str) -> Handler:
     """
 
     def handler(draft: Draft, given: Given) -> None:
-        holds = (
-            is_on(draft.keys.get(key))
-            if words == "on"
-            else draft.said(key) in (words.split() or [""])
-        )
+        if words == "on":
+            holds = is_on(draft.keys.get(key))
+        else:
+            holds = draft.said(key) in (words.split() or [""])
         then(draft, given) if holds else draft.no_effect(given, otherwise)
 
     return handler
@@ -395,7 +392,8 @@ optimizer = word("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZERS)
 
 def settle_optimizer(draft: Draft) -> None:
     """Leaves out or replaces what an optimizer refuses beside it, with a note for each."""
-    name, settings = draft.settings.get("train.optimizer", "adamw"), draft.settings
+    name = draft.settings.get("train.optimizer", "adamw")
+    settings = draft.settings
     asked = draft.sources.get("train.optimizer")
     if settings.get("precision.preset") == "bf16-pure" and name != "adamw":
         # PR018: the others round to the nearest and take bf16 gradients

@@ -133,7 +133,10 @@ def _tool(source: Source, asked: str | None) -> str:
             f"{source.file}: is a configuration of Isotype: isotype plan {source.file}"
         )
     if asked is None and source.tool not in TOOLS:
-        seen = f"looks like {source.tool}, which" if source.tool else "has no key of a tool that"
+        if source.tool:
+            seen = f"looks like {source.tool}, which"
+        else:
+            seen = "has no key of a tool that"
         raise UsageError(
             f"{source.file}: {seen} isotype import does not translate",
             fix=f"--from names the tool: {', '.join(TOOLS)}",
@@ -163,11 +166,12 @@ def _account(draft: Draft, given: Given, table: Mapping[str, Handler], tool: str
     handler = _handler(given.name, table)
     if handler is None:
         near = get_close_matches(given.name, table, n=1, cutoff=0.85)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"what it does is in {_NAMES.get(tool, tool)}'s documentation; nothing came of it"
-        )
+        if near:
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = (
+                f"what it does is in {_NAMES.get(tool, tool)}'s documentation; nothing came of it"
+            )
         draft.not_offered(given, f"isotype import does not know this key: {hint}")
     elif given.value is None:
         draft.no_effect(given, "not set")
@@ -291,7 +295,8 @@ def _chosen(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
     if record is None:
         return {}, _WHY[""]
     adapter = draft.settings.get("adapter.kind", "lora") == "lora"
-    storage, compute = record.value("storage") or "", record.value("compute")
+    storage = record.value("storage") or ""
+    compute = record.value("compute")
     four_bits = "4" in storage and "int8" not in storage
     if four_bits and not adapter:
         return {"precision.preset": "bf16-mixed"}, "a 4-bit base is trained through an adapter only"
@@ -302,11 +307,12 @@ def _chosen(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
             "precision.generate": "fp16",
         }
         return {"precision.preset": "nf4-lora", **roles}, "4-bit base, fp16 products"
-    preset = (
-        "nf4-lora"
-        if four_bits
-        else _preset(compute, record.value("trained"), record.value("parameters"), adapter=adapter)
-    )
+    if four_bits:
+        preset = "nf4-lora"
+    else:
+        preset = _preset(
+            compute, record.value("trained"), record.value("parameters"), adapter=adapter
+        )
     chosen = {"precision.preset": preset} if preset else {}
     if "int8" in storage and adapter:
         chosen["precision.base"] = "int8"
@@ -341,7 +347,9 @@ def _preset(
         return "bf16-lora"
     if not adapter and "bf16" in (trained, compute):
         return "bf16-pure" if trained == "bf16" else "bf16-mixed"
-    return "fp32" if "fp32" in (compute, parameters, *([] if adapter else [trained])) else ""
+    if "fp32" in (compute, parameters, *([] if adapter else [trained])):
+        return "fp32"
+    return ""
 
 
 def _complete(draft: Draft, data: str) -> None:
@@ -350,7 +358,10 @@ def _complete(draft: Draft, data: str) -> None:
         draft.settings["model.name"] = "path/to/model"
         draft.notes.append("model.name: the file names no model; put its folder or hub id there")
     if data not in draft.settings:
-        draft.settings[data] = "path/to/data.jsonl" if data == "data.train" else "path/to/pictures"
+        if data == "data.train":
+            draft.settings[data] = "path/to/data.jsonl"
+        else:
+            draft.settings[data] = "path/to/pictures"
         hub = " or hf:NAME" if data == "data.train" else ""
         draft.notes.append(f"{data}: the file names no data; put a file, a folder{hub} there")
     if draft.settings.get("data.stream") and "train.steps" not in draft.settings:

@@ -45,7 +45,8 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
     if device is not None:
         parse_device(device)
     found = collect(paths)
-    records, findings = [], [*found.trouble]
+    records = []
+    findings = [*found.trouble]
     for facts in runs(found, device):
         if facts.has("isotype"):
             file = facts.documents[0].file
@@ -98,9 +99,10 @@ def table(record: Record) -> str:
         if role in record.roles:
             decision = record.roles[role]
             by = decision.by
-            where = (
-                f"{by.key}  {by.file}{f':{by.line}' if by.line else ''}" if by is not None else ""
-            )
+            if by is not None:
+                where = f"{by.key}  {by.file}{f':{by.line}' if by.line else ''}"
+            else:
+                where = ""
             rows.append((role, decision.value, decision.why, where))
     if not rows:
         return ""
@@ -295,15 +297,18 @@ def _shown(path: Path) -> str:
 
 
 def _read(path: Path, found: Collection, *, explicit: bool) -> None:
-    suffix, shown, text = path.suffix.lower(), _shown(path), ""
+    suffix = path.suffix.lower()
+    shown = _shown(path)
+    text = ""
     try:
         if suffix != ".safetensors" and path.stat().st_size > LARGEST:
             if explicit:
                 raise UsageError(f"{shown}: {path.stat().st_size >> 20} MiB is no configuration")
             return
-        text = (
-            "" if suffix == ".safetensors" else path.read_text(encoding="utf-8", errors="replace")
-        )
+        if suffix == ".safetensors":
+            text = ""
+        else:
+            text = path.read_text(encoding="utf-8", errors="replace")
         if suffix == ".py":
             found.trouble += autocast_around_backward(text, shown)
         if explicit and not may_be_configuration(path.name):
@@ -431,9 +436,12 @@ def read_safetensors_header(path: Path) -> Counter[str]:
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
-        dtype, shape = (
-            (tensor.get("dtype"), tensor.get("shape")) if isinstance(tensor, dict) else (None, None)
-        )
+        if isinstance(tensor, dict):
+            dtype = tensor.get("dtype")
+            shape = tensor.get("shape")
+        else:
+            dtype = None
+            shape = None
         if (
             not isinstance(dtype, str)
             or not isinstance(shape, list)

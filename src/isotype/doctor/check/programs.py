@@ -123,7 +123,10 @@ def from_python(text: str, shown: str) -> list[Document]:
             and re.search(f"{_MODEL}|Pipeline", call.owner)
             and "Tokenizer" not in call.owner
         ):
-            made = document("model", unsloth=True) if "Fast" in call.owner else document("model")
+            if "Fast" in call.owner:
+                made = document("model", unsloth=True)
+            else:
+                made = document("model")
             copy(call, made)
             if call.owner.startswith("Fast"):
                 for key in ("load_in_4bit", "load_in_8bit"):
@@ -183,17 +186,20 @@ def from_python(text: str, shown: str) -> list[Document]:
 def _cast_when_loaded(call: python_calls.Call) -> str | None:
     """The dtype of `Model.from_pretrained(...).half()` and its like."""
     owner, _, method = call.owner.rpartition(".")
-    return _dtype_given(call) if method == "from_pretrained" and re.search(_MODEL, owner) else None
+    if method == "from_pretrained" and re.search(_MODEL, owner):
+        return _dtype_given(call)
+    return None
 
 
 def _dtype_given(call: python_calls.Call) -> str | None:
     """Of `.to(torch.bfloat16)`, `.half()` and its like; None for another call."""
-    given = (
-        call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
-        if call.name == "to"
-        else _CASTS.get(call.name)
-    )
-    return str(given) if isinstance(given, str) and given.startswith("torch.") else None
+    if call.name == "to":
+        given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
+    else:
+        given = _CASTS.get(call.name)
+    if isinstance(given, str) and given.startswith("torch."):
+        return str(given)
+    return None
 
 
 _MODEL = "Model|VAE|UNet|Transformer"
@@ -208,7 +214,8 @@ def _casts_before_training(
     """
     trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
     for call in calls:
-        name, given = call.target or call.owner, _dtype_given(call)
+        name = call.target or call.owner
+        given = _dtype_given(call)
         if (
             given
             and dtype_of(given)
@@ -247,7 +254,12 @@ def _command(words: list[str], line: int, shown: str) -> list[Document]:
     first = words[0].rpartition("/")[2]
     documents = []
     if first == "accelerate" and len(words) > 1 and words[1] == "launch":
-        end = program if program is not None else module if module is not None else len(words)
+        if program is not None:
+            end = program
+        elif module is not None:
+            end = module
+        else:
+            end = len(words)
         launcher = Document("accelerate", shown, attributes={"launcher": True})
         for key, value in shell.arguments(words[2:end]).items():
             launcher.add(key, value, line, written=f"accelerate launch --{key}")
@@ -297,11 +309,9 @@ def _tool_of(first: str, name: str, given: dict[str, str | bool]) -> str | None:
         return "script"
     tool = identify(given)
     trainers = tool in ("model", "peft", "checkpoint", "deepspeed", None)
-    return (
-        "hf"
-        if trainers and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & given.keys()
-        else tool
-    )
+    if trainers and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & given.keys():
+        return "hf"
+    return tool
 
 
 def from_environment(text: str, shown: str) -> list[Document]:

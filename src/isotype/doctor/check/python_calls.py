@@ -55,7 +55,8 @@ def read(text: str) -> list[Call]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             owner = _dotted(node.targets[0].value)
             if owner in ("os.environ", "environ"):
-                key, value = _value(node.targets[0].slice, names), _value(node.value, names)
+                key = _value(node.targets[0].slice, names)
+                value = _value(node.value, names)
                 calls.append(Call("environ", "os", node.lineno, {str(key): (value, node.lineno)}))
         if (
             isinstance(node, ast.Assign)
@@ -139,14 +140,14 @@ def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
-        return _value(names[node.id], names, depth + 1) if node.id in names else Unknown
+        if node.id in names:
+            return _value(names[node.id], names, depth + 1)
+        return Unknown
     if isinstance(node, ast.Attribute):
         dotted = _dotted(node)
-        return (
-            Name(dotted)
-            if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1
-            else Unknown
-        )
+        if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1:
+            return Name(dotted)
+        return Unknown
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _value(node.operand, names, depth + 1)
         return -inner if isinstance(inner, int | float) else Unknown
@@ -184,25 +185,25 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
         raise Unreadable(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
     code: list[str] = []
     places: list[int] = []
-    raw, position = text, 0
+    raw = text
+    position = 0
     cells = data.get("cells") if isinstance(data, dict) else None
     for cell in cells if isinstance(cells, list) else []:
-        source = (
-            cell.get("source")
-            if isinstance(cell, dict) and cell.get("cell_type") == "code"
-            else None
-        )
+        if isinstance(cell, dict) and cell.get("cell_type") == "code":
+            source = cell.get("source")
+        else:
+            source = None
         if not isinstance(source, (str, list)):
             continue
-        lines = (
-            source.splitlines()
-            if isinstance(source, str)
-            else "".join(map(str, source)).splitlines()
-        )
+        if isinstance(source, str):
+            lines = source.splitlines()
+        else:
+            lines = "".join(map(str, source)).splitlines()
         magics = {
             line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()
         }
-        foreign, continued = bool(magics - _PYTHON_MAGICS), False
+        foreign = bool(magics - _PYTHON_MAGICS)
+        continued = False
         for line in lines:
             written = json.dumps(line, ensure_ascii=False)[1:-1]
             at = raw.find(written, position) if written.strip() else position
@@ -217,6 +218,8 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
             places.append(raw.count("\n", 0, position) + 1)
 
     def line_of(line: int | None) -> int | None:
-        return places[line - 1] if line is not None and 0 < line <= len(places) else line
+        if line is not None and 0 < line <= len(places):
+            return places[line - 1]
+        return line
 
     return "\n".join(code) + "\n", line_of

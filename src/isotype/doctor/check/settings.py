@@ -80,14 +80,16 @@ class Setting:
     def shown(self) -> str:
         """`true  (train.yaml:3)`."""
         value = self.value
-        word = (
-            "null"
-            if value is None
-            else str(value).lower()
-            if isinstance(value, bool)
-            else str(value)
-        )
-        where = f"{self.file}:{self.line}" if self.file and self.line else self.file or "default"
+        if value is None:
+            word = "null"
+        elif isinstance(value, bool):
+            word = str(value).lower()
+        else:
+            word = str(value)
+        if self.file and self.line:
+            where = f"{self.file}:{self.line}"
+        else:
+            where = self.file or "default"
         return f"{word}  ({where})"
 
 
@@ -106,7 +108,8 @@ class Document:
         self.settings[key] = Setting(value, written or key, self.file, line)
 
 
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0", "none", "null", "")
 
 
 def truth(value: Any) -> bool | None:
@@ -306,7 +309,9 @@ def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
     if asked is not None and dtype_of(asked.value):
         return dtype_of(asked.value), asked
     stored = facts.get(*CHECKPOINT_DTYPE)
-    return (dtype_of(stored.value), stored) if stored else (None, None)
+    if stored:
+        return (dtype_of(stored.value), stored)
+    return (None, None)
 
 
 def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
@@ -323,7 +328,8 @@ def quantised(record: Record, *prefixes: str) -> None:
     facts = record.facts
     for bits in (4, 8):
         if found := facts.on(*(f"{p}.load_in_{bits}bit" for p in prefixes)):
-            record.quantised, record.quantised_by = bits, found
+            record.quantised = bits
+            record.quantised_by = found
             return
     if stored := facts.get(
         "checkpoint.quantization_config.quant_method", "model.quantization_config.quant_method"
@@ -331,10 +337,11 @@ def quantised(record: Record, *prefixes: str) -> None:
         loaded = facts.on(
             "checkpoint.quantization_config.load_in_4bit", "model.quantization_config._load_in_4bit"
         )
-        record.quantised, record.quantised_by = (
-            (4 if loaded or str(stored.value) in ("awq", "gptq", "hqq") else 8),
-            stored,
-        )
+        if loaded or str(stored.value) in ("awq", "gptq", "hqq"):
+            record.quantised = 4
+        else:
+            record.quantised = 8
+        record.quantised_by = stored
 
 
 def adapter_from(record: Record, *names: str) -> None:
@@ -352,7 +359,8 @@ def adapter_from(record: Record, *names: str) -> None:
         )
         record.adapter_by = setting
     elif facts.has("peft"):
-        record.adapter, record.adapter_by = True, next((s for _, s in facts.all("peft")), None)
+        record.adapter = True
+        record.adapter_by = next((s for _, s in facts.all("peft")), None)
 
 
 def lightning_precision(facts: Facts) -> Setting | None:

@@ -48,7 +48,11 @@ def read(text: str) -> Script:
     script = Script()
     # a word without quotes, whether single quotes kept it from expansion
     words: list[tuple[str, bool]] = []
-    word, single, left_out, line, start = None, False, False, 1, 1
+    word = None
+    single = False
+    left_out = False
+    line = 1
+    start = 1
     for token in _TOKEN.finditer(text + "\n\n"):  # the last line may end in a backslash
         kind = str(token.lastgroup)
         if kind in ("single", "double", "plain"):
@@ -58,7 +62,8 @@ def read(text: str) -> Script:
             single = single or kind == "single"
         elif word is not None:
             words.append((word, single))
-            word, single = None, False
+            word = None
+            single = False
         if kind == "end" and words:
             left_out = left_out or words[0][0] in _COMPOUND
             if not left_out:
@@ -74,7 +79,9 @@ def _expand(script: Script, word: str) -> str:
         name = match["name"] or match["bare"]
         if name in script.variables:
             return script.variables[name].value
-        return match["default"] if match["default"] is not None else ""
+        if match["default"] is not None:
+            return match["default"]
+        return ""
 
     return _VARIABLE.sub(lookup, word)
 

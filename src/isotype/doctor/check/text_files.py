@@ -64,16 +64,20 @@ def read_json(text: str) -> Tree:
 
 def _blanked(match: re.Match[str]) -> str:
     """A string as it stands; blanks for a comment or a comma, whose line breaks stay."""
-    return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
+    if match[0].startswith('"'):
+        return match[0]
+    return re.sub(r"[^\n]", " ", match[0])
 
 
 def _json_lines(text: str) -> dict[Path, int]:
     """The line of every key and of every entry of a list, in a text that is JSON."""
     lines: dict[Path, int] = {}
     path: list[str | int] = []  # the key, or the position, in each of the containers around
-    line, at = 1, 0
+    line = 1
+    at = 0
     for token in _TOKEN.finditer(text):
-        line, at = line + text.count("\n", at, token.start()), token.start()
+        line = line + text.count("\n", at, token.start())
+        at = token.start()
         if token["key"]:
             path[-1] = json.loads(token["key"], strict=False)
             lines[tuple(path)] = line
@@ -154,7 +158,9 @@ def _value(node: Any, path: Path, tree: Tree, depth: int) -> Any:
         return {**merged, **result}
     if node.id == "sequence":
         return [_value(item, (*path, i), tree, depth + 1) for i, item in enumerate(node.value)]
-    return scalar(node.value) if node.style in (None, "") else node.value
+    if node.style in (None, ""):
+        return scalar(node.value)
+    return node.value
 
 
 _TABLE = re.compile(r"^\s*\[\[?\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")

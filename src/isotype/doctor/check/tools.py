@@ -107,7 +107,9 @@ def identify(data: Any, name: str = "") -> str | None:
         scores["llamafactory"] += 10
     best = max(scores.values())
     if best == 0 or (best == 1 and keys & {"mixed_precision"} == set()):
-        return "model" if keys & {"dtype", "torch_dtype", "model_name_or_path"} else None
+        if keys & {"dtype", "torch_dtype", "model_name_or_path"}:
+            return "model"
+        return None
     if (
         best in (scores["model"], scores["peft"])
         and keys & {"bf16", "fp16"}
@@ -116,7 +118,9 @@ def identify(data: Any, name: str = "") -> str | None:
         # a trainer's arguments and its model's in one flat file, as TRL's scripts take them
         return "hf"
     tied = [tool for tool, score in scores.items() if score == best]
-    return next((tool for tool in _TIES if tool in tied), tied[0]) if best > 1 else "accelerate"
+    if best > 1:
+        return next((tool for tool in _TIES if tool in tied), tied[0])
+    return "accelerate"
 
 
 def _torchtitan(data: dict[str, Any]) -> bool:
@@ -159,27 +163,32 @@ def hf(record: Record) -> None:
         f"hf.{BNB}",
     )
     record.set("parameters", dtype, "as loaded", dtype_by)
-    flag, launcher = mixed_flag(facts), launcher_mode(facts)
+    flag = mixed_flag(facts)
+    launcher = launcher_mode(facts)
     attributes = document.attributes if (document := facts.tool("hf")) else {}
     made_by = attributes.get("made_by", "")
     # set by code that only runs on the machine
     undecided = {"bf16", "fp16"} & attributes.get("unknown", set())
-    compute, by, why = None, flag, "the trainer's flag: autocast"
+    compute = None
+    by = flag
+    why = "the trainer's flag: autocast"
     if flag is not None:
-        compute = (
-            flag.key.lstrip("-").rpartition("_")[2]
-            if flag.key.endswith(("bf16", "fp16"))
-            else "bf16"
-        )
+        if flag.key.endswith(("bf16", "fp16")):
+            compute = flag.key.lstrip("-").rpartition("_")[2]
+        else:
+            compute = "bf16"
     elif launcher is not None and str(launcher.value).lower() in ("bf16", "fp16", "fp8"):
-        compute, by, why = str(launcher.value).lower(), launcher, "the launcher's mode: autocast"
+        compute = str(launcher.value).lower()
+        by = launcher
+        why = "the launcher's mode: autocast"
     elif (
         made_by.endswith("Config")
         and not undecided
         and facts.given("hf.bf16") is None
         and not facts.on("hf.fp16")
     ):
-        compute, why = "bf16", f"{made_by}'s default"
+        compute = "bf16"
+        why = f"{made_by}'s default"
     section = next(
         (
             s
@@ -189,11 +198,9 @@ def hf(record: Record) -> None:
         None,
     )
     if section is not None and compute is None:
-        compute, by, why = (
-            ("bf16" if "bf16" in section.key else "fp16"),
-            section,
-            "the DeepSpeed section",
-        )
+        compute = "bf16" if "bf16" in section.key else "fp16"
+        by = section
+        why = "the DeepSpeed section"
     if record.device is not None and record.device.kind == "cpu" and compute == "fp16":
         record.set("compute", "fp32", "fp16 has no effect on a CPU", by)
     elif compute:
@@ -284,17 +291,19 @@ def hf(record: Record) -> None:
 def _own_autocast(facts: Facts) -> Setting | None:
     """The dtype of `torch.autocast(...)` in a training loop without a trainer."""
     dtype = facts.get("code.autocast.dtype")
-    return dtype if dtype is not None and not facts.has("hf") and dtype_of(dtype.value) else None
+    if dtype is not None and not facts.has("hf") and dtype_of(dtype.value):
+        return dtype
+    return None
 
 
 def axolotl(record: Record) -> None:
     facts = record.facts
-    bf16, fp16 = facts.get("axolotl.bf16"), facts.on("axolotl.fp16")
-    word = (
-        "unset"
-        if bf16 is None
-        else str(truth(bf16.value) if truth(bf16.value) is not None else bf16.value)
-    )
+    bf16 = facts.get("axolotl.bf16")
+    fp16 = facts.on("axolotl.fp16")
+    if bf16 is None:
+        word = "unset"
+    else:
+        word = str(truth(bf16.value) if truth(bf16.value) is not None else bf16.value)
     device_has = record.device.bf16 if record.device else True
     bf16_on = {
         "unset": device_has and not fp16,
@@ -305,13 +314,12 @@ def axolotl(record: Record) -> None:
     bf16_on = bf16_on or (
         word not in ("unset", "False") and facts.on("axolotl.bfloat16") is not None
     )
-    half = (
-        "bf16"
-        if bf16_on
-        else "fp16"
-        if fp16 or word == "auto" or facts.on("axolotl.float16")
-        else "fp32"
-    )
+    if bf16_on:
+        half = "bf16"
+    elif fp16 or word == "auto" or facts.on("axolotl.float16"):
+        half = "fp16"
+    else:
+        half = "fp32"
     by = bf16 if bf16_on else facts.get("axolotl.fp16") or facts.on("axolotl.float16")
     adapter_from(record, "axolotl.adapter")
     record.adapter = bool(record.adapter)
@@ -332,17 +340,20 @@ def axolotl(record: Record) -> None:
 def llamafactory(record: Record) -> None:
     facts = record.facts
     kind = facts.word("llamafactory.finetuning_type") or "lora"
-    record.adapter, record.adapter_by = (
-        kind in ("lora", "oft"),
-        facts.get("llamafactory.finetuning_type"),
-    )
+    record.adapter = kind in ("lora", "oft")
+    record.adapter_by = facts.get("llamafactory.finetuning_type")
     bits = facts.get("llamafactory.quantization_bit")
     if bits is not None:
-        record.quantised, record.quantised_by = (8 if str(bits.value) == "8" else 4), bits
-    pure, flag = facts.on("llamafactory.pure_bf16"), mixed_flag(facts, "llamafactory")
-    half = (
-        "bf16" if pure else ("bf16" if facts.on("llamafactory.bf16") else "fp16") if flag else None
-    )
+        record.quantised = 8 if str(bits.value) == "8" else 4
+        record.quantised_by = bits
+    pure = facts.on("llamafactory.pure_bf16")
+    flag = mixed_flag(facts, "llamafactory")
+    if pure:
+        half = "bf16"
+    elif flag:
+        half = "bf16" if facts.on("llamafactory.bf16") else "fp16"
+    else:
+        half = None
     stored = facts.get(*CHECKPOINT_DTYPE)
     by = pure or flag
     loaded = half or (dtype_of(stored.value) if stored else None)
@@ -372,7 +383,8 @@ def torchtune(record: Record) -> None:
     record.adapter = "lora" in component or "dora" in component
     record.adapter_by = facts.get("torchtune.model._component_", "torchtune.recipe")
     if "qlora" in component:
-        record.quantised, record.quantised_by = 4, record.adapter_by
+        record.quantised = 4
+        record.quantised_by = record.adapter_by
     for role in ("parameters", "trained", "compute"):
         record.set(role, word, "torchtune has one dtype", dtype)
     record.set("reduction", word, "gradients are reduced in their dtype", dtype)
@@ -448,18 +460,15 @@ def simpletuner(record: Record) -> None:
     if base is not None and str(base.value) in ("no_change", ""):
         base = None
     wide = default is not None and str(default.value) == "fp32"
-    record.adapter, record.adapter_by = ("lora" in str(kind.value).lower() if kind else None), kind
-    weights, by, why = (
-        {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "bf16"}.get(mode),
-        mixed,
-        "mixed_precision decides the weight dtype",
-    )
+    record.adapter = "lora" in str(kind.value).lower() if kind else None
+    record.adapter_by = kind
+    weights = {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "bf16"}.get(mode)
+    by = mixed
+    why = "mixed_precision decides the weight dtype"
     if base and mode in ("no", "fp16"):
-        weights, by, why = (
-            "fp32" if wide else "bf16",
-            default or base,
-            "base_model_default_dtype decides for a quantised base",
-        )
+        weights = "fp32" if wide else "bf16"
+        by = default or base
+        why = "base_model_default_dtype decides for a quantised base"
     record.set("parameters", weights, why, by)
     if (optimizer is None or str(optimizer.value).lower() == "adamw_bf16") and not (base and wide):
         record.set("trained", "bf16", "adamw_bf16 makes the trained weights bf16", optimizer)
@@ -486,9 +495,10 @@ def simpletuner(record: Record) -> None:
             gradient,
         )
     if base:
-        record.quantised = (
-            4 if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")) else 8
-        )
+        if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")):
+            record.quantised = 4
+        else:
+            record.quantised = 8
         record.quantised_by = base
         record.set("storage", str(base.value), "base_model_precision", base)
     if ema := facts.on("simpletuner.use_ema"):

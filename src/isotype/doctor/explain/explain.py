@@ -113,7 +113,11 @@ class Facts(Known):
                 return seen.words.get(rest)
             case "first" | "second" if rest and "set" in seen.words:
                 words = [dtype_word(word) for word in seen.words["set"].split(",")]
-                return words[0] if kind == "first" else words[1] if len(words) > 1 else "another"
+                if kind == "first":
+                    return words[0]
+                if len(words) > 1:
+                    return words[1]
+                return "another"
             case "package":
                 return rest in situation.packages
             case "autocast" if rest:
@@ -220,30 +224,32 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     raised = ""
     lines = iter(lines)
     head = list(islice(lines, REPORT + 1))
-    report = (
-        "".join(line if line.endswith("\n") else line + "\n" for line in head)
-        if len(head) <= REPORT
-        else ""
-    )
+    if len(head) <= REPORT:
+        report = "".join(line if line.endswith("\n") else line + "\n" for line in head)
+    else:
+        report = ""
     said = said_in(report)
     # so short a text speaks of one error: the code that it quotes is the error's
     short = report if len(head) <= LONGEST_PASSAGE else ""
     for incident in incidents(chain(head, lines)):
-        before, raised = raised, incident.text.partition("\n")[0] if incident.exception else raised
+        before = raised
+        raised = incident.text.partition("\n")[0] if incident.exception else raised
         if incident.chained and raised == before:
             continue  # raised again where it was awaited: its first traceback was explained already
-        loose = (
-            _NUMBER.sub("#", incident.text)
-            if incident.exception is None and not incident.frames
-            else ""
-        )
+        if incident.exception is None and not incident.frames:
+            loose = _NUMBER.sub("#", incident.text)
+        else:
+            loose = ""
         if loose in plain:
             continue
         seen = recognise(_said(incident), read(incident.frames, said, short or incident.text))
         prose = incident.exception is None and "Error" not in incident.text
         if prose and seen is not None and seen.operator == "unknown wording":
             # about dtypes, and no error
-            seen = seen if len(incident.text) <= 600 and _COMPLAINS.search(incident.text) else None
+            if len(incident.text) <= 600 and _COMPLAINS.search(incident.text):
+                seen = seen
+            else:
+                seen = None
         if seen is None:
             if loose and len(plain) < MOST_PLAIN:
                 plain.add(loose)
@@ -283,11 +289,9 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
 def _said(incident: Incident) -> str:
     """The exception's text; for an assertion without a message, the asserted expression."""
     code = incident.frames[-1].code if incident.frames else ""
-    return (
-        f"{incident.text}: {code}"
-        if incident.text == "AssertionError" and code.startswith("assert ")
-        else incident.text
-    )
+    if incident.text == "AssertionError" and code.startswith("assert "):
+        return f"{incident.text}: {code}"
+    return incident.text
 
 
 _CONTEXT = (
@@ -306,7 +310,8 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     message, severity, ranked = explained(seen)
     if "autocast" in seen.situation:  # it is on already: a remedy that switches it on is none
         ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
-    top, others = ranked[0], ranked[1:]
+    top = ranked[0]
+    others = ranked[1:]
     fix = (_SWITCHES_ON.sub("", top.fix).strip() if "autocast" in seen.situation else "") or top.fix
     situation = seen.situation
     frame = situation.users or situation.callers or situation.innermost
@@ -327,7 +332,10 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
         )
     if situation.frames:
         context = [flag for flag in _CONTEXT if flag in situation]
-        inside = "inside a trainer" if "trainer" in situation else "no trainer in the traceback"
+        if "trainer" in situation:
+            inside = "inside a trainer"
+        else:
+            inside = "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, inside])))
     details.append(("sure", sureness(ranked)))
     if others:
@@ -336,11 +344,10 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
             for c in others[:3]
         ]
         details.append(("or", "\n".join(lines)))
-    place = (
-        Place(file=frame.file, line=frame.line, symbol=frame.function or None)
-        if frame
-        else Place(file=source, line=_line_of(incident, seen) if source else None)
-    )
+    if frame:
+        place = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
+    else:
+        place = Place(file=source, line=_line_of(incident, seen) if source else None)
     return Finding(
         code=FAMILIES[seen.operator].code,
         severity=severity,
@@ -355,7 +362,10 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
 def _telling_line(text: str, seen: Seen) -> str:
     """The line of a message that recognition rests on."""
     lines = text.splitlines()
-    names = [line for line in lines if recognise(line, seen.situation)] if len(lines) > 1 else []
+    if len(lines) > 1:
+        names = [line for line in lines if recognise(line, seen.situation)]
+    else:
+        names = []
     return (names or lines)[-1 if names else 0].strip()[:300]
 
 
@@ -371,27 +381,26 @@ def _line_of(incident: Incident, seen: Seen) -> int:
 def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
     cause = "nothing in it speaks of a disagreement between dtypes"
     if incident is None:
-        what, place = "no error found in the text", Place(file=source)
+        what = "no error found in the text"
+        place = Place(file=source)
     else:
         situation = read(incident.frames)
         frame = situation.users or situation.innermost
         first = _said(incident).strip().splitlines()[0][:200]
         named = half_words(incident.text)
-        what = (
-            f"no dtype error that isotype knows: {first}"
-            if named
-            else f"not a dtype error: {first}"
-        )
+        if named:
+            what = f"no dtype error that isotype knows: {first}"
+        else:
+            what = f"not a dtype error: {first}"
         if named:
             cause = (
                 f"it names {', '.join(named)}, and no disagreement or refusal that isotype knows;"
                 " another reason may be named beside it"
             )
-        place = (
-            Place(file=frame.file, line=frame.line, symbol=frame.function or None)
-            if frame
-            else Place(file=source)
-        )
+        if frame:
+            place = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
+        else:
+            place = Place(file=source)
     return Finding(
         code="EX000",
         severity=Severity.NOTE,
@@ -410,7 +419,8 @@ _SWITCHES_ON = re.compile(
 
 def sureness(ranked: Sequence[Cause]) -> str:
     """`likely`, `open` or `a guess`, with the reason."""
-    top, near = ranked[0], [c for c in ranked[1:] if ranked[0].score - c.score < NEAR]
+    top = ranked[0]
+    near = [c for c in ranked[1:] if ranked[0].score - c.score < NEAR]
     if not top.because:
         return "a guess: nothing in the text decides, and this cause is the usual one"
     if near:

@@ -61,7 +61,8 @@ def _rich(lines: Iterable[Numbered]) -> Iterator[Numbered]:
             box.last = line
         else:
             yield from box.message
-            box.message, box.last = [(number, line)] if line.strip() else [], line
+            box.message = [(number, line)] if line.strip() else []
+            box.last = line
             if not line.strip():
                 box = None
                 yield number, line
@@ -122,7 +123,8 @@ class _Report:
             )
             if self.code:
                 self.frames.append(f"    {self.code}")
-            self.code, self.short = "", bool(place["function"])
+            self.code = ""
+            self.short = bool(place["function"])
         elif self.short and line.startswith("    "):
             self.frames.append(line)
 
@@ -149,11 +151,13 @@ def _pytest(lines: Iterable[Numbered]) -> Iterator[Numbered]:
                 yield number, line
         elif _TITLE in line:  # --tb=native: CPython's own
             yield from report.printed()
-            summary, report = True, None
+            summary = True
+            report = None
             yield number, line
         elif _SECTION.match(line):
             yield from report.printed()
-            summary, report = summary or bool(report.message), None
+            summary = summary or bool(report.message)
+            report = None
             yield number, line
         else:
             report.take(line)
@@ -247,7 +251,8 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
     for number, line in _pytest(_rich(_plain(lines))):
         rank = ""
         if match := _RANK.match(line):
-            rank, line = match[1], line[match.end() :]
+            rank = match[1]
+            line = line[match.end() :]
         line = _STAMP.sub("", line)
         if title := _TRACEBACK.search(line):
             _learn(line[: title.start()], prefixes)

@@ -171,7 +171,8 @@ def recognise(text: str, situation: Situation) -> Seen | None:
         return None
     if _META.search(text):
         for pair in _META_PAIR.finditer(text):
-            saved, again = dtype_word(pair["d1"]), dtype_word(pair["d2"])
+            saved = dtype_word(pair["d1"])
+            again = dtype_word(pair["d2"])
             if saved != again and pair["s1"] == pair["s2"]:
                 return Seen(
                     text=text,
@@ -211,19 +212,15 @@ def _by_place(
             or "conv" in words.get("checker", "")
             or ("weight" in names and situation.mentions("conv"))
         )
-        return (
-            "convolution"
-            if convolution
-            else "matrix product"
-            if re.search(r"\bmat\d?\b|addmm", names)
-            else "paired arguments"
-        )
+        if convolution:
+            return "convolution"
+        if re.search(r"\bmat\d?\b|addmm", names):
+            return "matrix product"
+        return "paired arguments"
     if operator == "two dtypes":
-        return (
-            "integer input"
-            if dtypes.get("expected", "").startswith("int")
-            else operator_of(situation)
-        )
+        if dtypes.get("expected", "").startswith("int"):
+            return "integer input"
+        return operator_of(situation)
     if (
         operator == "optimizer update"
         and situation.frames
@@ -267,7 +264,8 @@ def operator_of(situation: Situation) -> str:
 
 def _unknown_wording(text: str, situation: Situation) -> Seen | None:
     """Two different dtypes and a disagreement in one line: a dtype error whose wording is new."""
-    lines, by = text.splitlines(), {"operator": operator_of(situation) if situation.frames else ""}
+    lines = text.splitlines()
+    by = {"operator": operator_of(situation) if situation.frames else ""}
     for number, line in enumerate(lines):
         if _SAME_TYPE.search(line) and not _STRICT.search(line):
             line = "\n".join(lines[number : number + 3])  # the types stand in a note of their own
@@ -334,10 +332,8 @@ def _refused(line: str) -> dict[str, str] | None:
         return None
     if narrow := half_words(_TAKEN.sub(" ", line)):
         return {"refused": narrow[0]}
-    return (
-        {}
-        if re.search(
-            r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said
-        )
-        else None
-    )
+    if re.search(
+        r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said
+    ):
+        return {}
+    return None

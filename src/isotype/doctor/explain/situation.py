@@ -39,7 +39,9 @@ def is_library(file: str) -> bool:
 
 def package(file: str) -> str | None:
     matches = list(_PACKAGE.finditer(file.replace("\\", "/")))
-    return (matches[-1]["name"] or matches[-1]["bare"]) if matches else None
+    if matches:
+        return matches[-1]["name"] or matches[-1]["bare"]
+    return None
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,9 @@ class Situation:
 
     def where(self, flag: str) -> str:
         frame = self.proof.get(flag)
-        return (
-            "the text around it"
-            if frame is None
-            else f"{frame.function or 'code'} at {frame.file}:{frame.line}"
-        )
+        if frame is None:
+            return "the text around it"
+        return f"{frame.function or 'code'} at {frame.file}:{frame.line}"
 
     def mentions(self, pattern: str) -> Frame | None:
         """The innermost frame whose code, function or file matches."""
@@ -125,11 +125,9 @@ _SHOWN: dict[str, tuple[str, str, str]] = {
 
 
 def _flags(frame: Frame) -> set[str]:
-    code, function, file = (
-        frame.code,
-        frame.function.rpartition(".")[2],
-        frame.file.replace("\\", "/"),
-    )
+    code = frame.code
+    function = frame.function.rpartition(".")[2]
+    file = frame.file.replace("\\", "/")
     found = {
         flag
         for flag, (name, line, path) in _SHOWN.items()
@@ -192,7 +190,9 @@ def quoted_in(text: str) -> Frame | None:
     call of an operation.
     """
     match = next(iter([*_QUOTED.finditer(text)][-1:]), None)
-    return Frame("", None, "", (match["arrow"] or match["call"]).strip()) if match else None
+    if match:
+        return Frame("", None, "", (match["arrow"] or match["call"]).strip())
+    return None
 
 
 def read(frames: Sequence[Frame], said: frozenset[str] = frozenset(), text: str = "") -> Situation:
@@ -245,11 +245,9 @@ class Call:
     @property
     def place(self) -> str:
         """The call's line of code, and where it stands."""
-        return (
-            f"{self.frame.code} at {self.frame.file}:{self.frame.line}"
-            if self.frame.file
-            else f"the text quotes {self.frame.code}"
-        )
+        if self.frame.file:
+            return f"{self.frame.code} at {self.frame.file}:{self.frame.line}"
+        return f"the text quotes {self.frame.code}"
 
     @property
     def is_product(self) -> bool:
@@ -296,7 +294,8 @@ def _of(node: ast.AST, frame: Frame) -> Call | None:
         return Call("@", (_source(node.left), _source(node.right)), frame)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return None
-    owner, name = _source(node.func.value), node.func.attr
+    owner = _source(node.func.value)
+    name = node.func.attr
     given = [
         *node.args,
         *(

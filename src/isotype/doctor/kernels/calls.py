@@ -95,7 +95,9 @@ def _stand_in(value: Any) -> Any:
 class _NotRun:
     """What a trapped launch returns: code that reads a compiled kernel's figures gets modest ones."""
 
-    n_regs, n_spills, n_max_threads = 32, 0, 1024
+    n_regs = 32
+    n_spills = 0
+    n_max_threads = 1024
 
     def __init__(self) -> None:
         self.metadata = SimpleNamespace(shared=0, num_warps=4, num_stages=2, num_ctas=1)
@@ -214,7 +216,8 @@ def _cast(inputs: Any, words: Sequence[str]) -> Any:
     """The inputs with float tensors, in order of appearance, in these dtypes; a tensor given twice
     stays one tensor.
     """
-    queue, made = iter(words), dict[int, Tensor]()
+    queue = iter(words)
+    made = dict[int, Tensor]()
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -276,7 +279,8 @@ def check_wrapper(
     launches have them.
     """
     require_triton()
-    calls, target = Calls(), parse_target(targets[0])
+    calls = Calls()
+    target = parse_target(targets[0])
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         function = function.apply
     for label, reach, words in _variants(inputs):

@@ -34,9 +34,10 @@ from .observe import (
 def math_on_low_precision(scene: Scene) -> Fault | None:
     found = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", scene.message)
     call = scene.node
-    arguments = (
-        [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else []
-    )
+    if isinstance(call, ast.Call):
+        arguments = [*call.args, *(k.value for k in call.keywords)]
+    else:
+        arguments = []
     kind = _math_function(scene)
     wrong = [a for a in arguments if scene.frame.dtypes.get(a) in (*LOW, "int32", "int64")]
     if not found and not (kind and wrong):
@@ -57,7 +58,10 @@ def math_on_low_precision(scene: Scene) -> Fault | None:
     )
     cause += f": {where.text}{scene.at(where)}" if where else ""
     text = ast.unparse(argument) if argument is not None else "x"
-    wrapped = text if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)) else f"({text})"
+    if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)):
+        wrapped = text
+    else:
+        wrapped = f"({text})"
     fix = f"upcast before the call: {function}({wrapped}.to(tl.float32))"
     if where and where.kind == "load":
         fix += f", or once at load: {where.source}.to(tl.float32)"
@@ -77,19 +81,18 @@ def _math_function(scene: Scene) -> str | None:
     """`math` or `libdevice` when the node calls one of their functions."""
     if not isinstance(scene.node, ast.Call):
         return None
-    value: object = (
-        scene.frame.scope.get(names_in(scene.node.func)[0]) if names_in(scene.node.func) else None
-    )
+    if names_in(scene.node.func):
+        value: object = scene.frame.scope.get(names_in(scene.node.func)[0])
+    else:
+        value = None
     for attribute in ast.unparse(scene.node.func).split(".")[1:]:
         value = getattr(value, attribute, None)
     module = str(getattr(value, "__module__", ""))
-    return (
-        "libdevice"
-        if "libdevice" in module
-        else "math"
-        if module.endswith("language.math")
-        else None
-    )
+    if "libdevice" in module:
+        return "libdevice"
+    if module.endswith("language.math"):
+        return "math"
+    return None
 
 
 def dot_operands(scene: Scene) -> Fault | None:
@@ -101,14 +104,17 @@ def dot_operands(scene: Scene) -> Fault | None:
         return None
     left, right = filter(None, found.groups())
     call = scene.node
-    operands = (
-        [*call.args, *(k.value for k in call.keywords)][:2] if isinstance(call, ast.Call) else []
-    )
+    if isinstance(call, ast.Call):
+        operands = [*call.args, *(k.value for k in call.keywords)][:2]
+    else:
+        operands = []
     if len(operands) < 2:
         return None
     a, b = operands
-    name_a, name_b = variable_of(a), variable_of(b)
-    from_a, from_b = origin(scene.frame, a), origin(scene.frame, b)
+    name_a = variable_of(a)
+    name_b = variable_of(b)
+    from_a = origin(scene.frame, a)
+    from_b = origin(scene.frame, b)
     cause = (
         f"tl.dot does not promote: its operands {name_a} ({left}) and {name_b} ({right}) must have"
         " one dtype"
@@ -176,15 +182,16 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
     if not first and not both:
         return None
     if first:
-        name, before, block, after = (
-            first[1],
-            scalar_word(first[2]),
-            first[3],
-            scalar_word(first[4]),
-        )
+        name = first[1]
+        before = scalar_word(first[2])
+        block = first[3]
+        after = scalar_word(first[4])
     else:
         assert both is not None
-        name, before, block, after = both[1], scalar_word(both[2]), "else", scalar_word(both[3])
+        name = both[1]
+        before = scalar_word(both[2])
+        block = "else"
+        after = scalar_word(both[3])
     around = [
         n
         for n in scene.frame.nodes()
@@ -196,7 +203,10 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
     test = getattr(branch, "test", None)
     condition = f"`if {ast.unparse(test)}`" if test is not None else "the branch"
     statement = f"`{ast.unparse(inside[-1])}`" if inside else f"the {block} block"
-    entered = _binding_before(scene.frame, name, branch or scene.node, before) if first else None
+    if first:
+        entered = _binding_before(scene.frame, name, branch or scene.node, before)
+    else:
+        entered = None
     cause = (
         f"{condition} is decided when the kernel runs, so {name} must keep one dtype across the"
         f" branch; {statement} redefines it as {after}"
@@ -205,26 +215,24 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
         cause += f", while it enters as {before}: {entered.text}{scene.at(entered)}"
     fix = _widening(name, before, after, entered, "before the branch")
     # parameters in the condition that reach the kernel at run time
-    flags = (
-        [
+    if test:
+        flags = [
             n
             for n in names_in(test)
             if not scene.frame.parameters.get(n, "constexpr").startswith("constexpr")
         ]
-        if test
-        else []
-    )
+    else:
+        flags = []
     if flags:
         declared = " and ".join(f"{flag}: tl.constexpr" for flag in flags)
         fix += (
             f"; or, where it is known at launch, declare {declared}: a constexpr branch may change"
             " a dtype"
         )
-    message = (
-        f"{name} is {before} and a run-time branch redefines it as {after}"
-        if first
-        else f"{name} is {before} in one branch and {after} in the other"
-    )
+    if first:
+        message = f"{name} is {before} and a run-time branch redefines it as {after}"
+    else:
+        message = f"{name} is {before} in one branch and {after} in the other"
     return scene.fault(
         "KN001",
         name,
@@ -246,7 +254,9 @@ def reassigned_in_loop(scene: Scene) -> Fault | None:
     )
     if not found:
         return None
-    name, before, after = found[1], scalar_word(found[2]), scalar_word(found[3])
+    name = found[1]
+    before = scalar_word(found[2])
+    after = scalar_word(found[3])
     loop = scene.node if isinstance(scene.node, (ast.For, ast.While)) else None
     inside = _bound_lines(scene.frame, name, after, loop)
     statement = inside[-1] if inside else None
@@ -448,13 +458,12 @@ def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
     for call in [
         n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("sum", "cumsum")
     ]:
-        argument = (
-            call.args[0]
-            if call.args
-            else call.func.value
-            if isinstance(call.func, ast.Attribute)
-            else None
-        )
+        if call.args:
+            argument = call.args[0]
+        elif isinstance(call.func, ast.Attribute):
+            argument = call.func.value
+        else:
+            argument = None
         dtype = frame.dtypes.get(call)
         if (
             argument is None
@@ -485,7 +494,8 @@ def _accumulated(statement: ast.AST) -> str | None:
         and len(statement.targets) == 1
         and isinstance(statement.targets[0], ast.Name)
     ):
-        name, value = statement.targets[0].id, statement.value
+        name = statement.targets[0].id
+        value = statement.value
         if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
             operands = (value.left, value.right)
             if any(isinstance(side, ast.Name) and side.id == name for side in operands):

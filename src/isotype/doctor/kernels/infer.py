@@ -40,7 +40,8 @@ _MAKERS = (
 
 def fixed_dtypes(function: Any) -> dict[str, str]:
     """Pointer parameter -> `*fp32`, where a launch in the kernel's own file fixes the dtype."""
-    tree, fixed = _tree(function), dict[str, str]()
+    tree = _tree(function)
+    fixed = dict[str, str]()
     for scope in ast.walk(tree) if tree is not None else ():
         if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -88,7 +89,8 @@ def _made_in(scope: ast.AST) -> dict[str, str | None]:
             and len(node.targets) == 1
             and isinstance(node.targets[0], ast.Name)
         ):
-            name, word = node.targets[0].id, _fixed_dtype(node.value)
+            name = node.targets[0].id
+            word = _fixed_dtype(node.value)
             made[name] = word if name not in made or made[name] == word else None
     return made
 
@@ -117,7 +119,9 @@ def _fixed_dtype(value: ast.AST) -> str | None:
         and _is(value.func.value, "torch")
     ):
         return "*fp32"  # torch's default dtype
-    return "*i64" if value.func.attr == "arange" and not candidates else None
+    if value.func.attr == "arange" and not candidates:
+        return "*i64"
+    return None
 
 
 _MEMORY = (
@@ -154,7 +158,9 @@ class _Reader(ast.NodeVisitor):
     """One pass over a kernel's source."""
 
     def __init__(self, function: Any, depth: int = 0) -> None:
-        self.use, self.depth, self.scope = Use(), depth, dict(function.__globals__)
+        self.use = Use()
+        self.depth = depth
+        self.scope = dict(function.__globals__)
         self.parameters = list(function.arg_names)
         self.tree = function.parse()
         self.values: dict[str, list[ast.expr]] = {}
@@ -194,13 +200,15 @@ class _Reader(ast.NodeVisitor):
                 and not _of_module(node.func)
             ):
                 return self.base(node.func.value, seen)
-            return (
-                self.base(node.args[0], seen)
-                if node.args
-                and call_name(node)
-                in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance")
-                else None
-            )
+            if node.args and call_name(node) in (
+                "multiple_of",
+                "max_contiguous",
+                "cast",
+                "make_block_ptr",
+                "advance",
+            ):
+                return self.base(node.args[0], seen)
+            return None
         if isinstance(node, ast.Subscript):
             return self.base(node.value, seen)
         if isinstance(node, ast.IfExp):
@@ -343,11 +351,10 @@ def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any]) -> li
         values = {n: v for n, v in values.items() if types.get(n) == "constexpr"}
         free = [n for n, word in types.items() if n not in fixed and is_float_pointer(word)]
         for word in ("fp32", "bf16", "fp16"):
-            label = (
-                word
-                if flags or not any(isinstance(v, bool) for v in values.values())
-                else f"{word}, flags off"
-            )
+            if flags or not any(isinstance(v, bool) for v in values.values()):
+                label = word
+            else:
+                label = f"{word}, flags off"
             alike = {**types, **dict.fromkeys(free, f"*{word}")}
             found.append(
                 Combination(

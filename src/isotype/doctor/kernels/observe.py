@@ -60,7 +60,9 @@ class Frame:
 
     def nodes(self) -> Iterator[ast.AST]:
         """Every node of the tree; none where the function was not visited."""
-        return ast.walk(self.tree) if self.tree is not None else iter(())
+        if self.tree is not None:
+            return ast.walk(self.tree)
+        return iter(())
 
     @property
     def in_triton(self) -> bool:
@@ -101,7 +103,9 @@ def dtype_word(value: Any) -> str | None:
     word = str(scalar) if scalar is not None else None
     if word is None or word.startswith(("constexpr", "<class")):
         inner = _of(value, "value")
-        return f"constexpr {type(inner).__name__}" if inner is not None else None
+        if inner is not None:
+            return f"constexpr {type(inner).__name__}"
+        return None
     if word.startswith("pointer<"):
         return "*" + word.removeprefix("pointer<").removesuffix(">").split(",")[0].strip("> ")
     return {"int1": "bool"}.get(word, word)
@@ -148,7 +152,8 @@ def _recording(observation: Observation) -> Iterator[None]:
     """Wraps the code generator's `visit` and `set_value` for the length of one compilation."""
     from triton.compiler.code_generator import CodeGenerator
 
-    visit, set_value = CodeGenerator.visit, CodeGenerator.set_value
+    visit = CodeGenerator.visit
+    set_value = CodeGenerator.set_value
     frames: dict[int, tuple[Any, Frame]] = {}  # the generator is kept, so that its id stays its own
 
     def frame_of(generator: Any) -> Frame:
@@ -322,13 +327,11 @@ def call_name(node: ast.AST) -> str:
     """`dot` of `tl.dot(...)`."""
     if not isinstance(node, ast.Call):
         return ""
-    return (
-        node.func.attr
-        if isinstance(node.func, ast.Attribute)
-        else node.func.id
-        if isinstance(node.func, ast.Name)
-        else ""
-    )
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    if isinstance(node.func, ast.Name):
+        return node.func.id
+    return ""
 
 
 def origin(
@@ -391,26 +394,26 @@ def origin(
 
 
 def _described(node: ast.AST) -> str:
-    return (
-        f"what is loaded through {variable_of(node)}"
-        if call_name(node) == "load"
-        else variable_of(node)
-    )
+    if call_name(node) == "load":
+        return f"what is loaded through {variable_of(node)}"
+    return variable_of(node)
 
 
 def _binary(frame: Frame, node: ast.BinOp, before: int | None, depth: int) -> Origin | None:
-    left, right, result = node.left, node.right, frame.dtypes.get(node, "?")
+    left = node.left
+    right = node.right
+    result = frame.dtypes.get(node, "?")
     sides = {side: frame.dtypes.get(side) for side in (left, right)}
     for one, other in ((left, right), (right, left)):
-        mine, theirs = sides[one], sides[other]
+        mine = sides[one]
+        theirs = sides[other]
         if theirs == result and mine != result and mine in FLOATS:
             scalar = not frame.shapes.get(other) and bool(frame.shapes.get(one))
             kind = "scalar" if scalar else "promotion"
-            what = (
-                f"the {theirs} scalar {ast.unparse(other)}"
-                if scalar
-                else f"{ast.unparse(other)}, which is {theirs}"
-            )
+            if scalar:
+                what = f"the {theirs} scalar {ast.unparse(other)}"
+            else:
+                what = f"{ast.unparse(other)}, which is {theirs}"
             text = (
                 f"`{ast.unparse(node)}` promotes {_described(one)} from {mine} to {result}: it"
                 f" meets {what}"
@@ -423,12 +426,10 @@ def _binary(frame: Frame, node: ast.BinOp, before: int | None, depth: int) -> Or
 
 
 def _call(frame: Frame, node: ast.Call, before: int | None, depth: int) -> Origin | None:
-    here, name, result, text = (
-        frame.line(node),
-        call_name(node),
-        frame.dtypes.get(node, "?"),
-        ast.unparse(node),
-    )
+    here = frame.line(node)
+    name = call_name(node)
+    result = frame.dtypes.get(node, "?")
+    text = ast.unparse(node)
     if name == "load" and node.args:
         pointer = frame.dtypes.get(node.args[0], "")
         parameter = next(
@@ -497,7 +498,9 @@ class Scene:
 
     def at(self, found: Origin | None) -> str:
         """` (case.py:12)` of an origin."""
-        return f" ({self.frame.file.rsplit('/', 1)[-1]}:{found.line})" if found else ""
+        if found:
+            return f" ({self.frame.file.rsplit('/', 1)[-1]}:{found.line})"
+        return ""
 
 
 def scalar_word(text: str) -> str:
@@ -507,4 +510,6 @@ def scalar_word(text: str) -> str:
 
 
 def origin_facts(scene: Scene, found: Origin | None) -> tuple[tuple[str, str], ...]:
-    return (("comes from", f"{found.text}{scene.at(found)}"),) if found is not None else ()
+    if found is not None:
+        return (("comes from", f"{found.text}{scene.at(found)}"),)
+    return ()

@@ -27,7 +27,8 @@ _FRESH = {
     torch.Tensor.new_empty: torch.Tensor.new_zeros,
 }
 _HOST = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
-_TO, _LIKE = torch.Tensor.to, (torch.Tensor.new_empty, torch.Tensor.new_zeros)
+_TO = torch.Tensor.to
+_LIKE = (torch.Tensor.new_empty, torch.Tensor.new_zeros)
 
 
 def _is_cuda(value: Any) -> bool:

@@ -64,7 +64,9 @@ def parse_target(text: str | int) -> GPUTarget:
 
 
 def target_name(target: GPUTarget) -> str:
-    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+    if target.backend == "cuda":
+        return f"sm_{target.arch}"
+    return str(target.arch)
 
 
 def shared_bytes(target: GPUTarget) -> int:

@@ -153,7 +153,8 @@ def _check_callable(
         raise UsageError(
             f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)"
         )
-    calls, result = Calls(), None
+    calls = Calls()
+    result = None
     with calls.recorded(parse_target(targets[0]), "as called"):
         result = function()
     if isinstance(result, tuple) and result and is_kernel(result[0]):

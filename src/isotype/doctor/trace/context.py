@@ -46,7 +46,9 @@ say = texts(Path(__file__).with_name("findings.txt"))
 
 def at(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
     """A finding's detail that shows a line with its text."""
-    return ((label, f"{site}: {site.text}"),) if site is not None else ()
+    if site is not None:
+        return ((label, f"{site}: {site.text}"),)
+    return ()
 
 
 def clean(path: str) -> str:
@@ -177,7 +179,9 @@ class Context:
         return site, self.names.of(self.stack[-1].module) if self.stack else "", ""
 
     def calling_name(self) -> str:
-        return getattr(self.calling, "__name__", "").strip("_") if self.calling is not None else ""
+        if self.calling is not None:
+            return getattr(self.calling, "__name__", "").strip("_")
+        return ""
 
     def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
         """Whether a factory call took the default dtype because it names none."""

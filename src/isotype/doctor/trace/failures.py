@@ -111,7 +111,8 @@ _DECIDED = {
 def cause_of(odd: Operand, op: str, census: Counter[torch.dtype], autocast: str) -> str:
     """Who decided, and how it travelled to the op that failed."""
     decider = odd.origin.decider()
-    place, word = decider.place(), dtype_name(decider.dtype)
+    place = decider.place()
+    word = dtype_name(decider.dtype)
     decided = _DECIDED.get(decider.kind, "{what} returned {word}").format(
         what=decider.what, word=word, a="an" if word[0] in "aeiof" else "a"
     )
@@ -120,7 +121,10 @@ def cause_of(odd: Operand, op: str, census: Counter[torch.dtype], autocast: str)
         if step is decider:
             break
         if step.kind == "promotion":
-            wrote = f"; the wider operand was last written by {step.writer}" if step.writer else ""
+            if step.writer:
+                wrote = f"; the wider operand was last written by {step.writer}"
+            else:
+                wrote = ""
             parts.append(
                 f"{step.what} promoted the other operand to {dtype_name(step.dtype)}"
                 f" ({step.place()}{wrote})"
@@ -143,13 +147,17 @@ def fix_of(
     """
     decider = odd.origin.decider()
     other = next((operand for operand in operands if operand.dtype != odd.dtype), odd)
-    wanted, at_line = str(other.dtype), str(decider.site or "the place where it is made")
+    wanted = str(other.dtype)
+    at_line = str(decider.site or "the place where it is made")
     # autocast to fp32 is switched off with a warning
     half = next(
         (one.dtype for one in (other, odd) if one.dtype in (torch.bfloat16, torch.float16)), None
     )
     under = f'under torch.autocast("{device}", dtype={half})'
-    ways = [f"run {around} {under}, as training does"] if around and half is not None else []
+    if around and half is not None:
+        ways = [f"run {around} {under}, as training does"]
+    else:
+        ways = []
     if _writes(op):
         ways.append(
             "cast the source to the destination's dtype where it is written: `.to(out.dtype)`,"
@@ -158,11 +166,10 @@ def fix_of(
         ways.append(f"or allocate the destination (buffer, cache dtype) as {odd.word}")
     match decider.kind:
         case "created" if "without dtype=" in decider.what or "tensor" in decider.what:
-            single = (
-                " (a Python float, e.g. from math.sqrt, never promotes)"
-                if "tensor" in decider.what
-                else ""
-            )
+            if "tensor" in decider.what:
+                single = " (a Python float, e.g. from math.sqrt, never promotes)"
+            else:
+                single = ""
             ways.append(
                 "give it the dtype of what it meets, `dtype=x.dtype`, or cast it: `.to(x.dtype)`,"
                 f" here {wanted}{single}"
@@ -171,11 +178,10 @@ def fix_of(
             ways.append(f"cast it to the dtype of what it meets, `.to(q.dtype)`, here {wanted}")
         case "parameter" | "buffer":
             owner, _, leaf = decider.what.rpartition(".")
-            whole = (
-                f"`model.get_submodule({owner!r}).to({wanted})`"
-                if owner
-                else f"cast `{leaf}` with the rest of the model to {wanted}"
-            )
+            if owner:
+                whole = f"`model.get_submodule({owner!r}).to({wanted})`"
+            else:
+                whole = f"cast `{leaf}` with the rest of the model to {wanted}"
             ways.append(
                 f"if {decider.what} was not meant to be {dtype_name(decider.dtype)}: {whole}"
             )
@@ -244,7 +250,8 @@ class Failures:
         if hasattr(error, _MARK) or not _mentions(error):
             return
         context = self._context
-        outer, context.modules.stack = context.stack, [Running("", module)]
+        outer = context.stack
+        context.modules.stack = [Running("", module)]
         try:
             with torch.random.fork_rng():
                 module.forward(*args, **kwargs)
@@ -300,7 +307,8 @@ class Failures:
         context = self._context
         stack = callers(3)
         site, module, node = context.here()
-        census, device = context.census_of_failure(), context.device
+        census = context.census_of_failure()
+        device = context.device
         odd = odd_one(operands, census, name)
         state, before = context.autocast.state()
         on = torch.is_autocast_enabled(device)
@@ -310,7 +318,8 @@ class Failures:
         called = context.calling_name()
         title = f"{called} ({name})" if called and called != name.strip("_") else name
         if (leak := context.defaults.explain()) is not None:
-            cause, fix = leak.cause, leak.fix
+            cause = leak.cause
+            fix = leak.fix
         elif re.match(r"value cannot be converted to type", str(error)):
             cause = (
                 f"a number given to {name} is beyond the range of {odd.word}, the dtype of the"
@@ -328,25 +337,23 @@ class Failures:
                 " torch.autocast"
             )
         else:
-            outside = (
-                "Autocast was on when this module ran before and is off here"
-                if before and not on
-                else ""
-            )
+            if before and not on:
+                outside = "Autocast was on when this module ran before and is off here"
+            else:
+                outside = ""
             if outside and generate:
                 outside += (
                     ": generate() runs outside the autocast that the trainer puts around its own"
                     " forward"
                 )
-            around = (
-                "generate() (or the evaluation)"
-                if generate
-                else "this call"
-                if outside
-                else ""
-                if on
-                else None
-            )
+            if generate:
+                around = "generate() (or the evaluation)"
+            elif outside:
+                around = "this call"
+            elif on:
+                around = ""
+            else:
+                around = None
             cause = cause_of(odd, name, census, outside)
             fix = fix_of(odd, operands, name, device=device, around=around)
             cause += self._casts_before(operands)
@@ -394,11 +401,9 @@ class Failures:
             step.kind == "parameter" and step.dtype != now.get(step.what, step.dtype)
             for step in steps
         )
-        return (
-            f". {changed}; what was made from it before kept the old dtype"
-            if changed and stale
-            else ""
-        )
+        if changed and stale:
+            return f". {changed}; what was made from it before kept the old dtype"
+        return ""
 
 
 def _parameter_names(func: Any) -> list[str]:
@@ -409,7 +414,9 @@ def _parameter_names(func: Any) -> list[str]:
         return list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
         found = re.match(r"\s*\w+\(([^)]*)\)", getattr(func, "__doc__", None) or "")
-        return [part.partition("=")[0].strip() for part in found[1].split(",")] if found else []
+        if found:
+            return [part.partition("=")[0].strip() for part in found[1].split(",")]
+        return []
 
 
 Chains = tuple[tuple[str, str], ...]
@@ -498,11 +505,10 @@ def _finding(
 ) -> Finding:
     raised = evidence.stack[0] if evidence.stack else None
     own = users_line(evidence.stack)
-    details = (
-        [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")]
-        if raised is not None and raised != own
-        else []
-    )
+    if raised is not None and raised != own:
+        details = [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")]
+    else:
+        details = []
     details += at("called at", own)
     details += [("autocast", context.autocast.state()[0])]
     details += [(dtype_name(dtype), listed(names)) for dtype, names in evidence.parameters.items()]
@@ -617,10 +623,8 @@ def _from_tensors(context: Context, error: BaseException, evidence: Evidence) ->
     )
     name = evidence.stack[0].function
     around = "" if context.autocast.state()[0].startswith("on") else None
-    cause, fix = (
-        cause_of(odd, name, census, ""),
-        fix_of(odd, operands, name, device=context.device, around=around),
-    )
+    cause = cause_of(odd, name, census, "")
+    fix = fix_of(odd, operands, name, device=context.device, around=around)
     chains = tuple(o.chain() for o in sorted(operands, key=lambda o: o is not odd)[:4])
     return _finding(
         context,

@@ -270,13 +270,12 @@ class Provenance:
             return origin
         if not op.cast:
             return Origin(out.dtype, "op", what, **made)
-        kind = (
-            "engine"
-            if context.cast_by_engine()
-            else "autocast"
-            if context.cast_by_autocast()
-            else "cast"
-        )
+        if context.cast_by_engine():
+            kind = "engine"
+        elif context.cast_by_autocast():
+            kind = "autocast"
+        else:
+            kind = "cast"
         if kind == "engine":
             what = (
                 f"{node} returned {dtype_name(source.dtype)} for a {dtype_name(out.dtype)} tensor"

@@ -203,9 +203,13 @@ class Parameters(Watcher):
         old: torch.Tensor,
         tensor: torch.Tensor,
     ) -> None:
-        self._dirty, after = True, tensor.dtype
+        self._dirty = True
+        after = tensor.dtype
         self._context.dtypes_changed()
-        rounded = float((old.to(after).to(before) != old).float().mean()) if old.numel() else 0.0
+        if old.numel():
+            rounded = float((old.to(after).to(before) != old).float().mean())
+        else:
+            rounded = 0.0
         change = Change(
             name, before, after, callers(3), rounded, self._calls[key[0]], self._steps[id(tensor)]
         )
@@ -316,11 +320,10 @@ class Cuts(Watcher):
             return
         if not _reaches(output, given):
             rounds = output.requires_grad or not output.is_floating_point()
-            why = (
-                "by an operator whose derivative is zero"
-                if rounds
-                else "where none is recorded (no_grad, detach or whole numbers)"
-            )
+            if rounds:
+                why = "by an operator whose derivative is zero"
+            else:
+                why = "where none is recorded (no_grad, detach or whole numbers)"
             self._cut.setdefault(self._context.names.of(module), (here(), why))
 
     def findings(self) -> list[Finding]:
@@ -358,7 +361,8 @@ class Widened(Watcher):
             library = str(
                 getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
             )
-            site, model = here(), self._context.names.of(module)
+            site = here()
+            model = self._context.names.of(module)
             words = {
                 "model": model,
                 "library": library,
@@ -378,11 +382,9 @@ def _reaches(output: torch.Tensor, given: torch.Tensor) -> bool:
     if output.grad_fn is None:
         return output is given
     goal = torch.autograd.graph.get_gradient_edge(given).node
-    oldest, waiting, seen = (
-        goal._sequence_nr() if given.grad_fn is not None else -1,
-        [output.grad_fn],
-        set[Any](),
-    )
+    oldest = goal._sequence_nr() if given.grad_fn is not None else -1
+    waiting = [output.grad_fn]
+    seen = set[Any]()
     while waiting:
         node = waiting.pop()
         if node is goal:

@@ -81,9 +81,10 @@ class DefaultDtype(Watcher):
         if after == self._initial:
             self._never.clear()  # somebody put it back after all
         stack = [site for site in callers(2) if not site.file.startswith("<")]
-        self._last = (
-            None if after == self._initial else Change(before, after, users_line(stack) or stack[0])
-        )
+        if after == self._initial:
+            self._last = None
+        else:
+            self._last = Change(before, after, users_line(stack) or stack[0])
 
     def forward_begins(self) -> None:
         self.look()
@@ -116,7 +117,9 @@ class DefaultDtype(Watcher):
     def explain(self) -> Finding | None:
         """The finding of a leak that is in force."""
         change = self.look()
-        return _finding(change, leaked=True) if change is not None else None
+        if change is not None:
+            return _finding(change, leaked=True)
+        return None
 
     def findings(self) -> list[Finding]:
         never = [
@@ -202,8 +205,12 @@ class Autocast(Watcher):
 
     def entered(self, module: torch.nn.Module, args: tuple) -> None:
         """Also called when a checkpoint runs the module again in backward."""
-        device, key = self._context.device, id(module)
-        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        device = self._context.device
+        key = id(module)
+        if torch.is_autocast_enabled(device):
+            now = torch.get_autocast_dtype(device)
+        else:
+            now = None
         if torch._C._current_autograd_node() is None:
             self._last[key] = now
             if now is not None:
@@ -259,7 +266,10 @@ class Autocast(Watcher):
         if not self._recomputed:
             return None
         module, (site, before, after) = next(iter(self._recomputed.items()))
-        where = f"{site.function}, {short(site.file)}:{site.line}" if site is not None else module
+        if site is not None:
+            where = f"{site.function}, {short(site.file)}:{site.line}"
+        else:
+            where = module
         place = place_of(site, f"{site.function} ({module})" if site else module)
         return say(
             "TR003",

@@ -68,7 +68,8 @@ class Promotions(Watcher):
         key = (origin.module, op.name, origin.site)
         promotion = self._seen.get(key)
         if promotion is None:
-            owner, alike = type(context.stack[-1].module).__name__, wide.numel() == out.numel()
+            owner = type(context.stack[-1].module).__name__
+            alike = wide.numel() == out.numel()
             promotion = self._seen[key] = Promotion(
                 origin, narrow.dtype, owner, census, vector=wide.ndim <= 1, alike=alike
             )
@@ -117,11 +118,10 @@ class Promotions(Watcher):
         for promotion in self._seen.values():
             decider = promotion.origin.decider()
             if promotion.spread and (decider.site or decider.what) not in explained:
-                group = (
-                    decider.what.rpartition(".")[2]
-                    if decider.kind in ("parameter", "buffer")
-                    else decider.what
-                )
+                if decider.kind in ("parameter", "buffer"):
+                    group = decider.what.rpartition(".")[2]
+                else:
+                    group = decider.what
                 deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)
         return [_finding(group) for group in deciders.values()]
 
@@ -129,7 +129,8 @@ class Promotions(Watcher):
 def _finding(group: list[Promotion]) -> Finding:
     first = group[0]
     origin, decider = first.origin, first.origin.decider()
-    wide, narrow = dtype_name(origin.dtype), dtype_name(first.narrow)
+    wide = dtype_name(origin.dtype)
+    narrow = dtype_name(first.narrow)
     norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
     # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a
     # router and forgot to cast back
@@ -160,7 +161,9 @@ def size(count: float) -> str:
     """Bytes in words."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+            if unit == "bytes":
+                return f"{count:.0f} {unit}"
+            return f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
 

@@ -84,7 +84,8 @@ class Positions(Watcher):
         return now_and_then(self._looked[key], _LOOKS)
 
     def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
-        key, fractional = here(), source.is_floating_point()
+        key = here()
+        fractional = source.is_floating_point()
         if key in self._rounded or not self._due(key) or (fractional and source.numel() > 65_536):
             return
         with torch.no_grad():
@@ -188,7 +189,8 @@ def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether each of the last rows of angles is one position times the table, the table perhaps
     twice, side by side or interleaved.
     """
-    count, width = table.numel(), angle.shape[-1]
+    count = table.numel()
+    width = angle.shape[-1]
     if count < 2 or width not in (count, 2 * count):
         return False
     with torch.no_grad():
@@ -280,7 +282,8 @@ class LogProbs(Watcher):
     def gathered(self, op: Operator, args: tuple, kwargs: dict) -> None:
         """Compares what is gathered with the same of the logits in fp32."""
         log_probs, dim, index = args[:3]
-        logits, key = self._logits, here()
+        logits = self._logits
+        key = here()
         if (
             logits is None
             or log_probs.shape != logits.shape

@@ -94,7 +94,8 @@ class Target:
 
         Raises  UsageError when there is no such file, or it is no Python file
         """
-        path, function = Path(text), None
+        path = Path(text)
+        function = None
         if not path.is_file() and ":" in text:
             head, _, function = text.rpartition(":")
             path = Path(head)
@@ -146,7 +147,9 @@ class Outcome:
     def status(self) -> int:
         """The program's own exit status."""
         code = self.error.code if isinstance(self.error, SystemExit) else self.error
-        return code if isinstance(code, int) else int(code is not None)
+        if isinstance(code, int):
+            return code
+        return int(code is not None)
 
 
 def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
@@ -188,7 +191,8 @@ def plain_traceback(error: BaseException) -> str:
 @contextmanager
 def _as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
     """sys.argv and sys.path as `python SCRIPT.py args` would have them."""
-    argv, path = sys.argv, list(sys.path)
+    argv = sys.argv
+    path = list(sys.path)
     sys.argv = [str(target.path), *arguments]
     sys.path.insert(0, str(target.path.parent))
     try:
@@ -205,7 +209,8 @@ def stdout_to_stderr() -> Iterator[None]:
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    stream, sys.stdout = sys.stdout, sys.stderr
+    stream = sys.stdout
+    sys.stdout = sys.stderr
     try:
         yield
     finally:

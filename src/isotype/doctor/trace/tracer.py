@@ -61,7 +61,8 @@ FIRST = 8
 EVERY = 64  # and every so-manieth, for what comes up late
 _NEW_SIZES = 2  # forwards that are watched when only the sizes of the inputs are new
 # of containers among the inputs: how deep, and how many items are told apart
-_NESTED, _LONG = 3, 16
+_NESTED = 3
+_LONG = 16
 
 
 class Pace:
@@ -155,7 +156,8 @@ class Pace:
 
     def _kind(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """What makes one forward like another, and the sizes of its inputs."""
-        device, sizes = self._context.device, []
+        device = self._context.device
+        sizes = []
 
         def of(value: Any, nested: int = 0) -> Any:
             if isinstance(value, torch.Tensor):
@@ -167,9 +169,14 @@ class Pace:
                 )
             if isinstance(value, (tuple, list)) and nested < _NESTED:
                 return tuple(of(item, nested + 1) for item in value[:_LONG])
-            return value if value is None or isinstance(value, (bool, str)) else type(value)
+            if value is None or isinstance(value, (bool, str)):
+                return value
+            return type(value)
 
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if torch.is_autocast_enabled(device):
+            autocast = torch.get_autocast_dtype(device)
+        else:
+            autocast = None
         state = (
             id(module),
             module.training,
@@ -184,7 +191,8 @@ class Pace:
         """Called as a backward begins. Returns whether it is not watched: tensors of an unwatched
         forward have no origins.
         """
-        unwatched, self._unwatched_since_backward = self._unwatched_since_backward, False
+        unwatched = self._unwatched_since_backward
+        self._unwatched_since_backward = False
         return unwatched
 
     def step_unwatched(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
@@ -210,12 +218,15 @@ class Tracer(Context):
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
-        self.provenance, self.failures, self.pace = Provenance(self), Failures(self), Pace(self)
+        self.provenance = Provenance(self)
+        self.failures = Failures(self)
+        self.pace = Pace(self)
         self._watchers = {kind: kind(self) for kind in _WATCHERS}
         self.autocast, self.defaults, self.parameters = (
             self._watchers[kind] for kind in (Autocast, DefaultDtype, Parameters)
         )
-        self.sums, self.promotions = self._watchers[Sums], self._watchers[Promotions]
+        self.sums = self._watchers[Sums]
+        self.promotions = self._watchers[Promotions]
         # for each event, the methods of the watchers that declare it
         self._events = {
             event: [getattr(w, event) for w in self._watchers.values() if event in vars(type(w))]
@@ -230,7 +241,8 @@ class Tracer(Context):
         self._hooks: list[Any] = []
         self._running = ExitStack()
         self._module_hooks: list[Any] = []
-        self._tape, self._calls = Tape(self._ran, learned=self._learned), Calls(self._called)
+        self._tape = Tape(self._ran, learned=self._learned)
+        self._calls = Calls(self._called)
         # whether the function mode and the hooks are off too, while the dispatch mode is
         self._suspended: tuple[bool, bool] | None = None
         if model is not None:
@@ -344,7 +356,8 @@ class Tracer(Context):
         checks that are made there.
         """
         name = func.__name__
-        outer, self.calling = self.calling, func
+        outer = self.calling
+        self.calling = func
         self.autocast_around = torch.is_autocast_enabled(self.device)
         suspended = (
             name in ("backward", "grad")

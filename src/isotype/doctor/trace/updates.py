@@ -156,7 +156,8 @@ class Updates(Watcher):
         self._remainders.clear()
 
     def _due(self, op: Operator, target: torch.Tensor, args: tuple) -> Watched | None:
-        copies, source = op.name.endswith("copy_"), args[1]
+        copies = op.name.endswith("copy_")
+        source = args[1]
         if copies and not (
             isinstance(source, torch.Tensor)
             and source.dtype == torch.float32
@@ -185,7 +186,8 @@ class Updates(Watcher):
     def _begin(self, op: Operator, target: torch.Tensor, storage: Any) -> Watched:
         context = self._context
         origin = context.provenance.get(target)
-        role, name = "tensor", f"of shape {tuple(target.shape)}"
+        role = "tensor"
+        name = f"of shape {tuple(target.shape)}"
         if isinstance(target, torch.nn.Parameter) and target.requires_grad:
             average = (
                 self._optimizer is None
@@ -197,19 +199,20 @@ class Updates(Watcher):
                 decay = self._watched.get((storage._cdata, op.name.replace("add_", "mul_")))
                 average = decay is not None and decay.role == "tensor"
             role = "tensor" if average else "parameter"
-            name = (
-                origin.what
-                if origin.kind == "parameter"
-                else context.names.parameter_name(target) or name
-            )
+            if origin.kind == "parameter":
+                name = origin.what
+            else:
+                name = context.names.parameter_name(target) or name
         elif (
             origin.kind in ("parameter", "buffer")
             and self._optimizer is None
             and torch._C._current_autograd_node() is None
         ):
-            role, name = "tensor", origin.what
+            role = "tensor"
+            name = origin.what
         elif self._optimizer is not None:
-            role, name = "state", f"of shape {tuple(target.shape)}"
+            role = "state"
+            name = f"of shape {tuple(target.shape)}"
         return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, here())
 
     def _repeat(
@@ -220,7 +223,9 @@ class Updates(Watcher):
         def widen(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 part = _part(value, target)
-                return part.to(torch.float32, copy=True) if part.is_floating_point() else part
+                if part.is_floating_point():
+                    return part.to(torch.float32, copy=True)
+                return part
             one = _item(value, index)
             return value if one is value else [widen(one)]
 
@@ -250,7 +255,10 @@ class Updates(Watcher):
     def _counts(watched: Watched) -> bool:
         if watched.kept and 2 * watched.kept >= watched.samples:
             return False
-        enough = 1 if watched.role == "parameter" and not watched.op.endswith("copy_") else 3
+        if watched.role == "parameter" and not watched.op.endswith("copy_"):
+            enough = 1
+        else:
+            enough = 3
         return watched.samples >= enough and watched.moved < LOST and not watched.from_master
 
     def forward_begins(self) -> None:
@@ -265,9 +273,10 @@ class Updates(Watcher):
         groups: dict[str, list[Watched]] = defaultdict(list)
         for (role, _, _), kept in self._lost.items():
             groups[role] += kept
-        found = (
-            [_of_parameters(groups["parameter"], groups["state"])] if groups["parameter"] else []
-        )
+        if groups["parameter"]:
+            found = [_of_parameters(groups["parameter"], groups["state"])]
+        else:
+            found = []
         if lost := groups["tensor"]:
             first = lost[0]
             words = {
@@ -289,11 +298,9 @@ class Updates(Watcher):
 def _of_parameters(lost: list[Watched], states: list[Watched]) -> Finding:
     decay = [w for w in lost if "mul_" in w.op and "addcmul" not in w.op]
     moves = [w for w in lost if w not in decay] or decay
-    first, word, names = (
-        moves[0],
-        dtype_name(moves[0].dtype),
-        list(dict.fromkeys(w.name for w in moves)),
-    )
+    first = moves[0]
+    word = dtype_name(moves[0].dtype)
+    names = list(dict.fromkeys(w.name for w in moves))
     details = at("updated at", first.site)
     if decay and moves is not decay:
         rounds = (
@@ -342,11 +349,9 @@ def _item(value: Any, index: int | None) -> Any:
     """What belongs to one of the tensors of a foreach op; the value itself, where it belongs to
     all.
     """
-    return (
-        value[index]
-        if index is not None and isinstance(value, (list, tuple)) and len(value) > index
-        else value
-    )
+    if index is not None and isinstance(value, (list, tuple)) and len(value) > index:
+        return value[index]
+    return value
 
 
 def _part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -390,7 +395,8 @@ class Sums(Watcher):
         """Before an in-place addition to a low-precision tensor that is no parameter, outside an
         optimizer's step.
         """
-        target, other = args[0], args[1]
+        target = args[0]
+        other = args[1]
         if (
             not isinstance(other, torch.Tensor)
             or isinstance(target, torch.nn.Parameter)
@@ -435,12 +441,14 @@ class Sums(Watcher):
     def _begin(self, target: torch.Tensor) -> _Sum:
         node = torch._C._current_autograd_node()
         variable = getattr(node, "variable", None) if node is not None else None
-        name = self._context.names.parameter_name(variable) if variable is not None else None
-        name, inside = (
-            name or f"of shape {tuple(target.shape)}",
-            bool(self._context.stack) or node is not None,
-        )
-        storage, fp32 = StorageWeakRef(target.untyped_storage()), _sample(target).float()
+        if variable is not None:
+            name = self._context.names.parameter_name(variable)
+        else:
+            name = None
+        name = name or f"of shape {tuple(target.shape)}"
+        inside = bool(self._context.stack) or node is not None
+        storage = StorageWeakRef(target.untyped_storage())
+        fp32 = _sample(target).float()
         return _Sum(
             storage, target.dtype, name, here(), variable is not None, fp32, target._version, inside
         )
@@ -449,10 +457,8 @@ class Sums(Watcher):
     def _measure(known: _Sum, target: torch.Tensor) -> None:
         size = float(known.fp32.norm())
         if size > 0 and torch.isfinite(known.fp32).all():
-            known.off, known.after = (
-                float((_sample(target).float() - known.fp32).norm()) / size,
-                known.additions,
-            )
+            known.off = float((_sample(target).float() - known.fp32).norm()) / size
+            known.after = known.additions
 
     def settled(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step: the gradients as they are used."""
@@ -492,7 +498,8 @@ class Sums(Watcher):
 
 def _of_sums(kept: list[_Sum]) -> Finding:
     worst = max(kept, key=lambda known: known.off)
-    word, names = dtype_name(worst.dtype), list(dict.fromkeys(known.name for known in kept))
+    word = dtype_name(worst.dtype)
+    names = list(dict.fromkeys(known.name for known in kept))
     return say(
         "TR024",
         place_of(worst.site, names[0] if worst.gradient else None),

@@ -70,7 +70,8 @@ def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
     generator = torch.Generator(device)
     drawn = []
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
-        begin, end = max(first, block * BLOCK), min(first + count, (block + 1) * BLOCK)
+        begin = max(first, block * BLOCK)
+        end = min(first + count, (block + 1) * BLOCK)
         generator.manual_seed(_mixed(seed, block))
         bits = torch.randint(
             0,
@@ -81,7 +82,9 @@ def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
             generator=generator,
         )
         drawn.append(bits[begin - block * BLOCK :])
-    return torch.cat(drawn) if drawn else torch.empty(0, dtype=torch.int32, device=device)
+    if drawn:
+        return torch.cat(drawn)
+    return torch.empty(0, dtype=torch.int32, device=device)
 
 
 def _mixed(seed: int, block: int) -> int:

@@ -87,7 +87,8 @@ _HALF = (torch.bfloat16, torch.float16)
 # the GPU that a plan assumes where none is present: Hopper
 PLANNED = (9, 0)
 # FlashAttention's oldest and newest
-FIRST, LAST = (8, 0), (12, 1)
+FIRST = (8, 0)
+LAST = (12, 1)
 # PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch
 # issue 169849)
 CUDNN_AFTER = 91500
@@ -101,9 +102,9 @@ def _capability(index: int | None) -> tuple[int, int]:
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability; None off CUDA, and for AMD's GPUs, whose numbers mean something else."""
     if is_planned(device) and stands_for(device) == "cuda":
-        return (
-            PLANNED if not torch.cuda.is_available() else _capability(torch.cuda.current_device())
-        )
+        if not torch.cuda.is_available():
+            return PLANNED
+        return _capability(torch.cuda.current_device())
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return _capability(device.index)
@@ -203,7 +204,8 @@ def on_a_gpu(
             and (is_planned(device) or not why_no_kernels(device))
         )
         return "flex" if compiles else "plain"
-    depth, square = query.shape[3], query.shape[2] == key.shape[2]
+    depth = query.shape[3]
+    square = query.shape[2] == key.shape[2]
     if found is None or dtype not in _HALF or depth % 8 or not square or masked:
         return "sdpa"
     if causal and not packed and window is None and _cudnn_serves(found, depth):
@@ -221,7 +223,9 @@ aten = torch.ops.aten
 def _rows(x_BNSD: Tensor, documents: Documents | None) -> Tensor:
     """[B S N D], or [T N D] where documents tell the rows apart: FlashAttention's order."""
     x_BSND = x_BNSD.transpose(1, 2)
-    return x_BSND if documents is None else x_BSND.reshape(-1, *x_BSND.shape[2:])
+    if documents is None:
+        return x_BSND
+    return x_BSND.reshape(-1, *x_BSND.shape[2:])
 
 
 def _heads(y: Tensor, like_BNSD: Tensor) -> Tensor:
@@ -368,7 +372,9 @@ def _functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     attend: Callable[..., Any] = flex_attention
     blocks: Callable[..., Any] = create_block_mask
-    return (compiled(attend), compiled(blocks)) if on_gpu else (attend, blocks)
+    if on_gpu:
+        return (compiled(attend), compiled(blocks))
+    return (attend, blocks)
 
 
 def flex_attention_softcapped(
@@ -390,9 +396,10 @@ def flex_attention_softcapped(
         return softcap * torch.tanh(score / softcap)
 
     make = partial(_blocks, query, key.shape[2], mask, causal, window, documents)
-    blocks = (
-        make() if mask is not None else _once(make, query, key.shape[2], causal, window, documents)
-    )
+    if mask is not None:
+        blocks = make()
+    else:
+        blocks = _once(make, query, key.shape[2], causal, window, documents)
     out: Tensor = _functions(query.is_cuda)[0](
         query,
         key,
@@ -443,7 +450,10 @@ def _blocks(
     window: int | None,
     documents: Documents | None,
 ) -> Any:
-    numbers_BS = None if documents is None else documents.numbers(query.shape[0], query.shape[2])
+    if documents is None:
+        numbers_BS = None
+    else:
+        numbers_BS = documents.numbers(query.shape[0], query.shape[2])
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         keep = q >= k if causal else q >= 0
@@ -455,11 +465,10 @@ def _blocks(
             keep = keep & (numbers_BS[b, q] == numbers_BS[b, k])
         return keep
 
-    batch = (
-        query.shape[0]
-        if numbers_BS is not None or (mask is not None and mask.shape[0] > 1)
-        else None
-    )
+    if numbers_BS is not None or (mask is not None and mask.shape[0] > 1):
+        batch = query.shape[0]
+    else:
+        batch = None
     heads = query.shape[1] if mask is not None and mask.shape[1] > 1 else None
     return _functions(query.is_cuda)[1](
         allowed, batch, heads, query.shape[2], keys, device=query.device

@@ -110,11 +110,10 @@ def _shape(
 ) -> Any:
     """struct Shape of cpu.cpp."""
     batch, heads, queries, depth = q.shape
-    masks = (
-        (0, 0)
-        if allowed is None
-        else (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(1))
-    )
+    if allowed is None:
+        masks = (0, 0)
+    else:
+        masks = (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(1))
     numbers = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *masks)
     strides = (
         *q.stride()[:3],
@@ -206,11 +205,10 @@ def attention_backward(
     parts = heads // k.shape[1] if batch * k.shape[1] < _KEY_HEADS else 1
     # of the query heads that read a key head, each has its own share of the gradients: summed here,
     # in fp32, and narrowed once
-    shares = (
-        torch.empty((2, *k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32).unbind()
-        if parts > 1
-        else (dk, dv)
-    )
+    if parts > 1:
+        shares = torch.empty((2, *k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32).unbind()
+    else:
+        shares = (dk, dv)
     KERNELS(
         "backward",
         _shape(q, k, v, out, dy, allowed, causal),
@@ -227,7 +225,8 @@ def attention_backward(
         scale,
     )
     if parts > 1:
-        dk, dv = shares[0].sum(2).to(k.dtype), shares[1].sum(2).to(k.dtype)
+        dk = shares[0].sum(2).to(k.dtype)
+        dv = shares[1].sum(2).to(k.dtype)
     return dq, dk, dv
 
 
@@ -260,17 +259,18 @@ class Attention(torch.autograd.Function):
                 return gpu.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
             return attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
-        out_BNSD, *made = run() if path == "graph" or not layers_running else attention_results(run)
+        if path == "graph" or not layers_running:
+            out_BNSD, *made = run()
+        else:
+            out_BNSD, *made = attention_results(run)
         makes, kept = kept_for_each(q_BNSD, k_BMTD, v_BMTD)
         ctx.save_for_backward(mask, out_BNSD, *kept, *made)
-        ctx.makes, ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = (
-            makes,
-            causal,
-            scale,
-            backend,
-            documents,
-            window,
-        )
+        ctx.makes = makes
+        ctx.causal = causal
+        ctx.scale = scale
+        ctx.backend = backend
+        ctx.documents = documents
+        ctx.window = window
         return out_BNSD
 
     @staticmethod
@@ -279,7 +279,8 @@ class Attention(torch.autograd.Function):
         mask, out_BNSD, *saved = ctx.saved_tensors
         inputs: list[Tensor] = []
         for make, count in ctx.makes:
-            kept, saved = saved[:count], saved[count:]
+            kept = saved[:count]
+            saved = saved[count:]
             inputs.append(kept[0] if make is None else made_again(make, kept))
         q_BNSD, k_BMTD, v_BMTD = inputs
         rest = (None,) * 7
@@ -325,11 +326,9 @@ def backend_of(
         )
     if softcap is not None:
         return "plain"
-    return (
-        "cpp"
-        if not packed and window is None and kernels_take(dtype, query, key, value, mask)
-        else "sdpa"
-    )
+    if not packed and window is None and kernels_take(dtype, query, key, value, mask):
+        return "cpp"
+    return "sdpa"
 
 
 def kernels_take(
@@ -401,14 +400,17 @@ def attention(
         raise UsageError(f"softcap is {softcap}: expected a positive number")
     cast = autocast_dtype(query)
     if cast is not None and query.dtype != torch.float64:
-        query, key, value = query.to(cast), key.to(cast), value.to(cast)
+        query = query.to(cast)
+        key = key.to(cast)
+        value = value.to(cast)
     if not query.dtype == key.dtype == value.dtype:
         raise DtypeError(
             f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and"
             f" {name(value.dtype)}: expected one",
             code="DT001",
         )
-    given, scale = scale, query.shape[-1] ** -0.5 if scale is None else scale
+    given = scale
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     path = path_for(KERNELS, query, key, value)
     packed = documents is not None
     backend: Backend
@@ -456,7 +458,8 @@ def attention(
         allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         allowed = allowed.tril() if causal else allowed
         allowed = allowed if window is None else in_window(allowed, window)
-        mask, causal = allowed if mask is None else mask & allowed, False
+        mask = allowed if mask is None else mask & allowed
+        causal = False
     compiling = torch.compiler.is_compiling()
     with nullcontext() if compiling else no_cudnn_for(mask):
         return F.scaled_dot_product_attention(
@@ -482,7 +485,9 @@ def attention_by_kernels(
     """`attention` where a kernel computes it; None where PyTorch's own would."""
     cast = autocast_dtype(query)
     if cast is not None and query.dtype != torch.float64:
-        query, key, value = query.to(cast), key.to(cast), value.to(cast)
+        query = query.to(cast)
+        key = key.to(cast)
+        value = value.to(cast)
     path = path_for(KERNELS, query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         return None

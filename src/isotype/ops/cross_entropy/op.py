@@ -25,7 +25,9 @@ CROSS_ENTROPY = OpContract(
 def rule_logits(logits_TV: Tensor, rule: LossRule) -> Tensor:
     """The wide logits after scale and softcap."""
     z_TV = logits_TV.to(wide(logits_TV.dtype)) * rule.logit_scale
-    return rule.softcap * torch.tanh(z_TV / rule.softcap) if rule.softcap else z_TV
+    if rule.softcap:
+        return rule.softcap * torch.tanh(z_TV / rule.softcap)
+    return z_TV
 
 
 def row_losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
@@ -151,7 +153,10 @@ def reduce(
     if reduction == "sum":
         return total
     count = (targets_T != ignore_index).sum() if num_items is None else num_items
-    count = count.to(total.device) if isinstance(count, Tensor) else total.new_full((), count)
+    if isinstance(count, Tensor):
+        count = count.to(total.device)
+    else:
+        count = total.new_full((), count)
     empty = count == 0
     # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0
     # would be nan and spoil the weights
@@ -198,4 +203,6 @@ def cross_entropy(
             CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments
         )
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
-    return loss.reshape(targets.shape) if reduction == "none" else loss
+    if reduction == "none":
+        return loss.reshape(targets.shape)
+    return loss

@@ -24,7 +24,9 @@ KERNELS = CppKernels(
 
 
 def _rows(logits_TV: Tensor) -> Tensor:
-    return logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous()
+    if logits_TV.stride(-1) == 1:
+        return logits_TV
+    return logits_TV.contiguous()
 
 
 MADE_AGAIN = 9  # as cpu.cpp has it
@@ -59,7 +61,9 @@ class Source:
     """
 
     def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> None:
-        self.x_NH, self.weight_VH, self.bias_V = _rows(x_NH), weight_VH, bias_V
+        self.x_NH = _rows(x_NH)
+        self.weight_VH = weight_VH
+        self.bias_V = bias_V
         self.again: Again | None = None
 
     @classmethod
@@ -106,7 +110,8 @@ class Cpp:
         assert out_TV is None or out_TV.dtype == logits_TV.dtype, (
             "a CPU product's result has its operands' dtype"
         )
-        logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
+        logits_TV = _rows(logits_TV)
+        targets_T = targets_T.long().contiguous()
         tokens, classes = logits_TV.shape
         loss_T = torch.empty(tokens, dtype=torch.float32)
         lse_T = torch.empty_like(loss_T)
@@ -141,7 +146,8 @@ class Cpp:
         first: int = 0,
     ) -> Tensor:
         assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
-        logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
+        logits_TV = _rows(logits_TV)
+        targets_T = targets_T.long().contiguous()
         dloss_T = dloss_T.to(torch.float32).contiguous()
         tokens, columns = logits_TV.shape
         KERNELS(
@@ -172,7 +178,8 @@ class Cpp:
     ) -> RowValues:
         if source:
             source.again = Again.room(logits_NV.shape[0], logits_NV.device)
-        logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
+        logits_NV = _rows(logits_NV)
+        targets_N = targets_N.long().contiguous()
         values = room(logits_NV.shape[0], torch.float32, logits_NV.device, wanted)
         KERNELS(
             "row_values",
@@ -200,7 +207,8 @@ class Cpp:
         again: Again | None = None,
     ) -> Tensor:
         assert out_NV.dtype == logits_NV.dtype, "a CPU product's result has its operands' dtype"
-        logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
+        logits_NV = _rows(logits_NV)
+        targets_N = targets_N.long().contiguous()
         held = [None if t is None else t.to(torch.float32).contiguous() for t in upstream]
         KERNELS(
             "row_value_gradients",

@@ -311,7 +311,9 @@ def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Ten
         return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
     # most batches have none, and a mask would write every row again
     ignored_N = ignored_T.nonzero().squeeze(-1)
-    return gradient_TV.index_fill_(0, ignored_N, 0) if ignored_N.numel() else gradient_TV
+    if ignored_N.numel():
+        return gradient_TV.index_fill_(0, ignored_N, 0)
+    return gradient_TV
 
 
 # --- per-token values. With z the logits after scale and softcap, p = softmax(z) and H the entropy:

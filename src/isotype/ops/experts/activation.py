@@ -40,8 +40,10 @@ def activated_reference(g: Tensor, kind: Activation) -> Tensor:
         return gated_reference(*_halves(g), kind)
     if not isinstance(kind, Clamped):
         return kind(g)
-    gate, up = g[..., ::2].to(wide(g.dtype)), g[..., 1::2].to(wide(g.dtype))
-    gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    gate = g[..., ::2].to(wide(g.dtype))
+    up = g[..., 1::2].to(wide(g.dtype))
+    gate = gate.clamp(max=kind.limit)
+    up = up.clamp(-kind.limit, kind.limit)
     return ((up + 1) * gate * torch.sigmoid(kind.alpha * gate)).to(g.dtype)
 
 
@@ -49,7 +51,9 @@ def activated(g_TG: Tensor, kind: Activation) -> Tensor:
     """F[T I], for a caller that differentiates it itself."""
     named = _named(kind)
     if named is not None and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton"):
-        return _cpp_activate(g_TG, *named) if path == "cpp" else _activate(g_TG, *named)
+        if path == "cpp":
+            return _cpp_activate(g_TG, *named)
+        return _activate(g_TG, *named)
     if not isinstance(kind, str):
         return activated_reference(g_TG, kind)
     return gated_forward(path_for(KERNELS, g_TG), *_halves(g_TG), kind)
@@ -81,11 +85,9 @@ def backward_of_rows(
         and w_T.dtype is torch.float32
         and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton")
     ):
-        return (
-            _cpp_backward(g_TG, dh_TI, w_T, *named, needs_h)
-            if path == "cpp"
-            else _backward(g_TG, dh_TI, w_T, *named, needs_h)
-        )
+        if path == "cpp":
+            return _cpp_backward(g_TG, dh_TI, w_T, *named, needs_h)
+        return _backward(g_TG, dh_TI, w_T, *named, needs_h)
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
         dgate, dup, h = gated_backward(

@@ -154,11 +154,14 @@ def _cpp_gradient_(
     kept, address = _address(ends)
     expert_step, m_step, n_step = into_EMN.stride()
     # the kernel's ranks are the narrower side
-    large, small, steps = (
-        (right_SN, left_SM, (m_step, n_step))
-        if left_SM.shape[1] <= right_SN.shape[1]
-        else (left_SM, right_SN, (n_step, m_step))
-    )
+    if left_SM.shape[1] <= right_SN.shape[1]:
+        large = right_SN
+        small = left_SM
+        steps = (m_step, n_step)
+    else:
+        large = left_SM
+        small = right_SN
+        steps = (n_step, m_step)
     KERNELS(
         "gradient",
         large,
@@ -202,7 +205,9 @@ class Groups:
     def __init__(
         self, index_TC: Tensor, experts: int, dtype: torch.dtype, *, packed: bool = False
     ) -> None:
-        self.experts, self.places, device = experts, index_TC.shape[1], index_TC.device
+        self.experts = experts
+        self.places = index_TC.shape[1]
+        device = index_TC.device
         at_once = stands_for(device) != "cpu" or forced_path() == "triton"
         ordered, self.order = index_TC.reshape(-1).sort(stable=True)
         self.tokens = self.order // self.places
@@ -230,7 +235,8 @@ class Groups:
             return None, None
         more = -a.shape[1] % (16 // dtype.itemsize) if self.ends is not None else 0
         if more:
-            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+            a = F.pad(a, (0, 0, 0, more))
+            b = F.pad(b, (0, more))
         return a.to(dtype).contiguous(), b.to(dtype).contiguous()
 
     def parts(self) -> Iterator[Part]:
@@ -241,7 +247,9 @@ class Groups:
         for expert, count in enumerate(self.counts):
             if rows and rows + count > ROWS:
                 yield Part(self, slice(first, expert), slice(start, start + rows))
-                first, start, rows = expert, start + rows, 0
+                first = expert
+                start = start + rows
+                rows = 0
             rows += count
         if rows:
             yield Part(self, slice(first, self.experts), slice(start, start + rows))
@@ -368,13 +376,12 @@ class AllAtOnce(Part):
     def __init__(self, groups: Groups) -> None:
         count = groups.order.shape[0]
         assert groups.ends is not None
-        self.experts, self.rows, self.tokens, self.ends = (
-            slice(0, groups.experts),
-            slice(0, count),
-            groups.tokens,
-            groups.ends,
-        )
-        self.places, self.counts = groups.places, groups.counts
+        self.experts = slice(0, groups.experts)
+        self.rows = slice(0, count)
+        self.tokens = groups.tokens
+        self.ends = groups.ends
+        self.places = groups.places
+        self.counts = groups.counts
         # the row of each (token, place), and the expert of each row
         self.rows_of = torch.empty_like(groups.order).index_put_(
             (groups.order,), torch.arange(count, device=groups.order.device)
@@ -429,7 +436,10 @@ class AllAtOnce(Part):
         if triton_runs(y_SN):
             _combine_(total_TN, y_SN, self.rows_of, w_S)
             return
-        y = y_SN.to(total_TN.dtype) if w_S is None else y_SN.to(total_TN.dtype) * w_S[:, None]
+        if w_S is None:
+            y = y_SN.to(total_TN.dtype)
+        else:
+            y = y_SN.to(total_TN.dtype) * w_S[:, None]
         # without atomics: the sum of a token's rows, in one order
         total_TN += y[self.rows_of].view(-1, self.places, y.shape[1]).sum(1)
 

@@ -173,7 +173,8 @@ class Experts(torch.autograd.Function):
         down_b: Tensor | None,
     ) -> Tensor:
         given = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
-        keeps, unused = any(ctx.needs_input_grad), bool(layers_running) and output_is_unused(ctx)
+        keeps = any(ctx.needs_input_grad)
+        unused = bool(layers_running) and output_is_unused(ctx)
         with autocast_off(x_TH):
             shape = _shape(up, form.states[0])
             groups = Groups(index_TC, shape[0], dtype, packed=form.states != (None, None))
@@ -183,16 +184,18 @@ class Experts(torch.autograd.Function):
                 groups.narrow(up_a, up_b, dtype),
                 groups.narrow(down_a, down_b, dtype),
             )
-            rows, width = groups.order.shape[0], shape[2 if form.transposed else 1]
+            rows = groups.order.shape[0]
+            width = shape[2 if form.transposed else 1]
             # what backward reads of every row: the first layer's output, and both layers' products
             # with A
             g_SG, xa_SR, ha_SR = (
                 low_TH.new_empty(rows, n) if keeps and n else None
                 for n in (width, *(0 if a is None else a.shape[1] for a in (a1, a2)))
             )
-            total = (
-                None if unused else torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
-            )
+            if unused:
+                total = None
+            else:
+                total = torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
             for part in groups.parts():
                 xs = part.gathered(low_TH)
                 g, xa = _layer(
@@ -203,7 +206,10 @@ class Experts(torch.autograd.Function):
                     0,
                     out=None if g_SG is None else g_SG[part.rows],
                 )
-                h = activated(g, form.activation) if total is not None or a2 is not None else None
+                if total is not None or a2 is not None:
+                    h = activated(g, form.activation)
+                else:
+                    h = None
                 if total is not None:
                     assert h is not None
                     o, ha = _layer(part, h, (down, down_bias, a2, b2), form, 1)
@@ -218,11 +224,9 @@ class Experts(torch.autograd.Function):
         if keeps:
             ctx.save_for_backward(low_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *given)
             ctx.given = form, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
-        return (
-            unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype)
-            if total is None
-            else total.to(x_TH.dtype)
-        )
+        if total is None:
+            return unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype)
+        return total.to(x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -272,9 +276,10 @@ class Experts(torch.autograd.Function):
         )
         with autocast_off(dy):
             dy_TH = dy.to(dtype)
-            dx_TH = (
-                torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device) if needs_x else None
-            )
+            if needs_x:
+                dx_TH = torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
+            else:
+                dx_TH = None
             dw_S = torch.empty_like(w_S)
             for part in groups.parts():
                 rows = part.rows
@@ -286,9 +291,10 @@ class Experts(torch.autograd.Function):
                     g, dh, w, form.activation, needs_h=needs_down or needs_da
                 )
                 del dh
-                dw_S[rows] = (
-                    inner if down_bias is None else inner + part.inner_with_bias(d, down_bias)
-                )
+                if down_bias is None:
+                    dw_S[rows] = inner
+                else:
+                    dw_S[rows] = inner + part.inner_with_bias(d, down_bias)
                 second.add(part, h, d, w, ha_SR, dha, form.scales[1])
                 del h
                 dxs, dxa = _input_gradient(part, dg, up, a1, b1, form, 0, wanted=needs_x)
@@ -299,11 +305,15 @@ class Experts(torch.autograd.Function):
                     part.scatter_add_(dx_TH, dxs, None)
                 # before the next part's are made
                 del d, dg, xs, dxs
-            dweights = (
-                torch.empty_like(dw_S).index_put_((groups.order,), dw_S).view(w_shape).to(w_dtype)
-                if needs_w
-                else None
-            )
+            if needs_w:
+                dweights = (
+                    torch.empty_like(dw_S)
+                    .index_put_((groups.order,), dw_S)
+                    .view(w_shape)
+                    .to(w_dtype)
+                )
+            else:
+                dweights = None
         return (
             None if dx_TH is None else dx_TH.to(x_dtype),
             None,
@@ -362,11 +372,9 @@ class _Gradients:
     """
 
     def __init__(self, layer: Layer, needs: Sequence[bool], transposed: bool) -> None:
-        self.transposed, self.needs, self.dtypes = (
-            transposed,
-            needs,
-            [None if t is None else t.dtype for t in layer],
-        )
+        self.transposed = transposed
+        self.needs = needs
+        self.dtypes = [None if t is None else t.dtype for t in layer]
         weight, bias, a, b = layer
         self.weight = torch.zeros_like(weight) if needs[0] else None
         self.bias = torch.zeros_like(bias) if needs[1] and bias is not None else None
@@ -394,7 +402,8 @@ class _Gradients:
             part.bias_sums(dy, w, self.bias[experts])
         if self.weight is not None:
             assert x is not None
-            left, right = (dy, x if w is None else weighted(x, w))
+            left = dy
+            right = x if w is None else weighted(x, w)
             part.outer(*((right, left) if self.transposed else (left, right)), self.weight[experts])
         if self.a is not None:
             assert dxa is not None

@@ -55,11 +55,10 @@ _CUBE = 0.044715
 def gated_reference(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     """In plain PyTorch, right at fp64."""
     g = x.to(wide(x.dtype))
-    y = (
-        g * torch.sigmoid(g)
-        if activation == "silu"
-        else F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
-    )
+    if activation == "silu":
+        y = g * torch.sigmoid(g)
+    else:
+        y = F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
     return narrowed(y if up is None else y * up.to(g.dtype), x.dtype)
 
 
@@ -209,7 +208,8 @@ class GatedProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Tensor | None, activation: Activation, path: Path
     ) -> Tensor:
         ctx.save_for_backward(x, up)
-        ctx.path, ctx.activation = path, activation
+        ctx.path = path
+        ctx.activation = activation
         return gated_forward(path, x, up, activation)
 
     @staticmethod

@@ -57,12 +57,16 @@ def extent(
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which operands meet, for a product declared as `dtype`."""
-    return torch.float32 if dtype == torch.float16 and stands_for(device) != "cuda" else dtype
+    if dtype == torch.float16 and stands_for(device) != "cuda":
+        return torch.float32
+    return dtype
 
 
 def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a product's result."""
-    return torch.float32 if keeps_fp32_sums(operand, device) else operand
+    if keeps_fp32_sums(operand, device):
+        return torch.float32
+    return operand
 
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -113,21 +117,17 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     device = dlogits_NV.device
     if stands_for(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
         return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
-    processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else _PROCESSORS
-    )
-    parts = (
-        parts_of_classes(len(out_NH), out_NH.shape[1], len(weight_VH), processors)
-        if out_NH.dtype == torch.float32
-        else 1
-    )
-    return (
-        product(dlogits_NV, weight_VH, out_NH)
-        if parts == 1
-        else product_in_parts(dlogits_NV, weight_VH, out_NH, parts)
-    )
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        processors = _PROCESSORS
+    if out_NH.dtype == torch.float32:
+        parts = parts_of_classes(len(out_NH), out_NH.shape[1], len(weight_VH), processors)
+    else:
+        parts = 1
+    if parts == 1:
+        return product(dlogits_NV, weight_VH, out_NH)
+    return product_in_parts(dlogits_NV, weight_VH, out_NH, parts)
 
 
 _PROCESSORS = 132  # of an H100, where a plan has no device
@@ -151,18 +151,15 @@ def product_in_parts(left_NV: Tensor, right_VH: Tensor, out_NH: Tensor, parts: i
     left_PNV = left_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
     right_PVH = right_VH[: parts * size].unflatten(0, (parts, size))
     same = left_NV.dtype == out_NH.dtype
-    made_PNH = (
-        torch.bmm(left_PNV, right_PVH)
-        if same
-        else torch.bmm(left_PNV, right_PVH, out_dtype=out_NH.dtype)
-    )
+    if same:
+        made_PNH = torch.bmm(left_PNV, right_PVH)
+    else:
+        made_PNH = torch.bmm(left_PNV, right_PVH, out_dtype=out_NH.dtype)
     torch.sum(made_PNH, 0, out=out_NH)
     rest = slice(parts * size, None)
-    return (
-        add_product_(left_NV[:, rest], right_VH[rest], out_NH)
-        if parts * size < left_NV.shape[1]
-        else out_NH
-    )
+    if parts * size < left_NV.shape[1]:
+        return add_product_(left_NV[:, rest], right_VH[rest], out_NH)
+    return out_NH
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
@@ -239,7 +236,9 @@ def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dty
     """The dtype of a gradient that is computed in forward and stored until backward: fp32 for fp16
     inputs, since fp16 could not hold it before its scale is known.
     """
-    return torch.float32 if dtype == torch.float16 else operand_dtype(dtype, device)
+    if dtype == torch.float16:
+        return torch.float32
+    return operand_dtype(dtype, device)
 
 
 def like(
@@ -253,7 +252,8 @@ def like(
     """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk
     writes the whole head's gradient.
     """
-    tokens, classes = hidden_TH.shape[0], weight_VH.shape[0]
+    tokens = hidden_TH.shape[0]
+    classes = weight_VH.shape[0]
     fp32 = wide(hidden_TH.dtype)
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
@@ -279,7 +279,9 @@ class HeadGradient:
     """
 
     def __init__(self, into_VH: Tensor, back: Tensor | None) -> None:
-        self.into_VH, self.back, self.first = into_VH, back, True
+        self.into_VH = into_VH
+        self.back = back
+        self.first = True
         self.room: Tensor | None = None
         self.wide: Tensor | None = None
 
@@ -332,25 +334,31 @@ class Chunks:
         device = hidden_TH.device
         self.operand = operand_dtype(hidden_TH.dtype, device)
         self.result = result_dtype(self.operand, device)
-        self.hidden_TH, self.weight_VH, self.chunk = hidden_TH, weight_VH.to(self.operand), chunk
+        self.hidden_TH = hidden_TH
+        self.weight_VH = weight_VH.to(self.operand)
+        self.chunk = chunk
         self.bias_V = None if bias_V is None else bias_V.to(self.result)
         self.rows = rows_to_compute(targets_T, rule)
-        self.count = targets_T.numel() if isinstance(self.rows, slice) else self.rows.numel()
-        most, classes = min(chunk, self.count), weight_VH.shape[0]
+        if isinstance(self.rows, slice):
+            self.count = targets_T.numel()
+        else:
+            self.count = self.rows.numel()
+        most = min(chunk, self.count)
+        classes = weight_VH.shape[0]
         self.logits = rows_of_logits(most, classes, self.result, device)
         own = self.result == self.operand
-        self.dlogits = (
-            self.logits
-            if own
-            else rows_of_logits(most if gradients else 0, classes, self.operand, device)
-        )
+        if own:
+            self.dlogits = self.logits
+        else:
+            self.dlogits = rows_of_logits(most if gradients else 0, classes, self.operand, device)
 
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor]]:
         for start in range(0, self.count, self.chunk):
             stop = min(start + self.chunk, self.count)
-            rows: slice | Tensor = (
-                slice(start, stop) if isinstance(self.rows, slice) else self.rows[start:stop]
-            )
+            if isinstance(self.rows, slice):
+                rows: slice | Tensor = slice(start, stop)
+            else:
+                rows = self.rows[start:stop]
             x_NH = self.hidden_TH[rows].to(self.operand)
             z_NV = product(x_NH, self.weight_VH.t(), self.logits[: stop - start])
             if self.bias_V is not None:
@@ -382,7 +390,9 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
     if not rows_can_be_counted(targets_T):
         return slice(None)
     counted_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
-    return slice(None) if counted_N.numel() == targets_T.numel() else counted_N
+    if counted_N.numel() == targets_T.numel():
+        return slice(None)
+    return counted_N
 
 
 def largest(*upstream_N: Tensor) -> Tensor:
@@ -417,14 +427,13 @@ def by_vocabulary(
               `factor` where there is one
     """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
+    result = result_dtype(operand, device)
+    fp32 = wide(hidden_TH.dtype)
     x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
     factor = None if back is None else into / unit
-    classes, size = (
-        weight_VH.shape[0],
-        extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True),
-    )
+    classes = weight_VH.shape[0]
+    size = extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
     dweight_VH = torch.empty(
         weight_VH.shape if want_dweight else (0,),

@@ -109,11 +109,10 @@ def _forward(
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
         # only the C++ kernels are given bf16 logits of an fp32 sum
-        more = (
-            {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)}
-            if exact and compute is Cpp
-            else {}
-        )
+        if exact and compute is Cpp:
+            more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)}
+        else:
+            more = {}
         gradient = (g_NV, into) if wants_gradient else ()
         out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(
             z_NV, targets_N, rule, *gradient, **more
@@ -152,7 +151,8 @@ def _backward(
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     rows = rows_to_compute(targets_T, rule)
-    targets_N, lse_N = targets_T[rows], lse_T[rows]
+    targets_N = targets_T[rows]
+    lse_N = lse_T[rows]
     dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
@@ -208,14 +208,15 @@ class LinearCrossEntropy(torch.autograd.Function):
                 not ctx.later,
             )
         )
-        loss = (
-            made.loss_T
-            if items is None
-            else made.loss_T.sum() / items
-            if mean
-            else made.loss_T.sum()
-        )
-        ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
+        if items is None:
+            loss = made.loss_T
+        elif mean:
+            loss = made.loss_T.sum() / items
+        else:
+            loss = made.loss_T.sum()
+        ctx.rule = rule
+        ctx.dtype = dtype
+        ctx.want = want
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         if ctx.later:
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
@@ -293,15 +294,15 @@ def linear_cross_entropy(
     )
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     dtype = product_dtype(hidden, weight)
-    hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    hidden_TH = hidden.reshape(-1, hidden.shape[-1])
+    targets_T = targets.reshape(-1)
     want = gradients_wanted(hidden, weight, bias)
     chunk = chunk_of(targets.numel(), weight, (dtype,), want[1]) if chunk is None else chunk
     with autocast_off(hidden):
-        items = (
-            None
-            if reduction == "none"
-            else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
-        )
+        if reduction == "none":
+            items = None
+        else:
+            items = counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
         loss: Tensor = applied(
             LinearCrossEntropy,
             hidden_TH,
@@ -315,7 +316,9 @@ def linear_cross_entropy(
             chunk,
             want,
         )
-    return loss.reshape(targets.shape) if reduction == "none" else loss
+    if reduction == "none":
+        return loss.reshape(targets.shape)
+    return loss
 
 
 def counted_items(
@@ -348,7 +351,8 @@ def _bytes_of_forward(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Any, targets_T: Tensor, *rest: Any
 ) -> int:
     _, _, _, chunk, *want = rest
-    rows, classes = min(int(chunk), targets_T.numel()), weight_VH.shape[0]
+    rows = min(int(chunk), targets_T.numel())
+    classes = weight_VH.shape[0]
     operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result = result_dtype(operand, hidden_TH.device)
     logits = rows * classes * result.itemsize

@@ -85,7 +85,8 @@ def linear_divergence_reference(
             log_probs.append(
                 (rule_logits(reference_logits(x, w, b), rule) / temperature).log_softmax(-1)
             )
-    s, t = log_probs[0], log_probs[1].detach()
+    s = log_probs[0]
+    t = log_probs[1].detach()
     with autocast_off(hidden):
         return divergence(s, t, beta)
 
@@ -106,7 +107,9 @@ def _path_of(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]
         from . import triton
 
         return triton.divergences
-    return divergences_cpp if cpp_runs(KERNELS, z, teacher) else divergences
+    if cpp_runs(KERNELS, z, teacher):
+        return divergences_cpp
+    return divergences
 
 
 class Sides(NamedTuple):
@@ -286,7 +289,11 @@ class LinearDivergence(torch.autograd.Function):
         with autocast_off(hidden_TH):
             heads = *cast(dtypes[0], hidden_TH, weight_VH, bias_V), *cast(dtypes[1], *teacher)
             found_T, entropy_T, dhidden_TH = _forward(*heads, rules, chunk, now, want_entropy)
-        ctx.rules, ctx.types, ctx.chunk, ctx.want, ctx.now = rules, dtypes, chunk, want, now
+        ctx.rules = rules
+        ctx.types = dtypes
+        ctx.chunk = chunk
+        ctx.want = want
+        ctx.now = now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         # a frozen head needs the gradient alone
         ctx.save_for_backward(*((dhidden_TH,) if now else (hidden_TH, weight_VH, bias_V, *teacher)))
@@ -346,7 +353,10 @@ def divergence_and_entropy(
     if not 0.0 <= beta <= 1.0:
         raise UsageError(f"beta is {beta}: expected 0 to 1")
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
-    chunk = chunk_of(hidden.shape[:-1].numel(), weight, dtypes, False) if chunk is None else chunk
+    if chunk is None:
+        chunk = chunk_of(hidden.shape[:-1].numel(), weight, dtypes, False)
+    else:
+        chunk = chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rules = [
         LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)

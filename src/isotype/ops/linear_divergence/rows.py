@@ -37,19 +37,22 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
     """fp32[N] of wide log-probabilities, of which both are overwritten: `s` becomes the gradient of
     the student's logits where wanted.
     """
-    p, up = s.exp(), t - s
+    p = s.exp()
+    up = t - s
     if beta == 0.0:
         q = t.exp_()
         if gradient:
             torch.sub(p, q, out=s)
         return q.mul_(up).sum(-1)
     if beta == 1.0:
-        ratio, weight = up.neg_(), 1.0
+        ratio = up.neg_()
+        weight = 1.0
         found = kl = (p * ratio).sum(-1)
     else:
         # ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms;
         # past e^80 one of p and q is nothing
-        held, weight = up.clamp_(-80, 80), 1.0 - beta
+        held = up.clamp_(-80, 80)
+        weight = 1.0 - beta
         ratio = held.expm1().mul_(beta).log1p_().neg_()
         kl = (p * ratio).sum(-1)
         found = (t.exp_().mul_(held.add_(ratio)).sum(-1) * beta).add_(kl, alpha=weight)
@@ -70,7 +73,9 @@ def divergences(
     """Divergences and entropies, fp32[N] each (empty where not wanted); with `upstream_N` the
     gradient of z_NV goes to `out_NV`.
     """
-    rows_N, dtype, device = z_NV.shape[0], wide(z_NV.dtype), z_NV.device
+    rows_N = z_NV.shape[0]
+    dtype = wide(z_NV.dtype)
+    device = z_NV.device
     found, entropy = (
         torch.empty(size, dtype=dtype, device=device)
         for size in (rows_N, rows_N if want_entropy else 0)
@@ -104,7 +109,8 @@ def divergences_cpp(
     largest logits of each side are made again in fp32, on both.
     """
     rows = z_NV.shape[0]
-    found, entropy = torch.empty(rows), torch.empty(rows if want_entropy else 0)
+    found = torch.empty(rows)
+    entropy = torch.empty(rows if want_entropy else 0)
     if upstream_N is not None:
         assert out_NV.dtype == z_NV.dtype, "a CPU product's result has its operands' dtype"
         upstream_N = upstream_N.to(torch.float32).contiguous()

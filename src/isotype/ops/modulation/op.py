@@ -66,7 +66,8 @@ KERNELS = CppKernels(
 )
 # at most so many partial sums of a vector's gradient a picture, and no fewer rows in each than pay
 # for one
-_PARTIAL_SUMS, _ROWS = 64, 16
+_PARTIAL_SUMS = 64
+_ROWS = 16
 
 
 def _rows_of(x_BTH: Tensor) -> Tensor:
@@ -92,7 +93,8 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _cpp_norm_forward(
     x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype
 ) -> Tensor:
-    y_BTH, x_RH = _like(x_BTH, out_dtype), _rows_of(x_BTH)
+    y_BTH = _like(x_BTH, out_dtype)
+    x_RH = _rows_of(x_BTH)
     KERNELS(
         "norm_forward",
         x_RH.dtype,
@@ -126,13 +128,14 @@ def _cpp_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, scale and shift; the last two are empty where not wanted."""
     pictures, tokens, hidden = x_BTH.shape
-    x_RH, dy_RH, dx_BTH = _rows_of(x_BTH), _rows_of(dy_BTH), _like(x_BTH)
+    x_RH = _rows_of(x_BTH)
+    dy_RH = _rows_of(dy_BTH)
+    dx_BTH = _like(x_BTH)
     block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
-    partial = (
-        torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32)
-        if want_modulation
-        else None
-    )
+    if want_modulation:
+        partial = torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32)
+    else:
+        partial = None
     KERNELS(
         "norm_backward",
         x_RH.dtype,
@@ -161,7 +164,9 @@ def _cpp_norm_backward(
     fake=lambda residual, x, gate: _like(x),
 )
 def _cpp_gate_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
-    y_BTH, residual_RH, x_RH = _like(x_BTH), _rows_of(residual_BTH), _rows_of(x_BTH)
+    y_BTH = _like(x_BTH)
+    residual_RH = _rows_of(residual_BTH)
+    x_RH = _rows_of(x_BTH)
     KERNELS(
         "gate_forward",
         x_RH.dtype,
@@ -193,13 +198,14 @@ def _cpp_gate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the gate, which is empty where not wanted; the residual's is dy."""
     pictures, tokens, hidden = x_BTH.shape
-    x_RH, dy_RH, dx_BTH = _rows_of(x_BTH), _rows_of(dy_BTH), _like(x_BTH)
+    x_RH = _rows_of(x_BTH)
+    dy_RH = _rows_of(dy_BTH)
+    dx_BTH = _like(x_BTH)
     block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
-    partial = (
-        torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32)
-        if want_gate
-        else None
-    )
+    if want_gate:
+        partial = torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32)
+    else:
+        partial = None
     KERNELS(
         "gate_backward",
         x_RH.dtype,
@@ -261,7 +267,8 @@ class ModulatedLayerNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.make_x, kept_x = kept_for(x_BTH, x_BTH)
         ctx.save_for_backward(scale_BH, *kept_x)
-        ctx.path, ctx.eps = path, eps
+        ctx.path = path
+        ctx.eps = eps
         if path == "cpp":
             return _cpp_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
         if path == "triton":
@@ -284,7 +291,9 @@ class ModulatedLayerNorm(torch.autograd.Function):
         refuse_second_derivative("modulated_layer_norm")
         scale_BH, *kept_x = ctx.saved_tensors
         x_BTH = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x)
-        want, eps, path = any(ctx.needs_input_grad[1:3]), ctx.eps, ctx.path
+        want = any(ctx.needs_input_grad[1:3])
+        eps = ctx.eps
+        path = ctx.path
         if path == "cpp":
             dx_BTH, dscale_BH, dshift_BH = _cpp_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
             return dx_BTH, *((dscale_BH, dshift_BH) if want else (None, None)), None, None, None
@@ -377,9 +386,14 @@ class GatedResidual(torch.autograd.Function):
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("gated_residual")
         kept_x, gate_BH = ctx.saved_tensors
-        x_BTH = dy_BTH if kept_x is None else kept_x  # of which only shape and dtype count then
+        # of which only shape and dtype count then
+        if kept_x is None:
+            x_BTH = dy_BTH
+        else:
+            x_BTH = kept_x
         needs_residual, _, want, _ = ctx.needs_input_grad
-        dresidual, path = dy_BTH if needs_residual else None, ctx.path
+        dresidual = dy_BTH if needs_residual else None
+        path = ctx.path
         if path == "cpp":
             dx_BTH, dgate_BH = _cpp_gate_backward(x_BTH, gate_BH, dy_BTH, want)
             return dresidual, dx_BTH, dgate_BH if want else None, None

@@ -158,11 +158,10 @@ def nvfp4(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
     weight_scale         fp8[O K/16]
     weight_global_scale  fp32[1], or `weight_scale_2`
     """
-    whole = (
-        t["weight_scale_2"].to(wide)
-        if "weight_scale_2" in t
-        else 1 / t["weight_global_scale"].to(wide)
-    )
+    if "weight_scale_2" in t:
+        whole = t["weight_scale_2"].to(wide)
+    else:
+        whole = 1 / t["weight_global_scale"].to(wide)
     packed = t["weight"] if "weight" in t else t["weight_packed"]
     return _by_group(
         _fp4(packed[rows], wide),
@@ -216,7 +215,10 @@ def unpacked(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8
     shifts = torch.tensor(
         [bits * at for at in order[: 32 // bits]], device=packed.device, dtype=torch.int32
     )
-    spread = packed[:, None, :] >> shifts[:, None] if dim == 0 else packed[..., None] >> shifts
+    if dim == 0:
+        spread = packed[:, None, :] >> shifts[:, None]
+    else:
+        spread = packed[..., None] >> shifts
     numbers: Tensor = (spread & (2**bits - 1)).flatten(dim, dim + 1)
     return numbers
 

@@ -71,8 +71,11 @@ def _of_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Ten
     zero = 8
     if kind.startswith("Q5"):
         bits = blocks[:, -20:-16, None] >> torch.arange(8, dtype=torch.uint8, device=q.device)
-        q, zero = q | (bits & 1).reshape(-1, 32) << 4, 16
-    return d[0] * q.to(wide) + d[1] if len(d) == 2 else d[0] * (q.to(wide) - zero)
+        q = q | (bits & 1).reshape(-1, 32) << 4
+        zero = 16
+    if len(d) == 2:
+        return d[0] * q.to(wide) + d[1]
+    return d[0] * (q.to(wide) - zero)
 
 
 def _q2_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
@@ -82,10 +85,8 @@ def _q2_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    low, high = (
-        _fields(blocks[:, 96:104], (0, 4), 8, 15),
-        _fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3),
-    )
+    low = _fields(blocks[:, 96:104], (0, 4), 8, 15)
+    high = _fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3)
     q = _fields(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).to(wide)
     # 4 is taken off where the bit is not set
     q -= (1 - _fields(blocks[:, :32], range(8), 32, 1)).to(wide) * 4
@@ -96,7 +97,9 @@ def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     """Scales and minima of 6 bits: four bytes each, whose two highest bits belong to the last four,
     whose low halves follow.
     """
-    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first = blocks[:, 4:8]
+    second = blocks[:, 8:12]
+    both = blocks[:, 12:16]
     scale = torch.cat((first & 63, (both & 15) | (first >> 2) & 48), 1)
     least = torch.cat((second & 63, (both >> 4) | (second >> 2) & 48), 1)
     q = _fields(blocks[:, -128:], (0, 4), 32, 15)

@@ -130,11 +130,10 @@ def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, i
     bits = packing.bits
     _expect(where, parts, "weight_packed", (shape[0], -(-shape[1] * bits // 32)))
     scale = _need(where, parts, "weight_scale").shape
-    size = (
-        shape[1]
-        if len(scale) < 2 or scale[1] == 1
-        else _fitting(where, "weight_scale", scale, packing, shape)[1]
-    )
+    if len(scale) < 2 or scale[1] == 1:
+        size = shape[1]
+    else:
+        size = _fitting(where, "weight_scale", scale, packing, shape)[1]
     if "weight_zero_point" in parts:
         _expect(
             where, parts, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size))

@@ -20,7 +20,8 @@ from ..library import library_op
 from . import formats
 from .formats import AWQ_ORDER, KINDS, Layout, Tensors, exponents, packed_zeros, unpacked
 
-_CPU, _GPU = 1 << 18, 1 << 26
+_CPU = 1 << 18
+_GPU = 1 << 26
 
 
 def piece_of(tensor: Tensor) -> int:
@@ -85,11 +86,10 @@ def ordered(t: Tensors, rows: slice, of: Layout) -> Ordered | None:
             zero,
         )
     if of.format == "nvfp4":
-        whole = (
-            t["weight_scale_2"].float()
-            if "weight_scale_2" in t
-            else 1 / t["weight_global_scale"].float()
-        )
+        if "weight_scale_2" in t:
+            whole = t["weight_scale_2"].float()
+        else:
+            whole = 1 / t["weight_global_scale"].float()
         packed = t["weight"] if "weight" in t else t["weight_packed"]
         return Ordered("fp4", packed[rows], own("weight_scale") * whole, None)
     if of.format == "mxfp4":
@@ -171,7 +171,9 @@ class PackedState:
     """
 
     def __init__(self, layout: Layout, word: str, tensors: dict[str, Tensor]) -> None:
-        self.layout, self.word, self.tensors = layout, word, tensors
+        self.layout = layout
+        self.word = word
+        self.tensors = tensors
         self.shape = torch.Size(layout.shape)
 
     def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,11 +183,14 @@ class PackedState:
         ->      dtype[O, K]
         """
         out = torch.empty(self.shape, dtype=dtype, device=packed.device)
-        return out if packed.is_meta else self.widen_rows(packed, slice(0, self.shape[0]), out)
+        if packed.is_meta:
+            return out
+        return self.widen_rows(packed, slice(0, self.shape[0]), out)
 
     def widen_rows(self, packed: Tensor, rows: slice, out: Tensor) -> Tensor:
         """Writes these rows, whose first is a multiple of `layout.align`, into `out`."""
-        of, columns = self.layout, self.shape[1]
+        of = self.layout
+        columns = self.shape[1]
         name, dtype, shape = of.main
         t = {**self.tensors, name: packed.reshape(-1).view(dtype).view(shape)}
         if _by_a_kernel(t, rows, of, out):
@@ -233,8 +238,11 @@ class StackState(PackedState):
         transposed: bool,
     ) -> None:
         super().__init__(layout, word, tensors)
-        self.experts, self.pieces, self.transposed = experts, pieces, transposed
-        rows, columns = self.pieces * layout.shape[0], layout.shape[1]
+        self.experts = experts
+        self.pieces = pieces
+        self.transposed = transposed
+        rows = self.pieces * layout.shape[0]
+        columns = layout.shape[1]
         self.shape = torch.Size(
             (self.experts, columns, rows) if transposed else (self.experts, rows, columns)
         )
@@ -323,11 +331,10 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
         and state.code is not None
         and state.blocksize % 16 == 0
     ):
-        nested = (
-            (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize)
-            if state.nested
-            else (None, None, None, 1)
-        )
+        if state.nested:
+            nested = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize)
+        else:
+            nested = (None, None, None, 1)
         scales, scale_code, offset, block = nested
         bytes_ = packed.view(torch.uint8)
         return _widen_4bit(
@@ -374,10 +381,8 @@ def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
     """
     rows, columns = weight.shape
     dtype, largest = (torch.float8_e4m3fn, 448.0) if word == "fp8" else (torch.int8, 127.0)
-    packed, scale = (
-        torch.empty(rows, columns, dtype=dtype, device=weight.device),
-        weight.new_empty(rows, 1, dtype=torch.float32),
-    )
+    packed = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    scale = weight.new_empty(rows, 1, dtype=torch.float32)
     step = rows if weight.is_meta else max(1, piece_of(weight) // columns)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
@@ -402,7 +407,8 @@ def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
     words  int32, `qweight`
     ->     int32[O ceil(K bits / 32)], zero points int16[O G] less half of their range
     """
-    of, t = state.layout, state.tensors
+    of = state.layout
+    t = state.tensors
     if of.format not in ("gptq", "awq") or "g_idx" in t:
         return words, state
     (rows, columns), per_word = of.shape, 32 // of.bits

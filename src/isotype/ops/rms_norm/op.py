@@ -50,7 +50,8 @@ def rms_norm_reference(
 
 KERNELS = CppKernels(__file__, forward="ddppppppiiiif", backward="ddpppppppiiiiii")
 # most partial sums of the weight's gradient, and the fewest rows that are worth a partial sum
-_PARTIAL_SUMS, _ROWS = 64, 16
+_PARTIAL_SUMS = 64
+_ROWS = 16
 
 
 def _like_forward(
@@ -82,11 +83,10 @@ def _cpp_forward(
     """(y, 1 / rms of each row, x + residual, empty where there is none)"""
     y, scale, total = _like_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     # rows of adjacent values; the weight in fp32
-    x_TH, w_H = x.reshape(-1, x.shape[-1]), weight_H.to(torch.float32).contiguous()
-    x_TH, w_H = (
-        x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(),
-        (w_H + 1.0 if unit_offset else w_H),
-    )
+    x_TH = x.reshape(-1, x.shape[-1])
+    w_H = weight_H.to(torch.float32).contiguous()
+    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+    w_H = w_H + 1.0 if unit_offset else w_H
     other_TH = None if residual is None else residual.reshape(-1, residual.shape[-1])
     if other_TH is not None and other_TH.stride(1) != 1:
         other_TH = other_TH.contiguous()
@@ -137,24 +137,22 @@ def _cpp_backward(
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype)
-    columns, w_H = x.shape[-1], weight_H.to(torch.float32).contiguous()
-    x_TH, dy_TH, w_H = (
-        x.reshape(-1, columns),
-        dy.reshape(-1, columns),
-        w_H + 1.0 if unit_offset else w_H,
-    )
-    x_TH, dy_TH = (
-        x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(),
-        (dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()),
-    )
+    columns = x.shape[-1]
+    w_H = weight_H.to(torch.float32).contiguous()
+    x_TH = x.reshape(-1, columns)
+    dy_TH = dy.reshape(-1, columns)
+    w_H = w_H + 1.0 if unit_offset else w_H
+    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+    dy_TH = dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()
     more_TH = None if more is None else more.reshape(-1, columns)
     if more_TH is not None and more_TH.stride(1) != 1:
         more_TH = more_TH.contiguous()
     rows = x_TH.shape[0]
     block = max(_ROWS, -(-rows // _PARTIAL_SUMS))
-    partial_BH = (
-        torch.empty((-(-rows // block), columns), dtype=torch.float32) if want_dweight else None
-    )
+    if want_dweight:
+        partial_BH = torch.empty((-(-rows // block), columns), dtype=torch.float32)
+    else:
+        partial_BH = None
     KERNELS(
         "backward",
         x.dtype,
@@ -228,7 +226,8 @@ def _backward(
             return triton.rms_norm_backward(x, weight_H, scale, dy, more, unit_offset, want_dweight)
     dtype = scale.dtype
     w = weight_H.to(dtype) + 1.0 if unit_offset else weight_H.to(dtype)
-    normed, d = x.to(dtype) * scale, dy.to(dtype)
+    normed = x.to(dtype) * scale
+    d = dy.to(dtype)
     g = d * w
     dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
     dx = (dx if more is None else dx + more.to(dtype)).to(x.dtype)
@@ -255,7 +254,8 @@ class RmsNorm(torch.autograd.Function):
     ) -> Tensor:
         y, scale, _ = _forward(path, x, None, weight_H, eps, unit_offset, out_dtype)
         ctx.save_for_backward(x, weight_H, scale)
-        ctx.path, ctx.unit_offset = path, unit_offset
+        ctx.path = path
+        ctx.unit_offset = unit_offset
         return y
 
     @staticmethod
@@ -319,7 +319,8 @@ class AddRmsNorm(torch.autograd.Function):
         y, scale, made = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
         total = x if made is None else made
         ctx.save_for_backward(total, weight_H, scale)
-        ctx.path, ctx.unit_offset = path, unit_offset
+        ctx.path = path
+        ctx.unit_offset = unit_offset
         # PyTorch lets leaves keep what they are given through a view: of one tensor, each would
         # accumulate into the other's .grad
         ctx.apart = (
@@ -339,7 +340,8 @@ class AddRmsNorm(torch.autograd.Function):
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
         dx: Tensor | None
         if dy is None:
-            dx, dweight_H = dtotal, None
+            dx = dtotal
+            dweight_H = None
         else:
             dx, dweight_H = _backward(
                 ctx.path, total, weight_H, scale, dy, dtotal, ctx.unit_offset, needs_weight
@@ -382,7 +384,8 @@ def add_rms_norm(
             code="SH001",
         )
     if residual is not None and residual.dtype != x.dtype:
-        x, residual = x + residual, None
+        x = x + residual
+        residual = None
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype

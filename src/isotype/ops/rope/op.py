@@ -43,17 +43,18 @@ def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleav
     dtype = wide(x_BNSD.dtype, cos_BSR.dtype)
     # torch.cat takes part in autocast, and raises for a dtype that is not autocast's
     with autocast_off(x_BNSD):
-        cos, sin, pairs = (
-            cos_BSR.unsqueeze(1).to(dtype),
-            sin_BSR.unsqueeze(1).to(dtype),
-            cos_BSR.shape[-1],
-        )
-        turned, rest = x_BNSD[..., : 2 * pairs].to(dtype), x_BNSD[..., 2 * pairs :]
+        cos = cos_BSR.unsqueeze(1).to(dtype)
+        sin = sin_BSR.unsqueeze(1).to(dtype)
+        pairs = cos_BSR.shape[-1]
+        turned = x_BNSD[..., : 2 * pairs].to(dtype)
+        rest = x_BNSD[..., 2 * pairs :]
         if interleaved:
-            a, b = turned[..., 0::2], turned[..., 1::2]
+            a = turned[..., 0::2]
+            b = turned[..., 1::2]
             turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
         else:
-            a, b = turned[..., :pairs], turned[..., pairs:]
+            a = turned[..., :pairs]
+            b = turned[..., pairs:]
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
         return torch.cat((turned.to(x_BNSD.dtype), rest), -1)
 
@@ -90,10 +91,8 @@ def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def rotate(
     q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    cos_BSR, sin_BSR = (
-        cos_BSR.to(torch.float32).contiguous(),
-        sin_BSR.to(torch.float32).contiguous(),
-    )
+    cos_BSR = cos_BSR.to(torch.float32).contiguous()
+    sin_BSR = sin_BSR.to(torch.float32).contiguous()
     made: list[Tensor] = []
     for x in (q_BNSD, k_BMSD):
         y = torch.empty_like(x)
@@ -172,7 +171,9 @@ class Rotate(torch.autograd.Function):
         path: Path,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BSR, sin_BSR)
-        ctx.path, ctx.interleaved, ctx.back = path, interleaved, back
+        ctx.path = path
+        ctx.interleaved = interleaved
+        ctx.back = back
         return _rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back, path)
 
     @staticmethod

@@ -129,7 +129,9 @@ def refused(error: BaseException) -> str | None:
         return f"{error.strerror or error}"
     # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error
     # 28)`
-    return str(error) if isinstance(error, Exception) and _OS_ERROR.search(str(error)) else None
+    if isinstance(error, Exception) and _OS_ERROR.search(str(error)):
+        return str(error)
+    return None
 
 
 def writable_again(reason: str) -> str:

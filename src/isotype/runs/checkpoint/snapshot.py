@@ -75,7 +75,9 @@ class Progress:
         rows  a hash of the evaluation rows
         """
         if self.evaluated not in (None, rows):
-            self.best_loss, self.best_step, self.without_gain = math.inf, None, 0
+            self.best_loss = math.inf
+            self.best_step = None
+            self.without_gain = 0
         self.evaluated = rows
 
 
@@ -256,7 +258,9 @@ def rows_here(model: nn.Module) -> Rows:
         kind, _, full = name.partition(".")
         if kind == "optimizer":
             full, _, key = full.rpartition(".")
-            return sharded.get(full) if key in _LIKE_ITS_PARAMETER else None
+            if key in _LIKE_ITS_PARAMETER:
+                return sharded.get(full)
+            return None
         return sharded.get(full) if kind == "model" else None
 
     return rows

@@ -46,7 +46,8 @@ class CheckpointStore:
     """Retains the `keep` newest checkpoints and the one marked as best."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        self.folder, self.keep = folder, keep
+        self.folder = folder
+        self.keep = keep
 
     def steps(self) -> list[int]:
         """Steps with a folder, whole or not, oldest first."""
@@ -219,9 +220,11 @@ def _joined(pieces: list[Any], rows: range | None) -> Tensor:
         return pieces[0]
     sizes = [piece.get_shape()[0] for piece in pieces]
     wanted = range(sum(sizes)) if rows is None else rows
-    found, begin = [], 0
+    found = []
+    begin = 0
     for piece, size in zip(pieces, sizes):
-        first, last = max(wanted.start, begin), min(wanted.stop, begin + size)
+        first = max(wanted.start, begin)
+        last = min(wanted.stop, begin + size)
         if first < last:
             found.append(piece[first - begin : last - begin])
         begin += size

@@ -88,7 +88,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         def moved(value: Any) -> Any:
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                return value.to(device, non_blocking=True)
+            return value
 
         text = {name: moved(tensor) for name, tensor in self.text.items()}
         return Batch(
@@ -123,7 +125,8 @@ class PictureStream(RowStream[Row]):
         sizes = by_size(order, lambda index: self.rows[index].size)
         if len(sizes) == 1:
             return order
-        groups, rest = [], list[int]()
+        groups = []
+        rest = list[int]()
         for some in sizes.values():
             whole = len(some) // self.together * self.together
             groups += [some[i : i + self.together] for i in range(0, whole, self.together)]
@@ -159,10 +162,8 @@ class DrawnRow(NamedTuple):
 
 def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool = False) -> Batch:
     """Rows of one size as a batch. `own_lengths`: texts are padded to the longest, and get a mask."""
-    masked, weighted = (
-        any(row.mask is not None for row in rows),
-        any(row.weight != 1.0 for row in rows),
-    )
+    masked = any(row.mask is not None for row in rows)
+    weighted = any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     controls = [row.control for row in rows if row.control is not None]
     return Batch(

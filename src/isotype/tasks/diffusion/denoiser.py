@@ -341,7 +341,8 @@ class _ExactLevels:
     """
 
     def __init__(self, scale: float) -> None:
-        self.scale, self.given = scale, list[Tensor]()
+        self.scale = scale
+        self.given = list[Tensor]()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not self.given:
@@ -409,7 +410,8 @@ class ForwardCost:
         blocks = set(denoiser_blocks(denoiser))
         with torch.no_grad(), _Made() as seen, FlopCounterMode(display=False) as counted:
             run()
-        each, root = counted.get_flop_counts(), type(denoiser).__name__
+        each = counted.get_flop_counts()
+        root = type(denoiser).__name__
         names = [name for name, module in denoiser.named_modules() if module in blocks]
         return cls(seen.made, [sum(each.get(f"{root}.{name}", {}).values()) for name in names])
 

@@ -320,9 +320,10 @@ class Encoder:
             )
             rows.append([row] * picture.repeats)
         missing = self._missing({key: key for key in todo})
-        refused = (
-            self._encode_pictures({key: todo[key] for key in missing}, bad) if missing else set()
-        )
+        if missing:
+            refused = self._encode_pictures({key: todo[key] for key in missing}, bad)
+        else:
+            refused = set()
         return [
             [row for row in some if refused.isdisjoint(row.latents + row.mirrored)] for some in rows
         ]
@@ -341,9 +342,10 @@ class Encoder:
             control = [picture.control.fingerprint()]
         images = run.images
         sizes = run.at[next(iter(picture.resolutions), images.resolution)]
-        size = (
-            sizes[0] if len(sizes) == 1 else bucket_of(*shown_size(picture.content.read()), sizes)
-        )
+        if len(sizes) == 1:
+            size = sizes[0]
+        else:
+            size = bucket_of(*shown_size(picture.content.read()), sizes)
         return {
             key_of([shaped, content, mask, astuple(window), mirrored, *control]): _Todo(
                 picture, window, mirrored
@@ -368,17 +370,15 @@ class Encoder:
                     content = picture.content.read()
                     x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)
                     cut_4 = cut_of(*shown_size(content), window, mirrored=mirrored)
-                    mask_1HW = (
-                        mask_pixels(picture.mask.read(), window)
-                        if picture.mask is not None
-                        else None
-                    )
+                    if picture.mask is not None:
+                        mask_1HW = mask_pixels(picture.mask.read(), window)
+                    else:
+                        mask_1HW = None
                     with of_control():
-                        before_CHW = (
-                            pixels(picture.control.read(), window)
-                            if picture.control is not None
-                            else None
-                        )
+                        if picture.control is not None:
+                            before_CHW = pixels(picture.control.read(), window)
+                        else:
+                            before_CHW = None
                 except (BadPicture, OSError) as error:
                     bad.add(picture.where, _reason(error))
                     refused.add(key)
@@ -403,7 +403,8 @@ class Encoder:
 
     def _missing(self, keys: Mapping[Key, str]) -> list[Key]:
         missing = [what for what, key in keys.items() if not self.store.has(key)]
-        self.made, self.found = self.made + len(missing), self.found + len(keys) - len(missing)
+        self.made = self.made + len(missing)
+        self.found = self.found + len(keys) - len(missing)
         return missing
 
     def _note(self, role: str, tensor: str, dtype: torch.dtype) -> None:

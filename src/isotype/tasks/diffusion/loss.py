@@ -71,16 +71,19 @@ def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens:
         return float(section.shift)
     if not scheduler.get("use_dynamic_shifting"):
         return float(scheduler.get("shift", scheduler.get("flow_shift", 1.0)))
-    low, high = (
-        float(scheduler.get("base_image_seq_len", 256)),
-        float(scheduler.get("max_image_seq_len", 4096)),
-    )
-    least, most = float(scheduler.get("base_shift", 0.5)), float(scheduler.get("max_shift", 1.15))
+    low = float(scheduler.get("base_image_seq_len", 256))
+    high = float(scheduler.get("max_image_seq_len", 4096))
+    least = float(scheduler.get("base_shift", 0.5))
+    most = float(scheduler.get("max_shift", 1.15))
     mu = least + (most - least) * (tokens - low) / (high - low)
-    return math.exp(mu) if scheduler.get("time_shift_type", "exponential") == "exponential" else mu
+    if scheduler.get("time_shift_type", "exponential") == "exponential":
+        return math.exp(mu)
+    return mu
 
 
-FLOW_MATCHING, EPSILON, V = "flow_matching", "epsilon", "v"
+FLOW_MATCHING = "flow_matching"
+EPSILON = "epsilon"
+V = "v"
 _DECLARED = {"epsilon": EPSILON, "v_prediction": V, "flow_prediction": FLOW_MATCHING}
 
 
@@ -119,11 +122,10 @@ class Objective(ABC):
 
     def __str__(self) -> str:
         levels = self.levels
-        bounds = (
-            ""
-            if (levels.least, levels.most) == (0.0, 1.0)
-            else f" from {levels.least:g} to {levels.most:g}"
-        )
+        if (levels.least, levels.most) == (0.0, 1.0):
+            bounds = ""
+        else:
+            bounds = f" from {levels.least:g} to {levels.most:g}"
         form = {
             "logit_normal": (
                 ""
@@ -203,7 +205,9 @@ class Ddpm(Objective):
         return (level_N.float() * len(self.signal)).round().long().clamp(0, len(self.signal) - 1)
 
     def weights(self, level_N: Tensor) -> Tensor | None:
-        return None if self.factors is None else self._at(level_N, self.factors)
+        if self.factors is None:
+            return None
+        return self._at(level_N, self.factors)
 
     def _at(self, level_N: Tensor, table_T: Tensor) -> Tensor:
         return table_T.to(level_N.device)[self.time(level_N)]
@@ -270,9 +274,12 @@ def objective_of(
             f"diffusion.shift: {section.shift} has no effect with {found}",
             fix="remove diffusion.shift",
         )
-    timesteps = (
-        section.timesteps if section.timesteps != "auto" else "logit_normal" if flow else "uniform"
-    )
+    if section.timesteps != "auto":
+        timesteps = section.timesteps
+    elif flow:
+        timesteps = "logit_normal"
+    else:
+        timesteps = "uniform"
     _refuse_without_effect(section, timesteps, flow=flow)
     shift = shift_of(section, scheduler, tokens=tokens) if flow else 1.0
     levels = NoiseLevels(
@@ -291,11 +298,10 @@ def objective_of(
     made: Any = DDPMScheduler.from_config(dict(scheduler))
     alphas_T: Tensor = made.alphas_cumprod.double()
     weighted = section.weighting == "min_snr"
-    factors = (
-        min_snr(alphas_T / (1 - alphas_T), section.snr_gamma, kind=found).float()
-        if weighted
-        else None
-    )
+    if weighted:
+        factors = min_snr(alphas_T / (1 - alphas_T), section.snr_gamma, kind=found).float()
+    else:
+        factors = None
     return Ddpm(found, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
 
 

@@ -249,11 +249,12 @@ def pictures_of_rows(
             complain(record.place, str(error))
             continue
         before = found.get(name)
-        found[name] = (
-            picture
-            if before is None
-            else replace(before, captions=tuple(dict.fromkeys(before.captions + picture.captions)))
-        )
+        if before is None:
+            found[name] = picture
+        else:
+            found[name] = replace(
+                before, captions=tuple(dict.fromkeys(before.captions + picture.captions))
+            )
     yield from found.values()
 
 
@@ -306,7 +307,8 @@ def _picture(
     record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]
 ) -> tuple[Any, Picture]:
     """What names the picture (with the one before the edit), and the picture. Raises BadPicture."""
-    row, key = record.value, names["text"]
+    row = record.value
+    key = names["text"]
     texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
         raise BadPicture(f"{key}: expected a caption or a list of them, got {row.get(key)!r:.60}")

@@ -111,11 +111,9 @@ def gather(images: ImagesSection, *, seed: int, pairs: bool = False) -> Gathered
     )
     if any(source.draw is not None for source in picture_sources(images, "regularisation")):
         train, regularisation = one_to_one(train, regularisation)
-    made.train, made.eval, made.regularisation = (
-        [*train, *regularisation],
-        evaluated,
-        len(regularisation),
-    )
+    made.train = [*train, *regularisation]
+    made.eval = evaluated
+    made.regularisation = len(regularisation)
     return made
 
 
@@ -238,7 +236,8 @@ def _masked(pictures: list[Picture], images: ImagesSection, made: Gathered) -> l
         raise UsageError(f"images.masks: {images.masks}: no such folder")
     masks = named_in(folder)
     roots = [Path(source.name).expanduser() for source in picture_sources(images, "train")]
-    taken, out = set(), []
+    taken = set()
+    out = []
     for picture in pictures:
         name = _name_of(picture, roots)
         taken.add(name)
@@ -259,11 +258,9 @@ def _paired(
     """The edited pictures that have one before the edit: their row's, or the one of the same name
     in the source's `controls`.
     """
-    root, controls, there = (
-        Path(source.name).expanduser(),
-        dict[str, Path](),
-        "a row names it (control), or images.controls its folder",
-    )
+    root = Path(source.name).expanduser()
+    controls = dict[str, Path]()
+    there = "a row names it (control), or images.controls its folder"
     if source.controls is not None:
         folder = Path(source.controls).expanduser()
         if not folder.is_dir():
@@ -394,7 +391,8 @@ def _orders(caption: str, images: ImagesSection, *, seed: int) -> list[str]:
     anew each time.
     """
     tags = [tag.strip() for tag in caption.split(SEPARATOR) if tag.strip()]
-    kept, rest = tags[: images.keep_tags], tags[images.keep_tags :]
+    kept = tags[: images.keep_tags]
+    rest = tags[images.keep_tags :]
     digest = hashlib.sha256(f"tags:{seed}:{caption}".encode()).digest()
     draw = random.Random(int.from_bytes(digest[:8], "big"))
     forms = []
@@ -443,7 +441,8 @@ def class_pictures(
             f"{source.key}.draw: a model that edits draws from a picture, not from a caption alone",
             fix=f"remove {source.key}.draw",
         )
-    folder, caption = Path(source.name).expanduser(), source.caption or ""
+    folder = Path(source.name).expanduser()
+    caption = source.caption or ""
     if folder.is_file():
         raise UsageError(
             f"{source.key}: {source.name}: a file; class pictures are drawn into a folder"

@@ -61,17 +61,20 @@ class PipelineFolder:
         """
         path = Path(name).expanduser()
         require_diffusers()
-        on_hub, file, whole = None, None, False
+        on_hub = None
+        file = None
+        whole = False
         if path.is_file():
-            file, beside = path, path.with_suffix("")
-            path = (
-                beside
-                if (beside / PIPELINE_FILE).is_file()
-                else settings_of(repository_of(file), None)
-            )
+            file = path
+            beside = path.with_suffix("")
+            if (beside / PIPELINE_FILE).is_file():
+                path = beside
+            else:
+                path = settings_of(repository_of(file), None)
             whole = path != beside or not any((path / "vae").glob("*.safetensors"))
         elif not path.is_dir():
-            path, on_hub = settings_of(name, revision), name
+            path = settings_of(name, revision)
+            on_hub = name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -113,7 +116,9 @@ class PipelineFolder:
     def files(self, part: str) -> list[Path]:
         self._fetch(part)
         own = [p for p in (self.path / part).rglob("*") if p.is_file()]
-        return [*own, self.file] if self.file is not None and self.whole else own
+        if self.file is not None and self.whole:
+            return [*own, self.file]
+        return own
 
     def fetch(self) -> None:
         """All weights, where the pipeline is on the hub. Raises UsageError."""
@@ -142,14 +147,14 @@ class PipelineFolder:
                 and self.index.get(part, [None, None])[1] is not None
             )
             if is_model and not any(here.glob("*.safetensors")):
-                packed, others = any(here.glob("*.gguf")), sorted(here.glob("*.bin"))
-                why = (
-                    NO_GGUF
-                    if packed
-                    else (
+                packed = any(here.glob("*.gguf"))
+                others = sorted(here.glob("*.bin"))
+                if packed:
+                    why = NO_GGUF
+                else:
+                    why = (
                         f"no .safetensors{f', and {others[0].name} can run code' if others else ''}"
                     )
-                )
                 raise UsageError(
                     f"model.name: {here}: {why}", fix=INSTEAD_OF_GGUF if packed else _AGAIN
                 )
@@ -194,8 +199,13 @@ class PipelineFolder:
     def published(self) -> Quantisation | None:
         """How the denoiser's own files are quantised; None where they are not."""
         plain = self.own is not None or self.file is not None
-        found = None if plain else self.config(self.denoiser_part).get("quantization_config")
-        return of_settings(found) if isinstance(found, Mapping) else None
+        if plain:
+            found = None
+        else:
+            found = self.config(self.denoiser_part).get("quantization_config")
+        if isinstance(found, Mapping):
+            return of_settings(found)
+        return None
 
     def denoiser_files(self) -> list[Path]:
         """The denoiser's safetensors files. Raises UsageError."""
@@ -203,11 +213,10 @@ class PipelineFolder:
         folder = self.path / self.denoiser_part
         index = folder / f"{WEIGHTS}.index.json"
         with self._explained(self.denoiser_part):
-            names = (
-                set(json.loads(index.read_text())["weight_map"].values())
-                if index.is_file()
-                else {WEIGHTS}
-            )
+            if index.is_file():
+                names = set(json.loads(index.read_text())["weight_map"].values())
+            else:
+                names = {WEIGHTS}
         if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
             raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_AGAIN)
         return [folder / name for name in sorted(names)]

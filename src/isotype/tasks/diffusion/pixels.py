@@ -182,7 +182,9 @@ def shown_size(content: bytes) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             turned = image.getexif().get(_ORIENTATION, 1) >= 5
-            return (image.height, image.width) if turned else (image.width, image.height)
+            if turned:
+                return (image.height, image.width)
+            return (image.width, image.height)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise BadPicture(why_bad(error, content)) from None
 
@@ -231,9 +233,11 @@ def cut_of(width: int, height: int, window: Window, *, mirrored: bool) -> Tensor
     size = window.size
     # scaled to the window's height: what is over lies beside it
     if width * size.height >= height * size.width:
-        room_above, room_beside = 0, width * size.height // height - size.width
+        room_above = 0
+        room_beside = width * size.height // height - size.width
     else:
-        room_above, room_beside = height * size.width // width - size.height, 0
+        room_above = height * size.width // width - size.height
+        room_beside = 0
     left = round(room_beside * window.left)
     return torch.tensor(
         [height, width, round(room_above * window.top), room_beside - left if mirrored else left],

@@ -39,7 +39,8 @@ def refuse_unfit(
     prompts: Sequence[Prompt],
 ) -> None:
     """Raises  UsageError. folder: with the denoiser of the run."""
-    family, adapter = folder.family, config.adapter
+    family = folder.family
+    adapter = config.adapter
     check_branch(config, precision)
     if config.train.ema is None and config.precision.ema is not None:
         raise UsageError(
@@ -87,11 +88,10 @@ def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeli
     images = config.images
     for source in sources:
         if source.controls is not None:
-            key = (
-                "images.controls"
-                if source.controls == images.controls
-                else f"{source.key}.controls"
-            )
+            if source.controls == images.controls:
+                key = "images.controls"
+            else:
+                key = f"{source.key}.controls"
         elif "control" in (source.columns or {}):
             key = (
                 "images" if source.columns == images.columns else source.key
@@ -105,7 +105,8 @@ def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeli
 
 def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: Precision) -> None:
     """Raises  UsageError where `adapter.text_encoders` does not fit the pipeline or another key"""
-    adapter, family = config.adapter, folder.family
+    adapter = config.adapter
+    family = folder.family
     if not adapter.text_encoders:
         if adapter.text_encoder_rate is not None:
             raise UsageError(
@@ -113,18 +114,18 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
                 fix="adapter.text_encoders: true",
             )
         return
-    why, fix = None, "adapter.text_encoders: false"
+    why = None
+    fix = "adapter.text_encoders: false"
     if not family.text_encoders:
         why = (
             f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
         )
     elif adapter.kind != "lora":
-        why, fix = f"adapter.kind: {adapter.kind} has none for text encoders", "adapter.kind: lora"
+        why = f"adapter.kind: {adapter.kind} has none for text encoders"
+        fix = "adapter.kind: lora"
     elif adapter.dora:
-        why, fix = (
-            "diffusers does not load the lengths of a DoRA into text encoders",
-            "adapter.dora: false",
-        )
+        why = "diffusers does not load the lengths of a DoRA into text encoders"
+        fix = "adapter.dora: false"
     elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(
         family.text_encoders
     ):
@@ -135,10 +136,8 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
         )
         fix = "adapter.text_encoder_rate: one rate for all"
     elif config.model.offload != "none":
-        why, fix = (
-            f"model.offload: {config.model.offload} is not offered with it",
-            "model.offload: none",
-        )
+        why = f"model.offload: {config.model.offload} is not offered with it"
+        fix = "model.offload: none"
     elif precision.text_encoder != precision.compute:
         why = (
             f"encoders that are trained work in precision.compute ({precision.compute}), not in"
@@ -160,13 +159,17 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
     """Raises  UsageError for an adapter to go on from that is another model's, of another kind, or
     not what the run is to write
     """
-    adapter, what = config.adapter, "adapter.start_from"
+    adapter = config.adapter
+    what = "adapter.start_from"
     if adapter.start_from is None:
         return
     start = Path(adapter.start_from)
     has = any(f".{PREFIX}" in name for name in shapes_of(start / "adapter_model.safetensors", what))
     if has != adapter.text_encoders:
-        of_encoders = "has matrices of text encoders" if has else "has none of text encoders"
+        if has:
+            of_encoders = "has matrices of text encoders"
+        else:
+            of_encoders = "has none of text encoders"
         raise UsageError(
             f"{what}: {start} {of_encoders}", fix=f"adapter.text_encoders: {str(has).lower()}"
         )
@@ -204,11 +207,10 @@ def _refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None
         if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
             layers = block_layers(denoiser, folder.family.blocks_of(denoiser))
             ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
-            trained = (
-                "adapter.text_encoders: true adapts the encoders beside it, or "
-                if folder.family.text_encoders
-                else ""
-            )
+            if folder.family.text_encoders:
+                trained = "adapter.text_encoders: true adapts the encoders beside it, or "
+            else:
+                trained = ""
             raise UsageError(
                 f"adapter.targets: {name} names a text encoder, and these are layers of the"
                 f" {folder.denoiser_part}",

@@ -115,11 +115,10 @@ def load_result(
             for the adapter of another model
     """
     model: nn.Module
-    encoders = (
-        pipeline.text_encoders(to_torch(precision.text_encoder))
-        if config.adapter.text_encoders
-        else {}
-    )
+    if config.adapter.text_encoders:
+        encoders = pipeline.text_encoders(to_torch(precision.text_encoder))
+    else:
+        encoders = {}
     if (folder / "adapter_config.json").is_file():
         denoiser = frozen_denoiser(
             pipeline, precision, loaded_on(device, part, config.model.offload)
@@ -342,13 +341,12 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        named, side = (
-            _in_comfyui(module, family),
-            (_UNET[side] if family.denoiser == "unet" else side),
-        )
+        named = _in_comfyui(module, family)
+        side = _UNET[side] if family.denoiser == "unet" else side
         made[f"{named}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
-            rank, alpha = len(tensor), _of_module(module, settings, "alpha_pattern", "lora_alpha")
+            rank = len(tensor)
+            alpha = _of_module(module, settings, "alpha_pattern", "lora_alpha")
             made[f"{named}.alpha"] = torch.tensor(
                 alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0), dtype=tensor.dtype
             )

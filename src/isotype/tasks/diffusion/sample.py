@@ -93,7 +93,9 @@ class Prompt:
 
     @property
     def shown(self) -> str:
-        return self.text if self.control is None else f"{self.text} ({self.control.name})"
+        if self.control is None:
+            return self.text
+        return f"{self.text} ({self.control.name})"
 
     def drawing(self, how: Drawing) -> Drawing:
         return replace(how, **self.own)

@@ -128,11 +128,10 @@ def _unknown(file: Path) -> UsageError:
 def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
     """name -> dtype as the file names it, and shape. Raises UsageError."""
     if file.suffix != ".safetensors":
-        why = (
-            "a pickle can run code"
-            if file.suffix in (".ckpt", ".pt", ".pth", ".bin")
-            else "expected one, or a pipeline's folder"
-        )
+        if file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+            why = "a pickle can run code"
+        else:
+            why = "expected one, or a pipeline's folder"
         raise UsageError(
             f"model.name: {file}: not a .safetensors file: {why}",
             fix="the same checkpoint as .safetensors",
@@ -178,10 +177,8 @@ def write_with_unet(
         tensors = {name: opened.get_tensor(name) for name in names}
     if not any(name.startswith(UNET_PREFIX) for name in tensors):
         return False
-    read, places = (
-        convert_ldm_unet_checkpoint(tensors, dict(config)),
-        {id(tensor): name for name, tensor in tensors.items()},
-    )
+    read = convert_ldm_unet_checkpoint(tensors, dict(config))
+    places = {id(tensor): name for name, tensor in tensors.items()}
     changed = {
         places[id(tensor)]: unet[name].reshape(tensor.shape).contiguous()
         for name, tensor in read.items()

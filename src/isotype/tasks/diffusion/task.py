@@ -179,7 +179,8 @@ class DiffusionTask:
 
     def _drawn_with(self) -> dict[str, Any]:
         """What shapes class pictures beside their caption; a model on this disk by its whole path."""
-        how, path = self.drawing(), Path(self.base_name).expanduser()
+        how = self.drawing()
+        path = Path(self.base_name).expanduser()
         model = str(path.resolve()) if path.exists() else self.base_name
         return {"model": model, "steps": how.steps, "guidance": how.guidance, "seed": how.seed}
 
@@ -187,7 +188,8 @@ class DiffusionTask:
         """With the base model and the run's settings of samples, under the run's precision; it is
         freed before the pictures are encoded.
         """
-        config, how = self.config, self.drawing()
+        config = self.config
+        how = self.drawing()
         model = frozen_base(
             self.folder, config, self.precision, loaded_on(device, None, config.model.offload)
         )
@@ -204,7 +206,8 @@ class DiffusionTask:
 
     def _said(self) -> list[Said]:
         """What is encoded as text: every caption, the empty one, and what is sampled."""
-        said, dropped = self.encoder.said, self.config.images.caption_dropout > 0
+        said = self.encoder.said
+        dropped = self.config.images.caption_dropout > 0
         found = [] if self.folder.family.sees_control else [Said(EMPTY)]
         for picture in self.gathered.all:
             found += [said(caption, picture.control) for caption in picture.captions]
@@ -268,7 +271,9 @@ class DiffusionTask:
 
     @property
     def eval_rows(self) -> int:
-        return len(self.gathered.eval) if self.train_rows is None else len(self.evaluated)
+        if self.train_rows is None:
+            return len(self.gathered.eval)
+        return len(self.evaluated)
 
     def feed(self) -> PictureStream:
         train = self.config.train
@@ -292,11 +297,10 @@ class DiffusionTask:
         full = self.config.adapter.kind == "none"
         total = sum(p.numel() for p in self.folder.denoiser_outline().parameters())
         packs = not full or self.folder.published is not None
-        denoiser = (
-            frozen_outline(self.folder, self.config, precision)
-            if packs
-            else base_outline(self.folder, self.config)
-        )
+        if packs:
+            denoiser = frozen_outline(self.folder, self.config, precision)
+        else:
+            denoiser = base_outline(self.folder, self.config)
         with torch.device("meta"):
             model, _ = built(
                 denoiser, self.folder.family, self.config, precision, device_type=device_type
@@ -336,7 +340,8 @@ class DiffusionTask:
             self.folder.family.latents.channels(self.folder.config("vae")),
         )
         sides = (self.sizes.largest_side // self.downscale,) * 2
-        dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
+        dtype = to_torch(self.precision.latents)
+        text = to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
         latents, noise = (
             torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2)
@@ -384,7 +389,8 @@ class DiffusionTask:
         return list(by_size(rows, lambda placed: placed.row.size).values())
 
     def collate(self, rows: Sequence[Placed]) -> Batch:
-        config, drawn = self.config, []
+        config = self.config
+        drawn = []
         for placed in rows:
             generator = generator_of("train", config.train.seed, placed.position)
             row = placed.row
@@ -395,11 +401,10 @@ class DiffusionTask:
             eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
             if (offset := config.diffusion.noise_offset) > 0:
                 noise = noise + offset * torch.randn(len(noise), 1, 1, generator=generator)
-            text = (
-                row.empty
-                if dropped < config.images.caption_dropout
-                else row.text[int(caption * len(row.text))]
-            )
+            if dropped < config.images.caption_dropout:
+                text = row.empty
+            else:
+                text = row.text[int(caption * len(row.text))]
             drawn.append(self._drawn(row, entry, noise, sigma, text, eps=eps))
         return self._stacked(drawn)
 
@@ -415,7 +420,9 @@ class DiffusionTask:
     ) -> DrawnRow:
         """eps: standard deviations of the posterior beside its mean; None: the mean"""
         x_CHW = entry["mean"] if eps is None else entry["mean"] + entry["std"] * eps
-        words, mask, control = self.encoder.store.get(text), entry.get("mask"), entry.get("control")
+        words = self.encoder.store.get(text)
+        mask = entry.get("mask")
+        control = entry.get("control")
         return DrawnRow(x_CHW, noise, sigma, words, entry["cut"], mask, row.weight, control)
 
     def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch:
@@ -429,7 +436,10 @@ class DiffusionTask:
         return batch
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        huber = self.config.diffusion.huber_c if self.config.diffusion.loss == "huber" else None
+        if self.config.diffusion.loss == "huber":
+            huber = self.config.diffusion.huber_c
+        else:
+            huber = None
         asked = Asked(
             self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut, batch.control
         )
@@ -448,10 +458,8 @@ class DiffusionTask:
     @cached_property
     def forward_cost(self) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32."""
-        denoiser, batch = (
-            base_outline(self.folder, self.config),
-            self.empty_batch(1, torch.device("meta")),
-        )
+        denoiser = base_outline(self.folder, self.config)
+        batch = self.empty_batch(1, torch.device("meta"))
         self.folder.family.prepare(denoiser)
         batch = replace(
             batch,
@@ -488,11 +496,11 @@ class DiffusionTask:
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        return (
-            self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype)
-            if self.evaluated
-            else None
-        )
+        if self.evaluated:
+            return self._evaluate(
+                model, self.evaluated[: micro_batch(self.config.train)], device, dtype
+            )
+        return None
 
     def _evaluate(
         self,
@@ -599,8 +607,12 @@ class DiffusionTask:
     # what is told
 
     def header(self) -> list[tuple[str, str]]:
-        made, found = self.encoder.made, self.encoder.found
-        where = f" in {self.encoder.store.folder}" if self.encoder.store.folder else " in memory"
+        made = self.encoder.made
+        found = self.encoder.found
+        if self.encoder.store.folder:
+            where = f" in {self.encoder.store.folder}"
+        else:
+            where = " in memory"
         first, levels, *more = self.plan_lines()
         cached = f"{made} latents and embeddings made, {found} found{where}"
         return [("data", first), *(("", line) for line in (*more, cached, levels))]
@@ -632,7 +644,9 @@ class DiffusionTask:
         )
 
     def plan_facts(self) -> dict[str, Any]:
-        gathered, sizes, objective = self.gathered, self.sizes, self.objective
+        gathered = self.gathered
+        sizes = self.sizes
+        objective = self.objective
         return {
             "train_pictures": self.rows,
             "eval_pictures": self.eval_rows,
@@ -649,7 +663,8 @@ class DiffusionTask:
         }
 
     def plan_lines(self) -> list[str]:
-        facts, sizes = self.plan_facts(), self.sizes
+        facts = self.plan_facts()
+        sizes = self.sizes
         kinds = [
             f"{facts[f'{kind}_pictures']:,} {kind}"
             for kind in ("regularisation", "masked")

@@ -37,7 +37,8 @@ class TextEncoders(nn.Module):
 
     def __init__(self, encoders: Mapping[str, nn.Module], family: Family, *, zeros: bool) -> None:
         super().__init__()
-        self.family, self.zeros = family, zeros
+        self.family = family
+        self.zeros = zeros
         for part, encoder in encoders.items():
             self.add_module(part, encoder)
 
@@ -59,9 +60,10 @@ def put_encoders(
     """Makes frozen encoders a part of the denoiser. Before its adapter is attached, and before
     `apply_precision`.
     """
-    zeros = (
-        bool(folder.index.get("force_zeros_for_empty_prompt", True)) if len(encoders) > 1 else False
-    )
+    if len(encoders) > 1:
+        zeros = bool(folder.index.get("force_zeros_for_empty_prompt", True))
+    else:
+        zeros = False
     denoiser.add_module(PREFIX[:-1], TextEncoders(encoders, folder.family, zeros=zeros))
     InstanceMethod(_forward, denoiser).put()
 
@@ -106,11 +108,10 @@ def targets_in(denoiser: nn.Module, family: Family) -> list[str]:
             for name, _ in denoiser.get_submodule(f"{PREFIX}{part}").named_modules()
             if name.endswith(ADAPTED)
         ]
-        last = (
-            max(int(name.split(".layers.")[1].split(".")[0]) for name in names)
-            if part in family.last_unused
-            else -1
-        )
+        if part in family.last_unused:
+            last = max(int(name.split(".layers.")[1].split(".")[0]) for name in names)
+        else:
+            last = -1
         found += [f"{PREFIX}{part}.{name}" for name in names if f".layers.{last}." not in name]
     return found
 

@@ -24,15 +24,20 @@ from ...wording import counted
 # Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's
 # attention also builds a plan for each new length, about 170 ms on an H100, so that there are few
 # of them.
-MULTIPLE, MULTIPLE_OF_SHORT_ROWS, MULTIPLE_ON_A_GPU = 8, 32, 128
+MULTIPLE = 8
+MULTIPLE_OF_SHORT_ROWS = 32
+MULTIPLE_ON_A_GPU = 128
 
 
 def padded_length(longest: int, device_type: str) -> int:
     """Of a batch whose longest row has so many tokens."""
     short = longest <= MULTIPLE_ON_A_GPU
-    multiple = (
-        MULTIPLE if device_type == "cpu" else MULTIPLE_OF_SHORT_ROWS if short else MULTIPLE_ON_A_GPU
-    )
+    if device_type == "cpu":
+        multiple = MULTIPLE
+    elif short:
+        multiple = MULTIPLE_OF_SHORT_ROWS
+    else:
+        multiple = MULTIPLE_ON_A_GPU
     return longest + -longest % multiple
 
 
@@ -90,11 +95,10 @@ class Batch:
         """The arguments of a causal model's forward. Without a cache: with one, transformers would
         ignore the positions.
         """
-        apart = (
-            {"attention_mask": self.attention_mask}
-            if self.position_ids is None
-            else {"position_ids": self.position_ids}
-        )
+        if self.position_ids is None:
+            apart = {"attention_mask": self.attention_mask}
+        else:
+            apart = {"position_ids": self.position_ids}
         return {"input_ids": self.input_ids, **apart, **self.pictures, "use_cache": False}
 
     def as_one_row(self) -> Batch:
@@ -150,11 +154,10 @@ def collate(
         (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
     )
     documents = Documents.of(lengths) if packed else None
-    shown = (
-        pictures.inputs(input_ids, mask, [row.pictures for row in rows])
-        if pictures is not None and rows[0].pictures
-        else {}
-    )
+    if pictures is not None and rows[0].pictures:
+        shown = pictures.inputs(input_ids, mask, [row.pictures for row in rows])
+    else:
+        shown = {}
     return Batch(
         input_ids,
         None if packed else mask,

@@ -107,7 +107,8 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never
     learns one of them does not stop.
     """
-    data, tokenizer = subject.task.data, subject.task.tokenizer
+    data = subject.task.data
+    tokenizer = subject.task.tokenizer
     if not formats(subject) & ANSWERED:
         return
     ends = set(
@@ -234,10 +235,8 @@ def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
         return []
     sample_SH = weight.detach()[:: max(1, weight.shape[0] // 4096)].float()
     mean_H = sample_SH.mean(0)
-    usual_norm, usual_distance = (
-        sample_SH.norm(dim=1).median(),
-        (sample_SH - mean_H).norm(dim=1).median(),
-    )
+    usual_norm = sample_SH.norm(dim=1).median()
+    usual_distance = (sample_SH - mean_H).norm(dim=1).median()
     # the same row for every token: a test model, or one that is broken in another way
     if usual_distance == 0:
         return []
@@ -269,7 +268,9 @@ def missing_template(subject: Subject) -> Iterator[Finding]:
 
 def _table(subject: Subject, *, output: bool) -> Any:
     inner: Any = inner_model(subject.prepared.model)
-    return inner.get_output_embeddings() if output else inner.get_input_embeddings()
+    if output:
+        return inner.get_output_embeddings()
+    return inner.get_input_embeddings()
 
 
 def beyond_the_positions(subject: Subject) -> Iterator[Finding]:
@@ -354,7 +355,8 @@ def leakage(model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch
     """
     lengths = (min([TRIAL, *row.documents[:1], len(row.input_ids)]) for row in rows)
     begun = [Row(row.input_ids[:n], row.labels[:n], 0) for row, n in zip(rows, lengths)]
-    first, second = begun[0], begun[1 % len(begun)]
+    first = begun[0]
+    second = begun[1 % len(begun)]
     n = len(first.input_ids)
     other = Row(
         first.input_ids[::-1] if len(set(first.input_ids)) > 1 else (pad_id,) * n, first.labels, 0
@@ -368,7 +370,8 @@ def leakage(model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch
         found: Tensor = model(**model_inputs(model, batch)).logits[0]
         return found
 
-    as_is, changed = logits(first), logits(other)
+    as_is = logits(first)
+    changed = logits(other)
     ours, theirs = (
         logits_TV[n : n + len(second.input_ids)].float() for logits_TV in (as_is, changed)
     )

@@ -74,12 +74,11 @@ class Distil(NextToken):
         vocabulary.
         """
         assert self.settings.teacher is not None, "checked before anything is loaded"
-        name, revision = self.settings.teacher, self.settings.revision
+        name = self.settings.teacher
+        revision = self.settings.revision
         with explained(name, "tokenizer", revision):
-            mine, theirs = (
-                tokenizer.get_vocab(),
-                AutoTokenizer.from_pretrained(name, revision=revision).get_vocab(),
-            )
+            mine = tokenizer.get_vocab()
+            theirs = AutoTokenizer.from_pretrained(name, revision=revision).get_vocab()
         if differ := len(mine.items() ^ theirs.items()):
             raise UsageError(
                 f"distil.teacher: {name} has another vocabulary than the model: {differ:,} entries"
@@ -96,7 +95,8 @@ class Distil(NextToken):
             elements = sum(
                 p.numel() for p in auto_class(architecture).from_config(architecture).parameters()
             )
-        dtype, notes = precision.compute, list[str]()
+        dtype = precision.compute
+        notes = list[str]()
         if device is not None:
             own = Precision(base=dtype, compute=dtype, generate=dtype, save=dtype)
             source = Source(name, revision)
@@ -169,7 +169,9 @@ class Head(NamedTuple):
 
     @property
     def classes(self) -> int:
-        return self.hidden.shape[-1] if self.weight is None else self.weight.shape[0]
+        if self.weight is None:
+            return self.hidden.shape[-1]
+        return self.weight.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,9 @@ class Taught(Targets):
     def of_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None
     ) -> Tensor:
-        teacher, beta, temperature = self.head, self.settings.beta, self.settings.temperature
+        teacher = self.head
+        beta = self.settings.beta
+        temperature = self.settings.temperature
         x_NH = _chosen(hidden, self.rows)
         classes = min(head.weight.shape[0], teacher.classes)
         if teacher.weight is None:
@@ -250,17 +254,15 @@ class Taught(Targets):
         classes = min(logits_NV.shape[-1], self.head.classes)
         both = (logits_NV[:, :classes], self.head.logits(classes, self.dtype))
         s, t = ((z / self.settings.temperature).log_softmax(-1) for z in both)
-        nll = (
-            F.cross_entropy(logits_NV, self.classes, reduction="sum")
-            if self.settings.cross_entropy
-            else None
-        )
+        if self.settings.cross_entropy:
+            nll = F.cross_entropy(logits_NV, self.classes, reduction="sum")
+        else:
+            nll = None
         return self._loss(divergence(s, t, self.settings.beta), nll)
 
     def _loss(self, divergences_N: Tensor, nll: Tensor | None) -> Tensor:
-        found, share = divergences_N.sum(), self.settings.cross_entropy
-        return (
-            found
-            if nll is None
-            else torch.stack([(1 - share) * found + share * nll, found.detach(), nll.detach()])
-        )
+        found = divergences_N.sum()
+        share = self.settings.cross_entropy
+        if nll is None:
+            return found
+        return torch.stack([(1 - share) * found + share * nll, found.detach(), nll.detach()])

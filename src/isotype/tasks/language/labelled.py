@@ -95,7 +95,8 @@ class FromLabels(Preference):
 
     def take(self, data: LoadedData) -> None:
         self._refuse_pictures(data)
-        rows, evaluation = cast(TokenRows, data.train), cast(TokenRows, data.eval)
+        rows = cast(TokenRows, data.train)
+        evaluation = cast(TokenRows, data.eval)
         wanted = rows.column("wanted")
         if wanted.all() or not wanted.any():
             raise UsageError(
@@ -104,7 +105,8 @@ class FromLabels(Preference):
                 fix="rows of the other label"
                 + ("; train.objective: sft learns wanted answers" if wanted.all() else ""),
             )
-        seed, length = self.config.train.seed, self.config.data.max_length
+        seed = self.config.train.seed
+        length = self.config.data.max_length
         self.train = Labelled(rows, rows, seed=seed, max_length=length)
         self.eval = Labelled(evaluation, rows, seed=seed, max_length=length)
         self.shares = data.shares
@@ -136,16 +138,16 @@ class FromLabels(Preference):
     ) -> Iterable[Any]:
         """Gives the batches of a step, or of an evaluation, their reference point."""
         held = list(batches)
-        drifts, count = [], 0.0
+        drifts = []
+        count = 0.0
         with eval_mode(model):
             for batch in held:
                 inner: Any = batch.batch if isinstance(batch, Idle) else batch
                 partners = answer_log_probs(model, inner.partners, dtype=dtype)
-                drift = (
-                    torch.zeros_like(partners)
-                    if inner.reference is None
-                    else partners - inner.reference[1::2]
-                )
+                if inner.reference is None:
+                    drift = torch.zeros_like(partners)
+                else:
+                    drift = partners - inner.reference[1::2]
                 drifts.append(drift.sum() * (0.0 if isinstance(batch, Idle) else 1.0))
                 count += batch.weight
         total = torch.stack(drifts).sum()
@@ -155,11 +157,9 @@ class FromLabels(Preference):
         point = (total / max(1.0, count)).clamp(min=0.0)
 
         def placed(batch: Any) -> Any:
-            return (
-                Idle(placed(batch.batch))
-                if isinstance(batch, Idle)
-                else replace(batch, point=point)
-            )
+            if isinstance(batch, Idle):
+                return Idle(placed(batch.batch))
+            return replace(batch, point=point)
 
         return [placed(batch) for batch in held]
 
@@ -169,13 +169,16 @@ class FromLabels(Preference):
         """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as
         it is in the first step.
         """
-        logps, section = answer_log_probs(model, batch.answers, dtype=dtype), self.config.preference
+        logps = answer_log_probs(model, batch.answers, dtype=dtype)
+        section = self.config.preference
         gain = logps - (logps.detach() if batch.reference is None else batch.reference[::2])
         point = torch.zeros((), device=gain.device) if batch.point is None else batch.point
         h = torch.where(batch.wanted, gain - point, point - gain)
         weights = torch.where(batch.wanted, section.desirable_weight, section.undesirable_weight)
         losses = weights * torch.sigmoid(-section.beta * h)
-        yes, rewards, said = batch.wanted.float(), section.beta * gain.detach(), logps.detach()
+        yes = batch.wanted.float()
+        rewards = section.beta * gain.detach()
+        said = logps.detach()
         no = 1.0 - yes
         measures = (
             yes,

@@ -122,7 +122,8 @@ class NextToken(Objective):
 
     def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
         super().__init__(config)
-        self.pictures, self.balance = pictures, 0.0
+        self.pictures = pictures
+        self.balance = 0.0
 
     def take(self, data: LoadedData) -> None:
         self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
@@ -200,11 +201,10 @@ def coefficient_of(model: nn.Module, asked: float | None) -> float:
                 fix="leave train.aux_loss out",
             )
         return 0.0
-    own = (
-        float(getattr(lm, "router_aux_loss_coef", 0.0))
-        if getattr(lm.config, "output_router_logits", False)
-        else 0.0
-    )
+    if getattr(lm.config, "output_router_logits", False):
+        own = float(getattr(lm, "router_aux_loss_coef", 0.0))
+    else:
+        own = 0.0
     return own if asked is None else asked
 
 

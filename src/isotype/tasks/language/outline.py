@@ -146,11 +146,9 @@ def step_outline(
     itself.
     """
     learnt = objective or NextToken(config)
-    packing, rows, length = (
-        config.data.packing,
-        config.train.batch_size * learnt.each,
-        padded_length(length, device_type),
-    )
+    packing = config.data.packing
+    rows = config.train.batch_size * learnt.each
+    length = padded_length(length, device_type)
 
     def loss_sum(model: nn.Module, batch: Any, divisor: int = 1) -> Tensor:
         return learnt.loss_sum(model, learnt.outlined(batch), divisor, dtype=precision.loss)
@@ -193,7 +191,10 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
     counted = torch.empty(supervised, dtype=torch.long, device=device)
     # assumes one document per row: the number of documents changes only the size of the tensor of
     # their bounds
-    documents = Documents.rows(rows, length, device)._replace(whole_rows=False) if packing else None
+    if packing:
+        documents = Documents.rows(rows, length, device)._replace(whole_rows=False)
+    else:
+        documents = None
     return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
 
 

@@ -101,7 +101,9 @@ class PairBatch(OfAnswers):
 def references(rows: Sequence[Any]) -> Tensor | None:
     """fp32[2 B]: of pairs, or of answers; None where they are not known yet."""
     known = [row.reference for row in rows if row.reference is not None]
-    return torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None
+    if len(known) == len(rows):
+        return torch.tensor(known, dtype=torch.float32).flatten()
+    return None
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -158,7 +160,9 @@ class Preference(Objective):
         self.beside_reference = self.name in WITH_REFERENCE
 
     def check(self) -> None:
-        data, adapter, aux_loss = self.config.data, self.config.adapter, self.config.train.aux_loss
+        data = self.config.data
+        adapter = self.config.adapter
+        aux_loss = self.config.train.aux_loss
         reasons = {
             "data.packing: true": ("each answer is judged as a whole", data.packing),
             "data.stream: true": ("all its rows are read before training", data.stream),
@@ -182,10 +186,8 @@ class Preference(Objective):
 
     def take(self, data: LoadedData) -> None:
         self._refuse_pictures(data)
-        self.train, self.eval = (
-            Pairs(cast(TokenRows, data.train)),
-            Pairs(cast(TokenRows, data.eval)),
-        )
+        self.train = Pairs(cast(TokenRows, data.train))
+        self.eval = Pairs(cast(TokenRows, data.eval))
         self.shares: Sequence[Share] = [
             Share(share.rows // 2, share.weight) for share in data.shares
         ]
@@ -203,11 +205,10 @@ class Preference(Objective):
         if not self.beside_reference:
             return
         for name, module in model.named_modules():
-            shares = (
-                [module.p]
-                if isinstance(module, nn.Dropout)
-                else [getattr(module, name, 0.0) for name in DROPOUTS]
-            )
+            if isinstance(module, nn.Dropout):
+                shares = [module.p]
+            else:
+                shares = [getattr(module, name, 0.0) for name in DROPOUTS]
             dropped = max(share for share in (*shares, 0.0) if isinstance(share, float))
             if dropped > 0:
                 raise UsageError(
@@ -251,7 +252,8 @@ class Preference(Objective):
             self.config.preference,
             Answers(*(values[side::2] for values in both for side in (0, 1))),
         )
-        chosen, rejected = made.chosen_rewards, made.rejected_rewards
+        chosen = made.chosen_rewards
+        rejected = made.rejected_rewards
         measures = (
             chosen,
             rejected,
@@ -325,11 +327,14 @@ def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
     answer, over that of the reference where there is one; simpo and orpo take means over an
     answer's tokens.
     """
-    beta, smoothing = settings.beta, settings.label_smoothing
-    c, r = a.chosen - a.chosen_reference, a.rejected - a.rejected_reference
+    beta = settings.beta
+    smoothing = settings.label_smoothing
+    c = a.chosen - a.chosen_reference
+    r = a.rejected - a.rejected_reference
     logps = a.chosen, a.rejected
     if objective in ("simpo", "orpo"):
-        c, r = c / a.chosen_length, r / a.rejected_length
+        c = c / a.chosen_length
+        r = r / a.rejected_length
         logps = c, r
     if objective == "ipo":
         losses = (c / a.chosen_length - r / a.rejected_length - 1 / (2 * beta)).square()
@@ -339,11 +344,10 @@ def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
         losses = -beta * F.logsigmoid((c - r) - (log1mexp(c) - log1mexp(r)))
     else:
         h = beta * (c - r)
-        losses = (
-            -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
-            if smoothing
-            else -F.logsigmoid(h)
-        )
+        if smoothing:
+            losses = -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
+        else:
+            losses = -F.logsigmoid(h)
     weight = float(objective in ("orpo", "cpo")) if settings.nll is None else settings.nll
     if weight:
         losses = losses - weight * a.chosen / a.chosen_length
@@ -388,7 +392,8 @@ def add_reference(
     shared = any(local_part(p) is not p for p in model.parameters())
     made_of = {**fingerprints, "model": SHARED if shared else fingerprint_of_weights(model)}
     path = folder / FILE
-    begin, sides = time.perf_counter(), {"training": train, "evaluation": evaluation}
+    begin = time.perf_counter()
+    sides = {"training": train, "evaluation": evaluation}
     known: dict[str, list[float]] = world.first_does(lambda: _kept(path, made_of))
     lacking = [name for name in sides if name not in known]
     for name in lacking:
@@ -500,7 +505,8 @@ class Reward(Preference):
         self, model: nn.Module, batch: PairBatch, divisor: int = 1, *, dtype: str
     ) -> Tensor:
         scores = model(**model_inputs(model, batch.answers)).logits.squeeze(-1).float()
-        chosen, rejected = scores[::2], scores[1::2]
+        chosen = scores[::2]
+        rejected = scores[1::2]
         margin = chosen - rejected
         losses = -F.logsigmoid(margin)
         if coefficient := self.config.preference.center_rewards_coefficient:

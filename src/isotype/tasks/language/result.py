@@ -30,7 +30,8 @@ from .objective import NextToken, Objective
 def save_model(model: Any, folder: Path, precision: Precision) -> None:
     """An ordinary Hugging Face folder in `save_model`'s dtype."""
     dtype = to_torch(precision.save_model)
-    names, state = embedding_and_head(model), model.state_dict()
+    names = embedding_and_head(model)
+    state = model.state_dict()
     tied = state[names[0]].data_ptr() == state[names[1]].data_ptr() if names else None
     model.save_pretrained(folder, state_dict=cast_once(state, dtype))
     write_config(folder, dtype, tied=tied)
@@ -113,7 +114,8 @@ def evaluate(
     objective = objective or NextToken(RunConfig())
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
-    total, weight = torch.zeros(1 + len(objective.words.measures), dtype=torch.float64), 0
+    total = torch.zeros(1 + len(objective.words.measures), dtype=torch.float64)
+    weight = 0
 
     def batches() -> Iterator[Any]:
         for turn in range(0, len(by_length), world.size * batch_size):

@@ -46,11 +46,10 @@ def generation_config(
 
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list | tuple) else [own])} - {None}
-    drawn = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p}
-        if temperature
-        else {"do_sample": False}
-    )
+    if temperature:
+        drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    else:
+        drawn = {"do_sample": False}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,

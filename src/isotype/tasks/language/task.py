@@ -81,12 +81,11 @@ class LanguageTask:
                 update={"adapter": config.adapter.model_copy(update={"modules_to_save": in_full})}
             )
         self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
-        self.feed, self.largest, self.checks = (
-            self.objective.feed,
-            self.objective.largest,
-            self.objective.checks,
-        )
-        self.before_step, self.loss_sum = self.objective.before_step, self.objective.loss_sum
+        self.feed = self.objective.feed
+        self.largest = self.objective.largest
+        self.checks = self.objective.checks
+        self.before_step = self.objective.before_step
+        self.loss_sum = self.objective.loss_sum
 
     @property
     def words(self) -> Words:
@@ -94,15 +93,15 @@ class LanguageTask:
 
     @property
     def roles(self) -> Mapping[str, str]:
-        return {"vision": "compute"} if has_vision(self.config.model) else {}
+        if has_vision(self.config.model):
+            return {"vision": "compute"}
+        return {}
 
     def observed(self) -> Iterable[tuple[str, str, str]]:
         pictures = self.data.pictures
-        return (
-            []
-            if pictures is None
-            else [("vision", name, dtype) for name, dtype in pictures.given.items()]
-        )
+        if pictures is None:
+            return []
+        return [("vision", name, dtype) for name, dtype in pictures.given.items()]
 
     @property
     def base_name(self) -> str:
@@ -136,9 +135,10 @@ class LanguageTask:
         self.objective.take(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
-        self.prompts = (
-            [] if self.objective.scored else prompts_of_run(config.run, data, self.tokenizer)
-        )
+        if self.objective.scored:
+            self.prompts = []
+        else:
+            self.prompts = prompts_of_run(config.run, data, self.tokenizer)
 
     def encode(self, device: torch.device) -> None:
         """No other model reads the data."""
@@ -146,8 +146,12 @@ class LanguageTask:
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
-        config, self.device_type = self.config, device.type
-        dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
+        config = self.config
+        self.device_type = device.type
+        if config.adapter.kind == "none":
+            dtype = precision.trainable
+        else:
+            dtype = precision.unquantised
         source = base_source(
             config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype
         )
@@ -201,7 +205,8 @@ class LanguageTask:
         )
 
         def block_flops(model: Any) -> list[float]:
-            tokens, config = step.rows * step.length, inner_model(model).config
+            tokens = step.rows * step.length
+            config = inner_model(model).config
             return [tokens * flops_of_a_token(layer, config) / 2 for layer in checkpointable(model)]
 
         return replace(
@@ -242,7 +247,8 @@ class LanguageTask:
         most: int | None = None,
         world: World = ALONE,
     ) -> Evaluation:
-        rows, sets = self.objective.eval, self.data.eval_sets
+        rows = self.objective.eval
+        sets = self.data.eval_sets
         if most is not None or not sets:
             return self._evaluate(
                 model, (rows or self.objective.train)[:most], device, dtype, world
@@ -258,7 +264,9 @@ class LanguageTask:
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
         longest = longest_of(self.objective.eval, micro_batch(self.config.train))
-        return self._evaluate(model, longest, device, dtype) if longest else None
+        if longest:
+            return self._evaluate(model, longest, device, dtype)
+        return None
 
     def _evaluate(
         self,
@@ -268,7 +276,8 @@ class LanguageTask:
         dtype: str,
         world: World = ALONE,
     ) -> Evaluation:
-        size, pad_id = micro_batch(self.config.train), self.tokenizer.pad_token_id
+        size = micro_batch(self.config.train)
+        pad_id = self.tokenizer.pad_token_id
         return evaluate(
             model,
             rows,
@@ -292,9 +301,11 @@ class LanguageTask:
         shortened: bool = False,
         world: World = ALONE,
     ) -> list[Sample]:
-        prompts, tokens = self.prompts, self.config.run.sample_tokens
+        prompts = self.prompts
+        tokens = self.config.run.sample_tokens
         if shortened:
-            prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
+            prompts = prompts[:1]
+            tokens = min(REHEARSED_TOKENS, tokens)
         return sample(
             model,
             self.tokenizer,
@@ -332,12 +343,13 @@ class LanguageTask:
     # what is told
 
     def header(self) -> list[tuple[str, str]]:
-        facts, data, row = self.data.facts, self.data, self.words.row
-        rows = (
-            "a stream of training rows"
-            if data.stream is not None
-            else counted(self.rows, f"training {row}")
-        )
+        facts = self.data.facts
+        data = self.data
+        row = self.words.row
+        if data.stream is not None:
+            rows = "a stream of training rows"
+        else:
+            rows = counted(self.rows, f"training {row}")
         if data.stream is None and (packing := facts.get("packing")):
             rows = (
                 f"{counted(packing['rows'], 'training row')} in"
@@ -404,7 +416,8 @@ class LanguageTask:
         }
 
     def plan_lines(self) -> list[str]:
-        facts, row = self.plan_facts(), self.words.row
+        facts = self.plan_facts()
+        row = self.words.row
         rows = counted(facts["train_rows"], f"training {row}")
         if facts["stream"]:
             rows = f"a stream, begun with {counted(facts['train_rows'], 'row')}"
@@ -415,7 +428,8 @@ class LanguageTask:
             f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']};"
             f" {evaluation}"
         )
-        shown, lengths = [], facts["lengths"]
+        shown = []
+        lengths = facts["lengths"]
         if facts["pictures"] is not None:  # which are most of a row's tokens
             spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
             with_some = f"{counted(facts['pictures']['rows'], 'training row')} with pictures"

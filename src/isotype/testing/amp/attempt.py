@@ -52,11 +52,9 @@ class BackwardCall:
     def saved(self) -> list[Tensor]:
         """What it had saved, after it raised."""
         try:
-            return (
-                [t for t in self.context.saved_tensors if isinstance(t, Tensor)]
-                if self.context is not None
-                else []
-            )
+            if self.context is not None:
+                return [t for t in self.context.saved_tensors if isinstance(t, Tensor)]
+            return []
         except RuntimeError:  # freed, or changed since
             return []
 
@@ -82,7 +80,10 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
             for node, index in ctx.next_functions:
                 leaf = getattr(node, "variable", None)
                 call.leaves.append(leaf)
-                met = node._input_metadata[index] if node is not None and leaf is None else leaf
+                if node is not None and leaf is None:
+                    met = node._input_metadata[index]
+                else:
+                    met = leaf
                 call.expected.append(met.dtype if met is not None else None)
             calls.append(call)
             try:
@@ -106,7 +107,8 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
 def function_classes(outputs: list[Tensor]) -> list[type]:
     """The hand-written Functions in the graph above these outputs, nearest first."""
     found: dict[type, None] = {}
-    todo, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set()
+    todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set()
     while todo:
         node = todo.pop(0)
         if node in seen:
@@ -187,7 +189,8 @@ def plain_functions() -> Iterator[None]:
         yield
 
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 
 
 @dataclass
@@ -272,7 +275,8 @@ def attempt(
             with torch.autocast(sample.device, dtype=autocast, enabled=autocast is not None):
                 result = call(*args, **kwargs)
         except Exception as error:  # the exceptions of the function are what is examined
-            outcome.stage, outcome.error = FORWARD, error
+            outcome.stage = FORWARD
+            outcome.error = error
             return outcome
         outcome.outputs = floating(result)
         outcome.changed_by_forward = {
@@ -302,7 +306,8 @@ def attempt(
                         differentiable, outcome.grad_outputs, retain_graph=left > 0
                     )
         except Exception as error:
-            outcome.stage, outcome.error = BACKWARD, error
+            outcome.stage = BACKWARD
+            outcome.error = error
             return outcome
     outcome.grads = {n: t.grad for n, t in wanted_grads.items()}
     return outcome
@@ -370,11 +375,9 @@ def registered(function: type, method: str) -> Any:
         for cell in own.__closure__ or ()
         if hasattr(cell.cell_contents, "_backward_fn")
     ]
-    return (
-        getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None)
-        if infos
-        else None
-    )
+    if infos:
+        return getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None)
+    return None
 
 
 def owner_of_method(function: type, method: str) -> str:

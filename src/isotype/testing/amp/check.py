@@ -91,7 +91,8 @@ def merged(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Fi
         seen.setdefault(key, {})[where] = None
     out = []
     for key, finding in worst.items():
-        first, rest = list(seen[key])[:3], len(seen[key]) - 3
+        first = list(seen[key])[:3]
+        rest = len(seen[key]) - 3
         shown = "; ".join(first) + (f"; and {rest} more" if rest > 0 else "")
         out.append(replace(finding, details=(*finding.details, ("seen with", shown))))
     return out
@@ -125,7 +126,8 @@ def ampcheck(
     Raises     ConformanceError (an AssertionError) with the whole report; UsageError when the
                function runs under no combination
     """
-    subject, plain = Subject(fn), Subject(reference) if reference is not None else None
+    subject = Subject(fn)
+    plain = Subject(reference) if reference is not None else None
     skipped = []
     if (
         plain is not None
@@ -134,11 +136,10 @@ def ampcheck(
     ):
         plain = None
         skipped.append(_OWN_WEIGHTS)
-    names = (
-        list(contract.inputs)
-        if contract
-        else subject.argument_names or (plain.argument_names if plain else [])
-    )
+    if contract:
+        names = list(contract.inputs)
+    else:
+        names = subject.argument_names or (plain.argument_names if plain else [])
     samples = read_samples(
         inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups)
     )
@@ -209,11 +210,10 @@ class _Check:
         if not ran:
             error = failures[0][1].error
             assert error is not None
-            where = (
-                f"{failure.place.file}:{failure.place.line}: "
-                if (failure := failure_of(error))
-                else ""
-            )
+            if failure := failure_of(error):
+                where = f"{failure.place.file}:{failure.place.line}: "
+            else:
+                where = ""
             with_what = f"with {self.sample.describe()}: {where}{first_line(error)}"
             raise UsageError(f"{self.subject.label} runs under no dtype combination {with_what}")
         for setting, outcome in failures:
@@ -240,17 +240,17 @@ class _Check:
         if self.contract is not None:
             self._note(contract_faults(outcome, setting, self.subject, self.contract), setting)
         else:
-            plain = (
-                attempt(self.plain, self.sample, setting, forward_only=True)
-                if self.plain is not None
-                else None
-            )
+            if self.plain is not None:
+                plain = attempt(self.plain, self.sample, setting, forward_only=True)
+            else:
+                plain = None
             self._note(output_faults(outcome, setting, self.sample, self.subject, plain), setting)
 
     def _judge_failure(self, setting: Setting, outcome: Outcome) -> None:
-        plain_runs = (
-            attempt(self.plain, self.sample, setting).ran if self.plain is not None else None
-        )
+        if self.plain is not None:
+            plain_runs = attempt(self.plain, self.sample, setting).ran
+        else:
+            plain_runs = None
         why = legitimate(
             outcome,
             setting,
@@ -261,7 +261,10 @@ class _Check:
         )
         if why is None:
             unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
-            severity = Severity.ERROR if setting.produced or self.contract is not None else unlikely
+            if setting.produced or self.contract is not None:
+                severity = Severity.ERROR
+            else:
+                severity = unlikely
             if setting.inside and outcome.stage == BACKWARD:
                 # trainers run backward outside the region
                 severity = min(severity, Severity.WARNING)
@@ -315,7 +318,8 @@ class _Check:
 
 
 def _near(left: Tensor, right: Tensor) -> bool:
-    left, right = left.detach().double(), right.detach().double()
+    left = left.detach().double()
+    right = right.detach().double()
     distance = torch.nan_to_num(left - right).norm()
     return left.shape == right.shape and bool(
         distance <= 8 * torch.finfo(right.dtype).eps ** 0.5 * torch.nan_to_num(right).norm()
@@ -353,7 +357,8 @@ def load_target(text: str) -> Target:
     """
     where, colon, name = text.rpartition(":")
     if not colon or not name.replace(".", "").isidentifier():
-        where, name = text, "build"
+        where = text
+        name = "build"
     with in_one_line(where):
         module = module_of(where)
     build = member(module, name, where)

@@ -67,11 +67,12 @@ class Numerics:
             outcome = attempt(
                 self.plain or self.subject, self.sample, setting, exact=wide, around=around
             )
-            self._truths[setting.dtypes] = (
-                {n: t.detach().double() for n, t in outcome.results().items()}
-                if outcome.ran
-                else {}
-            )
+            if outcome.ran:
+                self._truths[setting.dtypes] = {
+                    n: t.detach().double() for n, t in outcome.results().items()
+                }
+            else:
+                self._truths[setting.dtypes] = {}
             if outcome.ran:
                 break
         return self._truths[setting.dtypes]
@@ -81,7 +82,8 @@ class Numerics:
         """Whether the subject is made of hand-written Functions whose forward autograd can
         differentiate to the same gradients.
         """
-        wide, setting = torch.float64, Setting(None)
+        wide = torch.float64
+        setting = Setting(None)
         own = attempt(self.subject, self.sample, setting, exact=wide, around=exact).results()
         run = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin)
         twin = run.results()
@@ -97,11 +99,13 @@ class Numerics:
         truth = self.truth(setting)
         yardstick, label = self._yardstick(setting)
         unit = torch.finfo(setting.lowest(self.sample)).eps / 2
-        errors, excesses = dict[str, float](), []
+        errors = dict[str, float]()
+        excesses = []
         for result, given in outcome.results().items():
             if result not in truth or truth[result].shape != given.shape:
                 continue
-            exactly, size = truth[result], _norm(truth[result])
+            exactly = truth[result]
+            size = _norm(truth[result])
             distance = _distance(given, exactly)
             errors[result] = distance / size if size else float(distance > 0)
             if result in yardstick:
@@ -129,10 +133,8 @@ class Numerics:
             return (left is None) == (right is None)
         if left.shape != right.shape:
             return False
-        distance, size = (
-            _distance(left, right),
-            max(_norm(right), _norm(usual) if usual is not None else 0.0),
-        )
+        distance = _distance(left, right)
+        size = max(_norm(right), _norm(usual) if usual is not None else 0.0)
         return distance <= REORDERED * torch.finfo(setting.lowest(self.sample)).eps * size
 
     def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
@@ -140,22 +142,16 @@ class Numerics:
             outcome = attempt(self.plain, self.sample, Setting(setting.dtypes), exact=torch.float32)
             label = "the reference in fp32, rounded once"
         elif self.plain is not None:
-            outcome, label = (
-                attempt(self.plain, self.sample, setting),
-                "the reference at the same dtypes",
-            )
+            outcome = attempt(self.plain, self.sample, setting)
+            label = "the reference at the same dtypes"
         elif self.twin_agrees:
-            outcome, label = (
-                attempt(self.subject, self.sample, setting, around=plain_functions),
-                "plain PyTorch running the same forward",
-            )
+            outcome = attempt(self.subject, self.sample, setting, around=plain_functions)
+            label = "plain PyTorch running the same forward"
         else:
             return {}, ""
-        return (
-            (outcome.results(), label)
-            if outcome.ran and (self.plain is not None or not outcome.functions)
-            else ({}, label)
-        )
+        if outcome.ran and (self.plain is not None or not outcome.functions):
+            return (outcome.results(), label)
+        return ({}, label)
 
 
 @contextmanager
@@ -175,17 +171,22 @@ def _norm(t: Tensor) -> float:
 
 def _distance(given: Tensor, exactly: Tensor) -> float:
     """Norm of the difference where the truth is finite; infinite where the result is not."""
-    given, exactly = given.detach().double(), exactly.detach().double()
+    given = given.detach().double()
+    exactly = exactly.detach().double()
     finite = torch.isfinite(exactly)
     difference = (given - exactly)[finite]
-    return float("inf") if not bool(torch.isfinite(difference).all()) else float(difference.norm())
+    if not bool(torch.isfinite(difference).all()):
+        return float("inf")
+    return float(difference.norm())
 
 
 def percent(value: float) -> str:
     return "not finite" if value == float("inf") else f"{value:.2g}"
 
 
-SOME, LONG = 512, 4096  # rows tried first, and at most
+# rows tried first, and at most
+SOME = 512
+LONG = 4096
 LARGEST = 8_000_000  # numbers of a lengthened sample
 # relative error of fp32 sums that orders of addition account for
 ORDER = 64 * torch.finfo(torch.float32).eps
@@ -204,12 +205,14 @@ def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Faul
 
 def long_sums(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
     """AC007: what only shows at thousands of rows; and why it could not be looked at, if so."""
-    subject, sample = numerics.subject, numerics.sample
+    subject = numerics.subject
+    sample = numerics.sample
     short = attempt(subject, sample, setting)
     some = lengthened(sample, SOME)
     if not short.ran or some is None:
         return [], None
-    grown, outcome = some, attempt(subject, some, setting)
+    grown = some
+    outcome = attempt(subject, some, setting)
     # a result of rows times rows (weights that look like rows, attention) costs too much at
     # thousands
     if outcome.ran and _results(outcome) * _rows(sample) <= 1.5 * _results(short) * _rows(some):
@@ -254,11 +257,10 @@ def _finding(
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
     place = culprit.place if culprit else method_at_fault(subject, outcome, stage)
-    low = (
-        name(str(culprit.dtype))
-        if culprit and culprit.dtype is not None
-        else name(str(setting.lowest(sample)))
-    )
+    if culprit and culprit.dtype is not None:
+        low = name(str(culprit.dtype))
+    else:
+        low = name(str(setting.lowest(sample)))
     details = [
         (
             "error",
@@ -281,11 +283,10 @@ def _finding(
         )
     long = code == "AC007"
     adds = bool(culprit and culprit.accumulates)
-    place = (
-        place
-        if place.file
-        else Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol)
-    )
+    if place.file:
+        place = place
+    else:
+        place = Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol)
     key, finding = fault(
         "AC006",
         place,
@@ -320,7 +321,8 @@ def rounded_weights(numerics: Numerics, setting: Setting) -> list[Fault]:
     """Looks at one setting in which everything is one low dtype; nothing where there are no weights
     or no rows.
     """
-    subject, sample = numerics.subject, numerics.sample
+    subject = numerics.subject
+    sample = numerics.sample
     if (
         setting.autocast is not None
         or len(sample.met(setting.by_group)) != 1
@@ -343,7 +345,8 @@ def rounded_weights(numerics: Numerics, setting: Setting) -> list[Fault]:
             and again[0].shape == slope.shape
             and float(torch.corrcoef(torch.stack([slope, again[0]]))[0, 1]) > ALIKE
         ):
-            place, seen = subject.place, setting.describe()
+            place = subject.place
+            seen = setting.describe()
             words: dict[str, Any] = {
                 "result": result,
                 "low": name(dtype),
@@ -409,7 +412,8 @@ def _slopes(given: Tensor, exactly: Tensor) -> tuple[Tensor, float] | None:
     # by no rounding
     off = error.norm(dim=1) / truth.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
     alike = off <= OTHER_WAY * off.median()
-    truth, error = truth[alike], error[alike]
+    truth = truth[alike]
+    error = error[alike]
     weight = truth.square().sum(0)
     if not (torch.isfinite(error).all() and torch.isfinite(truth).all()) or not (weight > 0).all():
         return None

@@ -237,7 +237,8 @@ def locate(
     long_sum  the error grew with the number of rows: the line that adds most often into a
               low-precision tensor, if there is one
     """
-    narrow, wide = _Recorder(), _Recorder()
+    narrow = _Recorder()
+    wide = _Recorder()
     if not attempt(subject, sample, setting, around=lambda: narrow.tape).ran:
         return None
 
@@ -278,7 +279,9 @@ def locate(
     grown = [i for i, times in growth.items() if times > 4] or [
         i for i in placed if errors[i] > final / 4
     ]
-    return _culprit(narrow.steps, grown[0], given[grown[0]], errors[grown[0]]) if grown else None
+    if grown:
+        return _culprit(narrow.steps, grown[0], given[grown[0]], errors[grown[0]])
+    return None
 
 
 def _culprit(steps: list[_Step], index: int, before: float, after: float) -> Culprit:

@@ -51,7 +51,9 @@ _SCATTER = re.compile(
 
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    if lines:
+        return f"{type(error).__name__}: {lines[0][:200]}"
+    return type(error).__name__
 
 
 def legitimate(
@@ -102,7 +104,10 @@ def finding_for(
     assert outcome.error is not None
     failure = failure_of(outcome.error)
     place = failure.place if failure else subject.place
-    owner = failure.function if failure and failure.function else place.symbol or subject.label
+    if failure and failure.function:
+        owner = failure.function
+    else:
+        owner = place.symbol or subject.label
     stage = outcome.stage or "forward"
     backward = stage == BACKWARD
     operands = _described(failure, outcome) if failure else []
@@ -152,11 +157,10 @@ def _described(failure: Failure, outcome: Outcome) -> list[str]:
             owner = next(
                 (n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None
             )
-            role = (
-                f" (input {owner})"
-                if owner and owner != word and not owner.startswith("input")
-                else ""
-            )
+            if owner and owner != word and not owner.startswith("input"):
+                role = f" (input {owner})"
+            else:
+                role = ""
         said.append(f"{word} {shown(tensor)}{role}")
     return said
 
@@ -201,10 +205,8 @@ def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
             wider = torch.finfo(returned).bits > torch.finfo(expected).bits
             if not wider and returned in met:
                 continue
-            owner, argument = (
-                owner_of_method(call.function, "backward"),
-                _argument(call.function, i),
-            )
+            owner = owner_of_method(call.function, "backward")
+            argument = _argument(call.function, i)
             words: dict[str, Any] = {
                 "owner": owner,
                 "argument": argument,
@@ -233,7 +235,8 @@ def output_faults(
     """Outputs narrower than anything in play, or not in the dtype in which the reference returns
     them.
     """
-    inputs, classes = sample.met(setting.by_group), outcome.functions
+    inputs = sample.met(setting.by_group)
+    classes = outcome.functions
     most = max((sample.tensor(s).dim() for s in sample.slots), default=0)
     faults: list[Fault] = []
     for i, tensor in enumerate(outcome.values):
@@ -241,19 +244,18 @@ def output_faults(
         if dtype in inputs or dtype == setting.autocast:
             continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
         if plain is not None:
-            wanted, against = (
-                (plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype),
-                "the reference returns",
-            )
+            if plain.ran and i < len(plain.values):
+                wanted = plain.values[i].dtype
+            else:
+                wanted = dtype
+            against = "the reference returns"
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
             if wider and tensor.dim() < most:
                 continue  # every fused loss returns fp32, which is no fault
         elif classes and not subject.captured_dtypes() and torch.finfo(dtype).bits < 32:
-            wanted, against, wider = (
-                max(inputs, key=lambda d: torch.finfo(d).bits),
-                "every input is",
-                False,
-            )
+            wanted = max(inputs, key=lambda d: torch.finfo(d).bits)
+            against = "every input is"
+            wider = False
         else:
             continue
         if wanted == dtype:
@@ -307,7 +309,9 @@ def declared_output(
         and spec.dtype in ("any", "float")
     ):
         return replace(spec, dtype="fp32")
-    return replace(spec, dtype=letters.get(spec.dtype, spec.dtype)) if spec.free else spec
+    if spec.free:
+        return replace(spec, dtype=letters.get(spec.dtype, spec.dtype))
+    return spec
 
 
 def _output_faults(
@@ -446,7 +450,8 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     """`f(x).sum().backward()` hands over one number seen as a whole tensor."""
-    subject, sample = numerics.subject, numerics.sample
+    subject = numerics.subject
+    sample = numerics.sample
     if all(t.dim() == 0 for t in baseline.outputs):
         return []
 
@@ -472,7 +477,8 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
 
 
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    subject, sample = numerics.subject, numerics.sample
+    subject = numerics.subject
+    sample = numerics.sample
     twice = attempt(subject, sample, setting, passes=2)
     if twice.error is not None and twice.stage != BACKWARD:
         return []
@@ -498,16 +504,16 @@ def _judged(
     failure = failure_of(given.error)
     if failure is not None and failure.raised_by_hand:
         return []
-    spot = (
-        Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol)
-        if failure
-        else place
-    )
+    if failure:
+        spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol)
+    else:
+        spot = place
     return [fault(code, spot, raised=first_line(given.error))]
 
 
 def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    subject, sample = numerics.subject, numerics.sample
+    subject = numerics.subject
+    sample = numerics.sample
     faults: list[Fault] = []
     trainable = [n for n, g in baseline.grads.items() if g is not None]
     if not 1 < len(trainable) <= 8:

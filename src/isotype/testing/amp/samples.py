@@ -23,7 +23,9 @@ from ...errors import UsageError
 from ...finding import Place
 from ...ops.contract import OpContract
 
-INPUT, PARAM, FIXED = "input", "param", "fixed"
+INPUT = "input"
+PARAM = "param"
+FIXED = "fixed"
 TRAINED = tuple(to_torch(word) for word in TRAINING_FLOATS)
 
 
@@ -100,11 +102,10 @@ class Sample:
         named = {}
         for slot in self.slots:
             given = self.tensor(slot)
-            dtype = (
-                given.dtype
-                if dtypes is None or slot.group == FIXED
-                else dtypes.get(slot.group, given.dtype)
-            )
+            if dtypes is None or slot.group == FIXED:
+                dtype = given.dtype
+            else:
+                dtype = dtypes.get(slot.group, given.dtype)
             tensor = given.detach().to(dtype)
             tensor = tensor.to(exact) if exact is not None else tensor
             tensor = tensor.clone() if tensor.data_ptr() == given.data_ptr() else tensor
@@ -191,11 +192,12 @@ def _read(
             group = FIXED  # fp8 and other storage formats
         if declared and position is not None and position < len(declared):
             spec = declared[position][1]
-            group = (
-                spec.dtype
-                if spec.free
-                else (FIXED if spec.dtype not in ("any", "float") else group)
-            )
+            if spec.free:
+                group = spec.dtype
+            elif spec.dtype not in ("any", "float"):
+                group = FIXED
+            else:
+                group = group
         slots.append(Slot(label, i, group, leaf.requires_grad if asked else True))
     return Sample(
         leaves,
@@ -266,11 +268,10 @@ def lengthened(sample: Sample, rows: int) -> Sample | None:
         return None
     rows_of = sample.tensor(first)
     lead = rows_of.shape[0]
-    per_row = (
-        max(1, rows_of.numel() // max(1, lead) // max(1, rows_of.shape[-1]))
-        if rows_of.dim() > 1
-        else 1
-    )
+    if rows_of.dim() > 1:
+        per_row = max(1, rows_of.numel() // max(1, lead) // max(1, rows_of.shape[-1]))
+    else:
+        per_row = 1
     wanted = -(-rows // per_row)
     if lead == 0 or wanted <= lead:
         return None
@@ -391,7 +392,10 @@ class Subject:
         owner = getattr(target, "__self__", None)
         applied = owner if getattr(target, "__name__", "") == "apply" else target
         is_function = inspect.isclass(applied) and issubclass(applied, torch.autograd.Function)
-        self.function_class: type[torch.autograd.Function] | None = applied if is_function else None
+        if is_function:
+            self.function_class: type[torch.autograd.Function] | None = applied
+        else:
+            self.function_class = None
         self.module = (
             target
             if isinstance(target, nn.Module)
@@ -411,7 +415,10 @@ class Subject:
             return self.function_class.__qualname__
         if self.module is not None:
             return type(self.module).__qualname__
-        target = self.target.func if isinstance(self.target, functools.partial) else self.target
+        if isinstance(self.target, functools.partial):
+            target = self.target.func
+        else:
+            target = self.target
         return str(getattr(target, "__qualname__", type(target).__qualname__)).removeprefix(
             "build.<locals>."
         )
@@ -450,20 +457,15 @@ class Subject:
     @property
     def groups(self) -> tuple[str, ...]:
         """`param` when it owns parameters of its own."""
-        return (
-            (PARAM,)
-            if self.module is not None
-            and any(p.is_floating_point() for p in self.module.parameters())
-            else ()
-        )
+        if self.module is not None and any(p.is_floating_point() for p in self.module.parameters()):
+            return (PARAM,)
+        return ()
 
     def owned_dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes of its own floating parameters, as built."""
-        return (
-            frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point())
-            if self.module is not None
-            else frozenset()
-        )
+        if self.module is not None:
+            return frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return frozenset()
 
     def ready(
         self,
@@ -492,11 +494,10 @@ class Subject:
         }
         if frozen in named:
             named[frozen].requires_grad_(False)
-        run: Callable[..., Any] = (
-            module
-            if isinstance(self.target, nn.Module)
-            else MethodType(self.target.__func__, module)
-        )
+        if isinstance(self.target, nn.Module):
+            run: Callable[..., Any] = module
+        else:
+            run = MethodType(self.target.__func__, module)
         return run, named
 
     def holds_parameters_of(self, module: nn.Module) -> bool:
@@ -511,11 +512,9 @@ class Subject:
         return {t.dtype for t in self._held() if t.is_floating_point()}
 
     def _held(self) -> Iterator[Tensor]:
-        return (
-            iter(())
-            if self.function_class is not None or self.module is not None
-            else _captured(self.target, depth=3)
-        )
+        if self.function_class is not None or self.module is not None:
+            return iter(())
+        return _captured(self.target, depth=3)
 
 
 def _captured(target: Any, depth: int) -> Iterator[Tensor]:

@@ -33,7 +33,8 @@ from .offload import SMALLEST, Streamed
 from .outline import scales_of
 from .recomputation import AUTO, ENTER, LAYERS, NONE, checkpointable
 
-BLOCKS, KEY = "blocks", "model.offload: blocks"
+BLOCKS = "blocks"
+KEY = "model.offload: blocks"
 _STATE = "_isotype_blocks"
 _ALIGNED = 256  # bytes: where a tensor begins in a block's memory, as PyTorch's own allocations do
 # GB/s one way between host and device: PCIe 3.0, 4.0 and 5.0 x16 as specified, of which pinned
@@ -48,7 +49,9 @@ _PCIE = {
     "cdna3": 64,
     "cdna4": 64,
 }
-_PCIE_4, _COPY, _PRODUCT = 32, 0.85, 0.80
+_PCIE_4 = 32
+_COPY = 0.85
+_PRODUCT = 0.80
 
 
 class Block:
@@ -59,7 +62,10 @@ class Block:
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self.tensors, self.device, self.starts, self.bytes = tensors, device, list[int](), 0
+        self.tensors = tensors
+        self.device = device
+        self.starts = list[int]()
+        self.bytes = 0
         for tensor in tensors:
             self.starts.append(self.bytes)
             self.bytes += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
@@ -200,7 +206,9 @@ def as_set(model: nn.Module, offload: str, device: torch.device) -> nn.Module:
     """The model with its blocks in host memory where `model.offload` says so and `device` is a GPU,
     or stands for one.
     """
-    return put_blocks(model, device) if offload == BLOCKS and device.type != "cpu" else model
+    if offload == BLOCKS and device.type != "cpu":
+        return put_blocks(model, device)
+    return model
 
 
 def blocks_of(model: nn.Module) -> FrozenBlocks | None:
@@ -212,7 +220,9 @@ def blocks_of(model: nn.Module) -> FrozenBlocks | None:
 def away_from(model: nn.Module) -> list[Tensor]:
     """Its tensors that wait in host memory."""
     found = blocks_of(model)
-    return [] if found is None else [tensor for block in found.blocks for tensor in block.tensors]
+    if found is None:
+        return []
+    return [tensor for block in found.blocks for tensor in block.tensors]
 
 
 def check_offload(config: RunConfig, *, device_type: str) -> None:
@@ -260,11 +270,10 @@ def refuse_without_host_memory(needed: int, has: int, processes: int = 1) -> Non
     UsageError.
     """
     if has and needed * processes > has:
-        each = (
-            f"{processes} processes with {shown(needed)} of blocks each"
-            if processes > 1
-            else f"{shown(needed)} of blocks"
-        )
+        if processes > 1:
+            each = f"{processes} processes with {shown(needed)} of blocks each"
+        else:
+            each = f"{shown(needed)} of blocks"
         raise UsageError(
             f"{KEY}: {each} do not fit into {shown(has)} of host memory",
             fix="a base of fewer bits: precision.base: fp8 or nf4",
@@ -290,7 +299,10 @@ class OffloadPlan:
     time: float | None
 
     def __str__(self) -> str:
-        time = "" if self.time is None else f", {self.time:.2f} times the time without, counted"
+        if self.time is None:
+            time = ""
+        else:
+            time = f", {self.time:.2f} times the time without, counted"
         return (
             f"blocks: {shown(self.host)} in host memory, {shown(self.held)} on the device at a time"
             f" ({self.share:.0%} of the frozen weights are there), {shown(self.moved)} moved a"
@@ -324,11 +336,9 @@ def plan_offload(
         if not p.requires_grad
         for t in (p, *scales_of(p))
     )
-    held, moved, peak = (
-        held_at_most(model),
-        (2 * sum(sizes) - sizes[0] - sizes[-1]) * micro_batches,
-        hardware.peak_tflops.get(compute),
-    )
+    held = held_at_most(model)
+    moved = (2 * sum(sizes) - sizes[0] - sizes[-1]) * micro_batches
+    peak = hardware.peak_tflops.get(compute)
     time = None
     if peak:
         work = [one / (peak * 1e12 * _PRODUCT) for one in flops(model)]
@@ -350,4 +360,6 @@ def plan_offload(
 def held_at_most(model: nn.Module) -> int:
     """Bytes of the two largest blocks of a model whose blocks are in host memory; 0 of others."""
     found = blocks_of(model)
-    return 0 if found is None else sum(sorted(block.bytes for block in found.blocks)[-2:])
+    if found is None:
+        return 0
+    return sum(sorted(block.bytes for block in found.blocks)[-2:])

@@ -28,7 +28,10 @@ from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 WITHIN = 0.15  # what the plan is right to: measured beside the peak memory of real CPU runs
 # simulations between "too few layers" and "all of them"; the peak is nearly linear in their number
 _TRIES = 3
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
+# glibc's malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 _RETURNED = 128 << 10  # glibc's own threshold before it grows; setting it keeps it from growing
 _returning = False
 
@@ -117,19 +120,17 @@ def auto_checkpointing(
     without = simulate(choice(NONE, 0, ""))
     takes = f"the step takes {shown(without.peak + besides)}"
     if not limit or without.not_simulated or not layers:
-        why = (
-            "the device's memory is unknown"
-            if not limit
-            else "no layers that could recompute"
-            if not layers
-            else "the step has no plan"
-        )
+        if not limit:
+            why = "the device's memory is unknown"
+        elif not layers:
+            why = "no layers that could recompute"
+        else:
+            why = "the step has no plan"
         return choice(NONE, 0, why), without
-    of = (
-        f"{shown(target)} (train.memory)"
-        if target is not None and limit == target + besides
-        else shown(has)
-    )
+    if target is not None and limit == target + besides:
+        of = f"{shown(target)} (train.memory)"
+    else:
+        of = shown(has)
     if over(without) <= 0:
         return choice(NONE, 0, f"{takes} of {of}"), without
     need = f"without it {takes} of {of}"
@@ -144,7 +145,8 @@ def auto_checkpointing(
         plan = simulate(found)
     else:
         # what one layer saves, measured at both ends; the layers between are checked
-        saved, n = max(1.0, (without.peak - plan.peak) / layers), 0
+        saved = max(1.0, (without.peak - plan.peak) / layers)
+        n = 0
         too_much = over(without)
         for _ in range(_TRIES):
             n = max(n + 1, min(layers, n + -int(-too_much // saved)))
@@ -154,11 +156,14 @@ def auto_checkpointing(
             fewer_plan = simulate(fewer)
             too_much = over(fewer_plan)
             if too_much <= 0:
-                found, plan = fewer, fewer_plan
+                found = fewer
+                plan = fewer_plan
                 break
     kept = replace(found, keep_attention=True)
     kept_plan = simulate(kept)
-    return (kept, kept_plan) if over(kept_plan) <= 0 else (found, plan)
+    if over(kept_plan) <= 0:
+        return (kept, kept_plan)
+    return (found, plan)
 
 
 def less_memory(config: RunConfig, checkpointing: str) -> str:

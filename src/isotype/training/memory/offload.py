@@ -62,7 +62,8 @@ class Copied:
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self.event, self.device = event, device
+        self.event = event
+        self.device = device
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
@@ -103,7 +104,9 @@ class Away:
     """
 
     def __init__(self, tensor: Tensor, call: Kept) -> None:
-        self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.device = tensor.device
         # a transposed tensor's order is kept: a reader needs no copy either
         self.strides = strides_of(tensor)
         # a memory plan counts the device's bytes: its host tensors have none, whatever their shape
@@ -181,7 +184,9 @@ class HostMemory:
         for other in packed.call.alive():
             if not other.spent:
                 self._fetch(other)
-        tensor, packed.here, packed.spent = packed.here, None, True
+        tensor = packed.here
+        packed.here = None
+        packed.spent = True
         assert tensor is not None
         if packed.copied is not None:
             packed.copied.wait()

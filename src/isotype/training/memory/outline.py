@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ...ops.packed import PackedState
 
-BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
+# elements a scale, scales a scale of scales
+BLOCK = 64
+INNER_BLOCK = 256
 
 
 def quantise_outline(
@@ -45,7 +47,8 @@ def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
         weight: Any = nn.Parameter(
             torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False
         )
-        weight.compress_statistics, weight.quant_type = double, "nf4"
+        weight.compress_statistics = double
+        weight.quant_type = "nf4"
         inner = QuantState(
             absmax=torch.empty(-(-scales // INNER_BLOCK)),
             code=torch.empty(256),
@@ -93,10 +96,13 @@ def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
         made.quant_state = state.mapped(make)
         return
     new = copy.copy(state)
-    new.absmax, new.code = make(state.absmax), make(state.code)
+    new.absmax = make(state.absmax)
+    new.code = make(state.code)
     if state.nested:
-        new.offset, new.state2 = make(state.offset), copy.copy(state.state2)
-        new.state2.absmax, new.state2.code = make(state.state2.absmax), make(state.state2.code)
+        new.offset = make(state.offset)
+        new.state2 = copy.copy(state.state2)
+        new.state2.absmax = make(state.state2.absmax)
+        new.state2.code = make(state.state2.code)
     made.quant_state = new
 
 

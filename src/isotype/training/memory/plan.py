@@ -263,7 +263,9 @@ def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> 
 def average_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
     """The moving averages of all trained tensors, where `train.ema` asks for them."""
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return 0 if train.ema is None else elements * to_torch(precision.ema).itemsize
+    if train.ema is None:
+        return 0
+    return elements * to_torch(precision.ema).itemsize
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -314,7 +316,10 @@ def _simulated(
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
-        states = [] if runs else [torch.empty(states_bytes, dtype=torch.uint8, device=device)]
+        if runs:
+            states = []
+        else:
+            states = [torch.empty(states_bytes, dtype=torch.uint8, device=device)]
         if not states:
             optimizer.step()
         accumulator.zero()
@@ -327,24 +332,29 @@ def _simulated(
         stepper.accumulate(batches)
         forward_end = after_forward[first + len(batches) - 1]
         gradients = live.now - before if len(batches) > 1 else 0
-        in_forward, in_backward, before_update = peaks[-1], live.peak, live.now
+        in_forward = peaks[-1]
+        in_backward = live.peak
+        before_update = live.now
         peak_step = max(*peaks, live.peak)
         live.restart_peak()
         if not states:
             optimizer.step()
         elif train.optimizer not in EIGHT_BIT:
             torch.empty(2 * largest_trained, dtype=torch.uint8, device=device)
-        update_peak, update = live.peak, live.peak - before_update
+        update_peak = live.peak
+        update = live.peak - before_update
         for hook in counting:
             hook.remove()
         accumulator.zero()
         if earlier is None:
-            evaluation = (
-                _added(live, largest.evaluation, model, device) if largest.evaluation else 0
-            )
+            if largest.evaluation:
+                evaluation = _added(live, largest.evaluation, model, device)
+            else:
+                evaluation = 0
             sampling = _sampling(model, live, largest, device)
         else:
-            evaluation, sampling = earlier.evaluation, earlier.sampling
+            evaluation = earlier.evaluation
+            sampling = earlier.sampling
         after = live.now
         accumulator.close()
     return replace(
@@ -478,7 +488,8 @@ class LiveBytes(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.device_type, self.scratch = device_type, scratch or {}
+        self.device_type = device_type
+        self.scratch = scratch or {}
         self._alive: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in elsewhere}
 
     def __torch_dispatch__(

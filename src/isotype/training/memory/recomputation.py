@@ -25,7 +25,10 @@ from ...precision.vision import LANGUAGE, vision_parts
 from .offload import HostMemory
 from .run_again import call_and_recompute
 
-NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
+NONE = "none"
+LAYERS = "layers"
+OFFLOAD = "layers+offload"
+AUTO = "auto"
 ENTER = "_isotype_enter"  # of a block whose weights may be away: what brings them
 
 
@@ -45,24 +48,24 @@ class Checkpointing:
         if self.kind == NONE:
             return f"none ({self.reason})"
         n = len(self.layers)
-        which = (
-            "all"
-            if n == self.of
-            else (
-                f"the first {n}"
-                if self.layers == tuple(range(n))
-                else " ".join(map(str, self.layers))
-            )
-        )
+        if n == self.of:
+            which = "all"
+        elif self.layers == tuple(range(n)):
+            which = f"the first {n}"
+        else:
+            which = " ".join(map(str, self.layers))
         kept = ", attention kept" if self.keep_attention else ""
         return f"{self.kind}: {which} of {self.of}{kept} ({self.reason})"
 
     def as_settings(self) -> dict[str, Any]:
         """The configuration that gives exactly this."""
         n = len(self.layers)
-        given: Any = (
-            "all" if n == self.of else n if self.layers == tuple(range(n)) else list(self.layers)
-        )
+        if n == self.of:
+            given: Any = "all"
+        elif self.layers == tuple(range(n)):
+            given = n
+        else:
+            given = list(self.layers)
         return {
             "train.gradient_checkpointing": self.kind,
             "train.checkpointed_layers": "all" if self.kind == NONE else given,
@@ -72,12 +75,11 @@ class Checkpointing:
 
 def check_settings(train: TrainSection, *, device_type: str) -> None:
     """Raises  UsageError for settings that would have no effect, before anything is loaded."""
-    kind, layers = train.gradient_checkpointing, train.checkpointed_layers
-    key, none, fix = (
-        f"train.gradient_checkpointing: {kind}",
-        kind in (NONE, AUTO),
-        "train.gradient_checkpointing: layers",
-    )
+    kind = train.gradient_checkpointing
+    layers = train.checkpointed_layers
+    key = f"train.gradient_checkpointing: {kind}"
+    none = kind in (NONE, AUTO)
+    fix = "train.gradient_checkpointing: layers"
     refuse_where(
         (
             kind == OFFLOAD and device_type == "cpu",
@@ -132,7 +134,10 @@ def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
         return tuple(range(of))
     if isinstance(layers, str):
         return tuple(range(0, of, int(layers.removeprefix("every "))))
-    positions = tuple(range(layers)) if isinstance(layers, int) else tuple(sorted(set(layers)))
+    if isinstance(layers, int):
+        positions = tuple(range(layers))
+    else:
+        positions = tuple(sorted(set(layers)))
     if not positions or positions[-1] >= of:
         most = f"0 to {of - 1}" if isinstance(layers, list) else f"1 to {of}"
         raise UsageError(
@@ -170,11 +175,15 @@ def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
     keep: Callable[..., Any] = partial(call_and_recompute, keep_attention=what.keep_attention)
     function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
     for position, layer in enumerate(checkpointable(model)):
-        layer.gradient_checkpointing = WhileRecording() if position in what.layers else False
+        if position in what.layers:
+            layer.gradient_checkpointing = WhileRecording()
+        else:
+            layer.gradient_checkpointing = False
         enter = layer.__dict__.get(ENTER)
-        layer._gradient_checkpointing_func = (
-            function if enter is None else partial(_entering, enter, function)
-        )
+        if enter is None:
+            layer._gradient_checkpointing_func = function
+        else:
+            layer._gradient_checkpointing_func = partial(_entering, enter, function)
         if type(layer).__module__.startswith("diffusers."):
             put_switch(layer)
 

@@ -85,12 +85,11 @@ class _Call:
     """One call of a layer."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.function, self.places = function, list[weakref.ref[_Place]]()
+        self.function = function
+        self.places = list[weakref.ref[_Place]]()
         tensors = {i: value for i, value in enumerate(args) if isinstance(value, Tensor)}
-        self.rest, self.positions = (
-            [None if i in tensors else value for i, value in enumerate(args)],
-            tuple(tensors),
-        )
+        self.rest = [None if i in tensors else value for i, value in enumerate(args)]
+        self.positions = tuple(tensors)
         self.inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors.values())
         self.devices = list(
             dict.fromkeys(
@@ -136,10 +135,8 @@ class _Call:
         def fill(tensor: Tensor) -> Tensor:
             nonlocal filled
             # an output would hold the operator that holds it
-            tensor, place = (
-                tensor.detach() if tensor.requires_grad else tensor,
-                self.places[filled](),
-            )
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            place = self.places[filled]()
             filled += 1
             if place is not None:
                 if (

@@ -59,9 +59,13 @@ def undone(prepared: Prepared) -> Iterator[None]:
     """Restores, on exit, all state that forward, backward, an evaluation or a generation changes.
     Weights of a shared model are parts again.
     """
-    model, stepper = prepared.model, prepared.stepper
+    model = prepared.model
+    stepper = prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet) if stepper.loss_scale else None
+    if stepper.loss_scale:
+        scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet)
+    else:
+        scale = None
     with random_state_restored(), modes_restored(model):
         try:
             yield
@@ -89,7 +93,8 @@ def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group in optimizer.param_groups
     ]
     # a trainer that trains once more, or was given an optimizer, has states already
-    states, optimizer.state = optimizer.state, defaultdict(dict)
+    states = optimizer.state
+    optimizer.state = defaultdict(dict)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     try:
@@ -138,7 +143,8 @@ def rehearsed_step(subject: Subject) -> Iterator[Finding]:
 
 def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
     """Runs one evaluation pass on the longest evaluation rows."""
-    prepared, result = subject.prepared, None
+    prepared = subject.prepared
+    result = None
     with _tried(subject, "PF016", "an evaluation of the longest rows", EVALUATION) as found:
         result = subject.task.rehearse_evaluation(
             prepared.model, prepared.device, dtype=prepared.resolved.precision.loss
@@ -191,7 +197,8 @@ def _tried(
 
 def without_gradient(subject: Subject) -> Iterator[Finding]:
     """PF014: trained tensors that get no gradient, or only zeros."""
-    model, gradient = subject.prepared.model, subject.prepared.stepper.accumulator.gradient
+    model = subject.prepared.model
+    gradient = subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
     useful = _not_zero(given, subject)

@@ -23,7 +23,9 @@ from ..memory.plan import held_memory, plan_part
 from ..setup import Prepared, Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
-MANY, NEARLY_ALL = 0.5, 0.9  # shares of the weights that cannot move: a warning, an error
+# shares of the weights that cannot move: a warning, an error
+MANY = 0.5
+NEARLY_ALL = 0.9
 SAMPLED = 4096  # elements looked at in each tensor
 
 
@@ -45,17 +47,14 @@ def unexpected_device(subject: Subject) -> Iterator[Finding]:
         None,
     )
     if torch.version.cuda is None and torch.version.hip is None:
-        cause, fix = (
-            f"torch {torch.__version__} is a build without CUDA and ROCm",
-            "install torch's build for this GPU (pytorch.org)",
-        )
+        cause = f"torch {torch.__version__} is a build without CUDA and ROCm"
+        fix = "install torch's build for this GPU (pytorch.org)"
     elif hidden is not None:
-        cause, fix = f"{hidden} in the environment hides it", f"unset {hidden.partition('=')[0]}"
+        cause = f"{hidden} in the environment hides it"
+        fix = f"unset {hidden.partition('=')[0]}"
     else:
-        cause, fix = (
-            f"torch {torch.__version__} cannot use its driver",
-            "isotype doctor env says which versions do not go together",
-        )
+        cause = f"torch {torch.__version__} cannot use its driver"
+        fix = "isotype doctor env says which versions do not go together"
     yield Finding(
         code="PF001",
         severity=Severity.WARNING,
@@ -82,7 +81,9 @@ def installed_gpu() -> str | None:
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
     if cards:
         return f"an NVIDIA GPU at {cards[0].name}"
-    return "an AMD GPU (/dev/kfd)" if Path("/dev/kfd").exists() else None
+    if Path("/dev/kfd").exists():
+        return "an AMD GPU (/dev/kfd)"
+    return None
 
 
 def vanishing_updates(subject: Subject) -> Iterator[Finding]:
@@ -93,7 +94,8 @@ def vanishing_updates(subject: Subject) -> Iterator[Finding]:
     0.2 to 0.4 (root mean square) later (Liu et al. 2025, "Muon is scalable for LLM training"). A
     step below half the distance to the next number of the dtype is lost.
     """
-    train, precision = subject.config.train, subject.prepared.resolved.precision
+    train = subject.config.train
+    precision = subject.prepared.resolved.precision
     rate = train.learning_rate
     if rate == 0:
         yield Finding(
@@ -123,7 +125,9 @@ def vanishing_updates(subject: Subject) -> Iterator[Finding]:
         for name, p in subject.prepared.model.named_parameters()
         if p.requires_grad and local_part(p).numel()
     ]
-    stuck, total, still = 0.0, 0, []
+    stuck = 0.0
+    total = 0
+    still = []
     for name, parameter in trained:
         part = local_part(parameter)
         share = stuck_share(part, rate * TYPICAL)
@@ -186,20 +190,21 @@ def disk_too_small(subject: Subject) -> Iterator[Finding]:
     """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written
     before an old one is removed.
     """
-    plan, run, checkpoints = subject.plan, subject.config.run, subject.folder / "checkpoints"
+    plan = subject.plan
+    run = subject.config.run
+    checkpoints = subject.folder / "checkpoints"
     free = shutil.disk_usage(subject.folder).free
-    one, result = checkpoint_bytes(subject), result_bytes(subject)
+    one = checkpoint_bytes(subject)
+    result = result_bytes(subject)
     kept = min(run.keep, -(-plan.total // plan.save_every)) + bool(plan.eval_every)
-    adapters = (
-        min((plan.total - 1) // plan.adapters_every, run.adapters_keep or plan.total)
-        if plan.adapters_every
-        else 0
-    )
-    there = (
-        sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
-        if subject.resuming
-        else 0
-    )
+    if plan.adapters_every:
+        adapters = min((plan.total - 1) // plan.adapters_every, run.adapters_keep or plan.total)
+    else:
+        adapters = 0
+    if subject.resuming:
+        there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    else:
+        there = 0
     needed = (kept + 1) * one + (1 + adapters) * result - there
     if needed <= free:
         return
@@ -231,7 +236,8 @@ def checkpoint_bytes(subject: Subject) -> int:
 
 def result_bytes(subject: Subject) -> int:
     """The adapter or the model in the dtype it is saved in."""
-    precision, whole = subject.prepared.resolved.precision, subject.config.adapter.kind == "none"
+    precision = subject.prepared.resolved.precision
+    whole = subject.config.adapter.kind == "none"
     elements = sum(
         p.numel() for p in subject.prepared.model.parameters() if whole or p.requires_grad
     )
@@ -242,11 +248,14 @@ def memory_too_small(subject: Subject) -> Iterator[Finding]:
     """Plans the step, which takes seconds, only if a generous upper bound comes near the available
     memory.
     """
-    prepared, config, task = subject.prepared, subject.config, subject.task
+    prepared = subject.prepared
+    config = subject.config
+    task = subject.task
     assert isinstance(prepared, Prepared), (
         "the loop's own run: an attached trainer's memory is not planned"
     )
-    precision, device = prepared.resolved.precision, prepared.device.type
+    precision = prepared.resolved.precision
+    device = prepared.device.type
     has = memory_there(prepared.hardware.memory, prepared.device)
     besides = other_memory(prepared.model, prepared.device)
     if not has or task.most_bytes(prepared.model, precision) + besides <= has // 2:

@@ -26,7 +26,9 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    return docstring_page(code, RULES[code]) if code in RULES else _OTHERS.get(code)
+    if code in RULES:
+        return docstring_page(code, RULES[code])
+    return _OTHERS.get(code)
 
 
 __all__ = ["RULES", "codes", "page"]

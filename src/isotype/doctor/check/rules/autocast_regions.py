@@ -98,11 +98,10 @@ def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast
 
     def visit(node: ast.AST, within: str) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
         for child in ast.iter_child_nodes(node):
-            name = (
-                f"{within}.{child.name}".lstrip(".")
-                if isinstance(child, (ast.FunctionDef, ast.ClassDef))
-                else within
-            )
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                name = f"{within}.{child.name}".lstrip(".")
+            else:
+                name = within
             if (isinstance(child, ast.With) and opens(child)) or (
                 isinstance(child, ast.FunctionDef) and any(map(switches_on, child.decorator_list))
             ):
@@ -122,7 +121,10 @@ def _calls(region: ast.AST, switched_off: bool = False) -> Iterator[tuple[ast.Ca
             continue
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
             yield child, switched_off
-        given = [item.context_expr for item in child.items] if isinstance(child, ast.With) else []
+        if isinstance(child, ast.With):
+            given = [item.context_expr for item in child.items]
+        else:
+            given = []
         off = any(
             isinstance(e, ast.Call) and "autocast" in _last_name(e) and _is_off(e) for e in given
         )
@@ -132,7 +134,8 @@ def _calls(region: ast.AST, switched_off: bool = False) -> Iterator[tuple[ast.Ca
 def _told(call: ast.Call) -> tuple[str, str, Severity] | None:
     """What the call is, why it does not belong in the region, how bad that is."""
     assert isinstance(call.func, ast.Attribute)
-    receiver, given = _last_name(call.func.value), _last_name(call.args[0]) if call.args else ""
+    receiver = _last_name(call.func.value)
+    given = _last_name(call.args[0]) if call.args else ""
     if call.func.attr in ("backward", "manual_backward"):
         # loss.backward(), engine.backward(loss)
         of_a_loss = _LOSS.search(receiver) or _LOSS.search(given)
@@ -175,10 +178,8 @@ def _last_name(node: ast.AST) -> str:
     """`a.b.c` -> c; `c` -> c; a call answers for its function; anything else is ""."""
     if isinstance(node, ast.Call):
         return _last_name(node.func)
-    return (
-        node.attr
-        if isinstance(node, ast.Attribute)
-        else node.id
-        if isinstance(node, ast.Name)
-        else ""
-    )
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return node.id
+    return ""

@@ -63,11 +63,10 @@ def found(
     given = list({(s.key, s.file, s.line): s for s in settings if s is not None}.values())
     details: list[tuple[str, str]] = []
     for setting in given:
-        label = (
-            setting.key
-            if all(setting.key != known for known, _ in details)
-            else f"{setting.key}, also"
-        )
+        if all(setting.key != known for known, _ in details):
+            label = setting.key
+        else:
+            label = f"{setting.key}, also"
         details.append((label, setting.shown))
     if wins:
         details.append(("today", wins))
@@ -95,11 +94,9 @@ def _evaluated_before_training(r: Record) -> Setting | None:
     ]
     calls.sort(key=lambda call: call[0])
     first = next((call for call in calls if call[1] in ("evaluate", "predict")), None)
-    return (
-        first[2]
-        if first and any(call[1] == "train" and call[0] > first[0] for call in calls)
-        else None
-    )
+    if first and any(call[1] == "train" and call[0] > first[0] for call in calls):
+        return first[2]
+    return None
 
 
 def _undivided_size(r: Record) -> Setting | None:
@@ -252,7 +249,9 @@ class Facts(Known):
             number = float(str(self.get(parts[1])))
         except ValueError:
             return False
-        return number < float(parts[3]) if parts[2] == "<" else number >= float(parts[3])
+        if parts[2] == "<":
+            return number < float(parts[3])
+        return number >= float(parts[3])
 
     def get(self, name: str) -> Any:
         record, facts = self.record, self.record.facts
@@ -265,15 +264,15 @@ class Facts(Known):
         for ending, read in _READINGS.items():
             if name.endswith(ending):
                 value = self.get(name.removesuffix(ending))
-                return (
-                    None
-                    if value is None
-                    else read(value.value if isinstance(value, Setting) else value)
-                )
+                if value is None:
+                    return None
+                return read(value.value if isinstance(value, Setting) else value)
         for ending, of_key in _OF_KEYS.items():
             if name.endswith(ending):
                 setting = self.get(name.removesuffix(ending))
-                return of_key(setting.key) if isinstance(setting, Setting) else None
+                if isinstance(setting, Setting):
+                    return of_key(setting.key)
+                return None
         kind, _, rest = name.partition(" ")
         match kind:
             case "on":

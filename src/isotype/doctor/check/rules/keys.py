@@ -66,7 +66,8 @@ def both_halves(r: Record) -> Iterator[Finding]:
                     else "the trainer refuses to start, or takes whichever it looks at first"
                 ),
             )
-    bf16, fp16 = deepspeed_setting(f, "bf16.enabled"), deepspeed_setting(f, "fp16.enabled")
+    bf16 = deepspeed_setting(f, "bf16.enabled")
+    fp16 = deepspeed_setting(f, "fp16.enabled")
     if bf16 and fp16 and truth(bf16.value) and truth(fp16.value):
         yield error(
             "DeepSpeed's fp16 and bf16 sections are both enabled",
@@ -81,7 +82,8 @@ def both_halves(r: Record) -> Iterator[Finding]:
         )
     if bf16 and fp16 and str(bf16.value) == str(fp16.value) == "auto":
         for train, evaluate in (("hf.bf16", "hf.fp16_full_eval"), ("hf.fp16", "hf.bf16_full_eval")):
-            flag, full = f.on(train), f.on(evaluate)
+            flag = f.on(train)
+            full = f.on(evaluate)
             if flag and full:
                 yield error(
                     f"{flag.key} with {full.key} enables both of DeepSpeed's sections",
@@ -120,7 +122,8 @@ def word_not_looked_up(r: Record) -> Iterator[Finding]:
             continue
         done = set()
         for key, setting in document.settings.items():
-            last, word = key.rpartition(".")[2], setting.value
+            last = key.rpartition(".")[2]
+            word = setting.value
             loaded = (
                 key in ("dtype", "torch_dtype")
                 and document.attributes.get("reader") == "python"

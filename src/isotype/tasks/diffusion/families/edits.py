@@ -82,7 +82,9 @@ class QwenImageEdit(QwenImage):
             retrieve_timesteps,
         )
 
-        side, given, scheduler = how.size // pipe.vae_scale_factor, text["text"], pipe.scheduler
+        side = how.size // pipe.vae_scale_factor
+        given = text["text"]
+        scheduler = pipe.scheduler
         tokens_NTC, _ = pipe.prepare_latents(
             None, 1, pipe.latent_channels, how.size, how.size, given.dtype, given.device, generator
         )
@@ -90,15 +92,14 @@ class QwenImageEdit(QwenImage):
             scheduler.config[name]
             for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         )
-        levels, mu = (
-            [1 - i / how.steps for i in range(how.steps)],
-            calculate_shift(tokens_NTC.shape[1], *bounds),
-        )
+        levels = [1 - i / how.steps for i in range(how.steps)]
+        mu = calculate_shift(tokens_NTC.shape[1], *bounds)
         times, _ = retrieve_timesteps(scheduler, how.steps, given.device, sigmas=levels, mu=mu)
         scheduler.set_begin_index(0)
 
         def predicted(time: Tensor, words: Text) -> Tensor:
-            level_N, words = (time / 1000).expand(1).to(given.dtype), words | {"mask": every(words)}
+            level_N = (time / 1000).expand(1).to(given.dtype)
+            words = words | {"mask": every(words)}
             return packed(
                 self.predict(
                     pipe.transformer,

@@ -43,7 +43,8 @@ class Latents:
         x_N3HW  pixels in [-1, 1], in the VAE's dtype
         """
         found = vae.encode(x_N3HW).latent_dist
-        offset, factor = float(vae.config.shift_factor or 0.0), float(vae.config.scaling_factor)
+        offset = float(vae.config.shift_factor or 0.0)
+        factor = float(vae.config.scaling_factor)
         return (found.mean.float() - offset) * factor, found.std.float() * factor
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
@@ -88,11 +89,10 @@ class OfAVideo(Latents):
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         offset, deviation = self.statistics(vae, latents_NCHW.device)
         # LTX's
-        time = (
-            [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)]
-            if vae.config.get("timestep_conditioning")
-            else []
-        )
+        if vae.config.get("timestep_conditioning"):
+            time = [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)]
+        else:
+            time = []
         return decoded(vae, (latents_NCHW * deviation + offset)[:, :, None], *time)[:, :, 0]
 
 

@@ -54,11 +54,9 @@ class InTokens(Family):
     """Latents in tokens of 2 x 2; those of a picture before the edit come after the noisy ones."""
 
     def tokens_of(self, noisy_NCHW: Tensor, asked: Asked) -> Tensor:
-        return (
-            packed(noisy_NCHW)
-            if asked.control is None
-            else torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
-        )
+        if asked.control is None:
+            return packed(noisy_NCHW)
+        return torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_scale_factor
@@ -94,10 +92,8 @@ class Flux(InTokens):
         self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        tokens_NTC, ids_T3 = (
-            self.tokens_of(noisy_NCHW, asked),
-            positions(height // 2, width // 2, noisy_NCHW.device),
-        )
+        tokens_NTC = self.tokens_of(noisy_NCHW, asked)
+        ids_T3 = positions(height // 2, width // 2, noisy_NCHW.device)
         if asked.control is not None:
             ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
         made_NTC = model(
@@ -116,7 +112,9 @@ def told_guidance(model: Any, time_N: Tensor, asked: Asked) -> Tensor | None:
     """F[N] for a model that has an input for the guidance scale (Flux.1-dev), None for one without
     (schnell).
     """
-    return torch.full_like(time_N, asked.guidance) if config_of(model).guidance_embeds else None
+    if config_of(model).guidance_embeds:
+        return torch.full_like(time_N, asked.guidance)
+    return None
 
 
 def positions(rows: int, columns: int, device: torch.device, axes: int = 3) -> Tensor:
@@ -434,7 +432,9 @@ class _Mask:
     """
 
     def __init__(self, mask_NS: Tensor, lengths: tuple[int, ...]) -> None:
-        self.mask, self.lengths, self.shape = mask_NS, lengths, mask_NS.shape
+        self.mask = mask_NS
+        self.lengths = lengths
+        self.shape = mask_NS.shape
 
     def sum(self, dim: int) -> _Mask:
         return self

@@ -116,7 +116,10 @@ def sizes(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
     target = torch.tensor([height, width], dtype=torch.float32, device=noisy_NCHW.device).repeat(
         len(noisy_NCHW), 1
     )
-    cut = torch.cat([target, torch.zeros_like(target)], 1) if asked.cut is None else asked.cut
+    if asked.cut is None:
+        cut = torch.cat([target, torch.zeros_like(target)], 1)
+    else:
+        cut = asked.cut
     return torch.cat([cut, target], 1)
 
 
