@@ -251,8 +251,8 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
     if record.wrong:
         raise RowError(f"{record.place}: {record.wrong}")
     if not isinstance(record.value, dict):
-        if (isinstance(record.value, list)):
-            fix = ('name the values of each row: pandas writes them so with orient="records"')
+        if isinstance(record.value, list):
+            fix = 'name the values of each row: pandas writes them so with orient="records"'
         else:
             fix = None
         raise RowError(
@@ -349,8 +349,8 @@ def _checked(
         return _preference(row, place)
     if name == "labelled":
         return replace(_pair(row, place), wanted=_label(row["label"], place))
-    if (name == "messages"):
-        key = ("messages")
+    if name == "messages":
+        key = "messages"
         read = chat_messages
     else:
         key, read = ("conversations", sharegpt_messages)
@@ -378,7 +378,9 @@ def _with_pictures(
         return found
     messages, pictures = take_pictures(found.messages, row, record.place)
     if pictures:
-        return (replace(found, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)))
+        return replace(
+            found, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)
+        )
     return found
 
 
@@ -419,9 +421,9 @@ def _preference(row: Mapping[str, Any], place: str) -> Example:
             prompt = [] if known else [{"role": "user", "content": prompt}]
         elif isinstance(prompt, list) and begin[: len(prompt)] == prompt:
             prompt = []
-        prompt = ([*(prompt or []), *begin])
-        chosen = (chosen[both:])
-        rejected = (rejected[both:])
+        prompt = [*(prompt or []), *begin]
+        chosen = chosen[both:]
+        rejected = rejected[both:]
         if not chosen or not rejected:
             raise RowError(
                 f"{place}: one of chosen and rejected is the beginning of the other: it has no"
@@ -444,8 +446,8 @@ def _preference(row: Mapping[str, Any], place: str) -> Example:
 
 
 def _label(value: Any, place: str) -> bool:
-    if (isinstance(value, str | int)):
-        found = (_LABELS.get(value.strip().casefold() if isinstance(value, str) else value))
+    if isinstance(value, str | int):
+        found = _LABELS.get(value.strip().casefold() if isinstance(value, str) else value)
     else:
         found = None
     if found is None:
@@ -465,8 +467,8 @@ def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Exa
         both = f"prompt and {answer} must both be text, or both lists of messages"
         raise RowError(f"{place}: {both}: prompt is {kind(prompt)}, {answer} {kind(completion)}")
     if isinstance(prompt, list):
-        before = (chat_messages(prompt, "prompt", place, may_be_empty=True))
-        after = (chat_messages(completion, answer, place))
+        before = chat_messages(prompt, "prompt", place, may_be_empty=True)
+        after = chat_messages(completion, answer, place)
         if not any(m["role"] == "assistant" for m in after):
             raise RowError(f"{place}: {answer} has no assistant turn: the row has no target")
     else:
@@ -490,7 +492,7 @@ def _turns_or_text(value: Any, at: str) -> Any:
         return value
     found = parsed_json(value, at)
     is_list = isinstance(found, list) and found and all(isinstance(turn, dict) for turn in found)
-    if (is_list and any((_TURN | {"content"}) & turn.keys() for turn in found)):
+    if is_list and any((_TURN | {"content"}) & turn.keys() for turn in found):
         return found
     return value
 
@@ -618,8 +620,8 @@ def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
         theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75
     )
     if close:
-        return (f", but {close[0]!r}: data.columns.{ours}: {close[0]}")
-    return (f" (data.columns.{ours}) among {_listed(row)}")
+        return f", but {close[0]!r}: data.columns.{ours}: {close[0]}"
+    return f" (data.columns.{ours}) among {_listed(row)}"
 
 
 def _listed(row: Mapping[str, Any]) -> str:
