@@ -270,6 +270,13 @@ def test_text_encoders_are_trained_as_they_were(tmp_path):
         assert text_encoders_of(tmp_path, "d.json", json.dumps(settings)) == carried
 
 
+def test_kohyas_v_prediction_is_the_objective(tmp_path):
+    text = KOHYA.replace('dataset_config = "data.toml"', "v_parameterization = true")
+    prompts = {"prompts.txt": "a cat\n"}
+    _, config = made(tmp_path, "run.toml", text, **prompts)
+    assert config.diffusion.objective == "v"
+
+
 def test_ai_toolkits_yaml(tmp_path):
     result, config = made(tmp_path, "dog.yaml", AI_TOOLKIT)
     assert (result.tool, kind_of(config), config.adapter.r, config.train.ema) == (

@@ -191,7 +191,7 @@ _NO_EFFECT = {
     t.GPUS: "num_processes num_cpu_threads_per_process ddp_*",
     p.NOT_UPLOADED: "huggingface_*",
     t.IRRELEVANT: (
-        "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip v_parameterization"
+        "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip"
         " network_module model_prediction_type sample_sampler output_name logging_dir log_*"
         " max_data_loader_n_workers persistent_data_loader_workers xformers sdpa mem_eff_attn"
         " lowvram highvram max_token_length metadata_* training_comment console_* config_file"
@@ -250,6 +250,7 @@ KEYS: dict[str, t.Handler] = {
     "text_encoder_lr": _text_encoder_lr,
     "optimizer_type": t.optimizer,
     # the objective
+    "v_parameterization": t.when_on("diffusion.objective", "v"),
     "loss_type": t.word(
         "diffusion.loss", _HUBER, "the squared error, the default", fate="no_effect"
     ),

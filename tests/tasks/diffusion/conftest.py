@@ -58,7 +58,7 @@ def draw_in(studio: Studio, place: Path) -> Any:
             "train": {"steps": 4, "batch_size": 2, "learning_rate": 1e-3, "eval_every": 4},
             "run": {"folder": str(place / folder), "report": False, "sample_steps": 2},
         }
-        if str(model).rpartition("/")[2].startswith(("sdxl", "sd1", "sd2", "qwen_edit")):
+        if str(model).rpartition("/")[2].startswith(("sdxl", "sd1", "sd2", "noob", "qwen_edit")):
             del config["diffusion"]["max_text_length"]  # CLIP only, or never cut
         if str(model).endswith("lumina2"):
             config["diffusion"]["max_text_length"] = 48  # its system prompt has 31

@@ -7,14 +7,17 @@ import shutil
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with, merge_denoiser
 from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.diffusion import pipeline
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
+from isotype.tasks.diffusion.single_file import dtype_of
 from isotype.training.setup import settle
 from tests.published import FORMATS, element, packed
 from tests.training.interrupted import cut_back
@@ -144,6 +147,118 @@ def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp
         for part in ("vae", "text_encoder"):
             ours, theirs = (getattr(has, part).state_dict() for has in (one, pipe))
             assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def marked(studio, folder, *, tensors=(), **metadata):
+    """A Stable Diffusion 1.5 in one file with these markers, and its settings beside it."""
+    file = folder / "noob.safetensors"
+    if not file.exists():
+        as_one_file(studio.sd1, file)
+        settings_of(studio.sd1, folder / "noob")
+    weights = {
+        name: tensor.half() for name, tensor in load_file(file).items() if tensor.numel() > 1
+    }
+    said = {key.replace("__", "."): text for key, text in metadata.items()}
+    save_file({**weights, **dict.fromkeys(tensors, torch.tensor([]))}, file, metadata=said)
+    return file
+
+
+V_MARKERS = {
+    "tensor of ComfyUI and A1111": {"tensors": ["v_pred"]},
+    "ModelSpec": {"modelspec__prediction_type": "v"},
+    "ComfyUI's metadata": {"modelspec__predict_key": "v"},
+    "kohya's": {"ss_v_parameterization": "True"},
+}
+
+
+@pytest.mark.parametrize("marker", V_MARKERS)
+def test_a_v_prediction_file_is_trained_as_v(drawn, studio, tmp_path, marker):
+    """Its settings are those of its family, which learns epsilon."""
+    file = marked(studio, tmp_path, **V_MARKERS[marker])
+    task = task_of(drawn(model=file).config)
+    settle(task, {})
+    assert task.objective.kind == "v"
+    (line,) = [line for line in task.plan_lines() if line.startswith("noob.safetensors is ")]
+    assert "v_prediction" in line
+    with safe_open(file, framework="pt") as opened:
+        names = [*V_MARKERS[marker].get("tensors", []), *(opened.metadata() or {})]
+    assert names[0] in line
+
+
+def test_a_file_with_zero_terminal_snr_trains_and_draws_and_is_merged_so(
+    drawn, studio, tmp_path, capsys
+):
+    file = marked(studio, tmp_path, tensors=["v_pred", "ztsnr"])
+    assert dtype_of(file) is torch.float16, "an empty tensor in fp32 is no weight"
+    loaded = drawn(model=file, run={"samples": ["a red circle"]})
+    assert train(loaded) == 0
+    assert "v_prediction with zero terminal SNR: tensor v_pred, tensor ztsnr" in (
+        capsys.readouterr().out
+    )
+    task = task_of(loaded.config)
+    settle(task, {})
+    assert float(task.objective.signal[-1]) == 0.0, "the last step is noise alone"
+    pipe = task.folder.pipeline(torch.float32, unet=None, vae=None, text_encoder=None)
+    assert pipe.scheduler.config.prediction_type == "v_prediction"
+    assert pipe.scheduler.config.rescale_betas_zero_snr
+    merge_denoiser(tmp_path / "run", tmp_path / "merged")
+    merged = DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    assert merged.scheduler.config.prediction_type == "v_prediction"
+    assert merged.scheduler.config.rescale_betas_zero_snr
+    assert {"v_pred", "ztsnr"} <= set(load_file(tmp_path / "merged/noob.safetensors"))
+
+
+def test_markers_that_leave_a_doubt_are_refused_and_a_setting_decides(
+    drawn, studio, tmp_path, subtests
+):
+    for markers, said in (
+        ({"tensors": ["v_pred"], "modelspec__predict_key": "epsilon"}, "do not agree"),
+        ({"tensors": ["ztsnr"]}, "from which epsilon cannot be learnt"),
+        ({"tensors": ["edm_vpred.sigma_max"]}, "EDM's preconditioning"),
+        ({"modelspec__prediction_type": "sample"}, "prediction_type: sample, which is not offered"),
+        ({"modelspec__prediction_type": "flow"}, "what its family is not trained with"),
+    ):
+        file = marked(studio, tmp_path, **markers)
+        with subtests.test(said):
+            assert said in refused(drawn(model=file))
+    for markers, objective in (
+        ({"tensors": ["v_pred"], "modelspec__predict_key": "epsilon"}, "epsilon"),
+        ({"tensors": ["ztsnr"]}, "v"),
+        ({}, "v"),
+    ):
+        file = marked(studio, tmp_path, **markers)
+        with subtests.test(objective, markers=markers):
+            task = task_of(drawn(model=file, diffusion={"objective": objective}).config)
+            settle(task, {})
+            assert task.objective.kind == objective
+
+
+def test_a_shift_in_a_file_of_flow_matching_is_not_passed_over(drawn, studio, tmp_path):
+    shutil.copytree(studio.sd3, tmp_path / "mine")
+    weights = load_file(studio.sd3 / "transformer/diffusion_pytorch_model.safetensors")
+    file = tmp_path / "mine.safetensors"
+    metadata = {"flow_shift": "5.0", "modelspec.prediction_type": "epsilon"}
+    save_file(weights, file, metadata=metadata)
+    assert "flow_shift says shift 5, and its scheduler has 3" in refused(drawn(model=file))
+    task = task_of(drawn(model=file, diffusion={"shift": 5.0}).config)
+    settle(task, {})
+    assert any("belongs to a model that learns noise" in line for line in task.plan_lines())
+
+
+def test_a_file_of_stable_diffusion_2_without_a_marker_asks_for_the_objective(
+    drawn, studio, tmp_path, monkeypatch
+):
+    """The hub has the settings of one of its two kinds."""
+    file = marked(studio, tmp_path)
+    monkeypatch.setattr(pipeline, "PIPELINE_FILE", "absent.json")
+    monkeypatch.setattr(pipeline, "repository_of", lambda file: "someone/stable-diffusion-2-1")
+
+    def settings(name, revision):
+        monkeypatch.setattr(pipeline, "PIPELINE_FILE", "model_index.json")
+        return tmp_path / "noob"
+
+    monkeypatch.setattr(pipeline, "settings_of", settings)
+    assert "whether it learns epsilon (512 pixels) or v (768)" in refused(drawn(model=file))
 
 
 def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tmp_path):

@@ -214,7 +214,8 @@ class Ddpm(Objective):
 
     def __str__(self) -> str:
         weighting = "" if self.factors is None else ", weighted by min-SNR"
-        return f"{super().__str__()} over {len(self.signal)} steps{weighting}"
+        ending = ", zero terminal SNR" if not self.signal[-1] else ""
+        return f"{super().__str__()} over {len(self.signal)} steps{ending}{weighting}"
 
 
 def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:

@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,13 @@ from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, of_settings
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
+from .file_markers import (
+    FileMarkers,
+    describe_markers,
+    read_markers,
+    refuse_unknown_prediction,
+    scheduler_changes,
+)
 from .single_file import dtype_of, read_model, refuse_other_family, repository_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -43,6 +50,9 @@ class PipelineFolder:
                then `fresh` is where its weights are
     file       a checkpoint in one file that has the denoiser, and with `whole` the other parts too;
                `path` has settings and tokenizers
+    markers    what the file says about its training; `changes` is what that, or the run, changes in
+               the settings of the scheduler
+    settings_repository  the name on the hub of the settings of a file without a folder beside it
     """
 
     path: Path
@@ -53,6 +63,9 @@ class PipelineFolder:
     fresh: Path | None = None
     file: Path | None = None
     whole: bool = False
+    markers: FileMarkers = field(default_factory=FileMarkers)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    settings_repository: str | None = None
 
     @classmethod
     def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
@@ -64,13 +77,15 @@ class PipelineFolder:
         on_hub = None
         file = None
         whole = False
+        repository = None
         if path.is_file():
             file = path
             beside = path.with_suffix("")
             if (beside / PIPELINE_FILE).is_file():
                 path = beside
             else:
-                path = settings_of(repository_of(file), None)
+                repository = repository_of(file)
+                path = settings_of(repository, None)
             whole = path != beside or not any((path / "vae").glob("*.safetensors"))
         elif not path.is_dir():
             path = settings_of(name, revision)
@@ -101,6 +116,8 @@ class PipelineFolder:
                 raise UsageError(f"model.name: {path}: the pipeline has no {part}", fix=_AGAIN)
         if file is not None:
             dtype_of(file)
+            markers = read_markers(file)
+            folder = replace(folder, markers=markers, settings_repository=repository)
             kinds = {
                 family.denoiser: folder.denoiser_class(),
                 **({"vae": folder.vae_class()} if whole else {}),
@@ -119,6 +136,26 @@ class PipelineFolder:
         if self.file is not None and self.whole:
             return [*own, self.file]
         return own
+
+    def with_markers(self, *, objective: str, shift: Any) -> PipelineFolder:
+        """This pipeline with the schedule that its single file was trained on; objective and shift:
+        the settings of `diffusion`. Raises UsageError where the file contradicts itself.
+        """
+        if self.file is None:
+            return self
+        if not self.markers.prediction and objective == "auto":
+            refuse_unknown_prediction(self.file, self.settings_repository)
+        scheduler = replace(self, changes={}).config("scheduler")
+        changes = scheduler_changes(
+            self.markers, scheduler, self.file, objective=objective, shift=shift
+        )
+        return replace(self, changes=changes)
+
+    def marker_lines(self) -> list[str]:
+        """What a single file says about its training, for the header."""
+        if self.file is None:
+            return []
+        return describe_markers(self.markers, self.changes, self.config("scheduler"), self.file)
 
     def fetch(self) -> None:
         """All weights, where the pipeline is on the hub. Raises UsageError."""
@@ -167,10 +204,10 @@ class PipelineFolder:
             self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
         )
         try:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            return found
+            settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"model.name: {file}: {error}", fix=_AGAIN) from None
+        return {**settings, **self.changes} if part == "scheduler" else settings
 
     def clip_length(self) -> int:
         """Tokens that the CLIP tokenizer pads a caption to."""
@@ -395,6 +432,9 @@ class PipelineFolder:
                             )
             else:
                 made = kind.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
+        if self.changes:
+            settings = self.config("scheduler")
+            made.scheduler = getattr(diffusers, settings["_class_name"]).from_config(settings)
         made.set_progress_bar_config(disable=True)
         return made
 
@@ -407,8 +447,10 @@ class PipelineFolder:
 
     def save_others(self, folder: Path) -> None:
         """Saves VAE and text encoders of a whole pipeline in one file, each in its own folder in
-        `folder`, in the file's dtype.
+        `folder`, in the file's dtype; and the settings of its scheduler where the file changed them.
         """
+        if self.changes:
+            self._save_scheduler(folder)
         if self.file is None or not self.whole:
             return
         dtype = dtype_of(self.file)
@@ -416,6 +458,14 @@ class PipelineFolder:
         for part in ("vae", *self.family.encoders):
             if isinstance(getattr(pipe, part, None), torch.nn.Module):
                 getattr(pipe, part).save_pretrained(folder / part)
+
+    def _save_scheduler(self, folder: Path) -> None:
+        settings = self.config("scheduler")
+        text = json.dumps(settings, indent=2) + "\n"
+        (folder / "scheduler/scheduler_config.json").write_text(text, encoding="utf-8")
+        index = {**self.index, "scheduler": ["diffusers", settings["_class_name"]]}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / PIPELINE_FILE).write_text(text, encoding="utf-8")
 
     @contextmanager
     def _explained(self, part: str) -> Iterator[None]:

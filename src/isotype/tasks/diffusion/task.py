@@ -94,7 +94,10 @@ class DiffusionTask:
     def check(self, precision: Precision) -> None:
         config = self.config
         self.precision = precision
-        self.folder = PipelineFolder.open(self.base_name, revision=config.model.revision)
+        opened = PipelineFolder.open(self.base_name, revision=config.model.revision)
+        self.folder = opened.with_markers(
+            objective=config.diffusion.objective, shift=config.diffusion.shift
+        )
         if config.model.init == "random":
             self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
         elif config.model.config is not None:
@@ -680,6 +683,7 @@ class DiffusionTask:
             ),
             f"{self.objective}; evaluated at {self.config.diffusion.eval_draws} fixed ones",
         ]
+        lines += self.folder.marker_lines()
         if facts["buckets"] > len(sizes.resolutions):
             lines.append(f"aspect buckets: {', '.join(map(str, sorted(sizes.all)))}")
         if self.gathered.to_draw:

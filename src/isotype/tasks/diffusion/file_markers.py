@@ -1,0 +1,247 @@
+"""What a checkpoint in one file says about its own training: tensors and metadata that ComfyUI,
+A1111, Forge and kohya's tools write and read.
+
+The settings beside such a file, or on the hub, are its family's. A v-prediction checkpoint of that
+family differs from them in its markers alone.
+
+Sources  ComfyUI `supported_models.py` and its node that saves a checkpoint (`v_pred`, `ztsnr`,
+         `edm_...`, `modelspec.predict_key`); Stability's ModelSpec 1.0; kohya's `ss_...`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from ...errors import UsageError
+
+V_TENSOR, ZERO_SNR_TENSOR = "v_pred", "ztsnr"
+EDM_TENSORS = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
+PREDICTION_KEYS = ("modelspec.prediction_type", "modelspec.predict_key", "prediction_type")
+SHIFT_KEYS = ("modelspec.shift", "ss_discrete_flow_shift", "discrete_flow_shift", "flow_shift")
+# as others spell it -> as a scheduler's configuration does
+PREDICTIONS = {
+    "epsilon": "epsilon",
+    "eps": "epsilon",
+    "v": "v_prediction",
+    "vpred": "v_prediction",
+    "v_pred": "v_prediction",
+    "v_prediction": "v_prediction",
+    "velocity": "v_prediction",
+    "flow": "flow_prediction",
+    "rf": "flow_prediction",
+    "flow_matching": "flow_prediction",
+    "flow_prediction": "flow_prediction",
+}
+ARCHITECTURES = {
+    "stable-diffusion-v2-512": "epsilon",
+    "stable-diffusion-v2-768-v": "v_prediction",
+}
+TRUE = ("true", "1")
+WHOLE_SCHEDULE = ("", "0,1000", "0,999")
+LAST_LAYER = ("", "0", "1")
+
+
+@dataclass(frozen=True)
+class FileMarkers:
+    """prediction   marker -> `epsilon`, `v_prediction` or `flow_prediction`
+    zero_snr     the markers of a schedule whose last step is noise alone
+    shift        marker -> the shift of flow matching
+    notes        what the file says and training does not take by itself, a sentence each
+    """
+
+    prediction: Mapping[str, str] = field(default_factory=dict)
+    zero_snr: tuple[str, ...] = ()
+    shift: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def read_markers(file: Path) -> FileMarkers:
+    """Raises UsageError for a file that was trained in a way that is not offered, or a value that
+    cannot be read.
+    """
+    with safe_open(file, framework="pt") as opened:
+        names = set(opened.keys())
+        metadata = {key: str(text).strip() for key, text in (opened.metadata() or {}).items()}
+    if edm := [name for name in EDM_TENSORS if name in names]:
+        raise UsageError(
+            f"model.name: {file}: its tensor {edm[0]} says that it was trained with EDM's"
+            " preconditioning, which is not offered",
+            fix="a checkpoint of epsilon or v",
+        )
+    return FileMarkers(
+        _predictions(file, names, metadata),
+        _zero_snr(names, metadata),
+        _shifts(file, metadata),
+        _notes(metadata),
+    )
+
+
+def _predictions(file: Path, names: set[str], metadata: Mapping[str, str]) -> dict[str, str]:
+    predictions = {}
+    if V_TENSOR in names:
+        predictions[f"tensor {V_TENSOR}"] = "v_prediction"
+    for key in PREDICTION_KEYS:
+        if text := metadata.get(key):
+            word = text.lower().replace("-", "_").replace(" ", "_")
+            if word not in PREDICTIONS:
+                raise UsageError(
+                    f"model.name: {file}: its metadata says {key}: {text}, which is not offered",
+                    fix=f"a checkpoint of {', '.join(sorted(set(PREDICTIONS.values())))}",
+                )
+            predictions[key] = PREDICTIONS[word]
+    if text := metadata.get("ss_v_parameterization"):
+        is_v = text.lower() in TRUE
+        predictions["ss_v_parameterization"] = "v_prediction" if is_v else "epsilon"
+    architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
+    if architecture in ARCHITECTURES:
+        predictions["modelspec.architecture"] = ARCHITECTURES[architecture]
+    return predictions
+
+
+def _zero_snr(names: set[str], metadata: Mapping[str, str]) -> tuple[str, ...]:
+    markers = [f"tensor {ZERO_SNR_TENSOR}"] if ZERO_SNR_TENSOR in names else []
+    if metadata.get("ss_zero_terminal_snr", "").lower() in TRUE:
+        markers.append("ss_zero_terminal_snr")
+    return tuple(markers)
+
+
+def _shifts(file: Path, metadata: Mapping[str, str]) -> dict[str, float]:
+    shifts = {}
+    for key in SHIFT_KEYS:
+        text = metadata.get(key, "")
+        if text.lower() in ("", "none"):
+            continue
+        try:
+            shifts[key] = float(text)
+        except ValueError:
+            raise UsageError(
+                f"model.name: {file}: its metadata says {key}: {text}, which is no number",
+                fix="the file without that key",
+            ) from None
+    return shifts
+
+
+def _notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    notes = []
+    steps = metadata.get("modelspec.timestep_range", "").replace(" ", "")
+    if steps not in WHOLE_SCHEDULE:
+        notes.append(
+            f"modelspec.timestep_range: {steps}: diffusion.least_noise and most_noise train in a"
+            " range"
+        )
+    layer = metadata.get("modelspec.encoder_layer", "")
+    if layer not in LAST_LAYER:
+        notes.append(
+            f"modelspec.encoder_layer: {layer}: captions are encoded as diffusers' pipeline does,"
+            " whatever the file says"
+        )
+    return tuple(notes)
+
+
+def scheduler_changes(
+    markers: FileMarkers, scheduler: Mapping[str, Any], file: Path, *, objective: str, shift: Any
+) -> dict[str, Any]:
+    """What the file's markers change in its scheduler's configuration.
+
+    objective, shift  the settings of `diffusion`, which decide where markers do not agree; `auto`
+    Raises            UsageError where they decide nothing and the markers contradict each other or
+                      the family
+    """
+    if learns_velocity(scheduler):
+        _refuse_other_shift(markers, scheduler, file, shift=shift)
+        return {}
+    asked = {"epsilon": "epsilon", "v": "v_prediction"}.get(objective)
+    kinds = {asked} if asked else set(markers.prediction.values())
+    if len(kinds) > 1 or "flow_prediction" in kinds:
+        said = ", ".join(f"{marker} ({kind})" for marker, kind in markers.prediction.items())
+        raise UsageError(
+            f"model.name: {file}: its markers do not agree, or name what its family is not trained"
+            f" with: {said}",
+            fix="diffusion.objective: epsilon, or v",
+        )
+    changes: dict[str, Any] = {}
+    if kinds and kinds != {scheduler.get("prediction_type", "epsilon")}:
+        changes["prediction_type"] = kinds.pop()
+    if not markers.zero_snr:
+        return changes
+    if {**scheduler, **changes}.get("prediction_type", "epsilon") == "epsilon":
+        raise UsageError(
+            f"model.name: {file}: {markers.zero_snr[0]} says that the last step of its schedule is"
+            " noise alone, from which epsilon cannot be learnt",
+            fix="diffusion.objective: v, if it is a v-prediction checkpoint",
+        )
+    return {**changes, **_zero_snr_settings(scheduler)}
+
+
+def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> None:
+    """Files of Stable Diffusion 2 exist for epsilon (512 pixels) and for v (768), with the same
+    tensors, and the hub's settings are those of one of them.
+
+    Raises  UsageError for such a file without a marker
+    """
+    if "stable-diffusion-2" in (settings_repository or ""):
+        raise UsageError(
+            f"model.name: {file}: nothing in this file of Stable Diffusion 2 says whether it learns"
+            " epsilon (512 pixels) or v (768)",
+            fix="diffusion.objective: epsilon, or v",
+        )
+
+
+def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a schedule with zero terminal SNR (Lin et al. 2023), by a class that has it."""
+    import diffusers
+
+    name = "rescale_betas_zero_snr"
+    kind = getattr(diffusers, str(scheduler.get("_class_name")), None)
+    settings = {name: True, "timestep_spacing": "trailing"}
+    if kind is None or name not in kind().config:
+        settings["_class_name"] = "DDIMScheduler"
+    return {key: value for key, value in settings.items() if scheduler.get(key) != value}
+
+
+def _refuse_other_shift(
+    markers: FileMarkers, scheduler: Mapping[str, Any], file: Path, *, shift: Any
+) -> None:
+    """A shift that the scheduler does not have, unless the run names one itself."""
+    if shift != "auto":
+        return
+    usual = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
+    by_size = bool(scheduler.get("use_dynamic_shifting"))
+    for marker, number in markers.shift.items():
+        if by_size or number != float(usual):
+            own = "one by the picture's size" if by_size else f"{float(usual):g}"
+            raise UsageError(
+                f"model.name: {file}: {marker} says shift {number:g}, and its scheduler has {own}",
+                fix=f"diffusion.shift: {number:g}, or the number that you mean",
+            )
+
+
+def learns_velocity(scheduler: Mapping[str, Any]) -> bool:
+    """Whether a scheduler is one of flow matching."""
+    is_flow = "FlowMatch" in str(scheduler.get("_class_name"))
+    return is_flow or scheduler.get("prediction_type") == "flow_prediction"
+
+
+def describe_markers(
+    markers: FileMarkers, changes: Mapping[str, Any], scheduler: Mapping[str, Any], file: Path
+) -> list[str]:
+    """What the file says, for the header and the plan."""
+    lines = []
+    if learns_velocity(scheduler):
+        of_noise = [marker for marker, kind in markers.prediction.items() if kind == "epsilon"]
+        lines += [
+            f"{file.name}: {marker} belongs to a model that learns noise: its family learns by flow"
+            " matching, and it is trained so"
+            for marker in (*of_noise, *markers.zero_snr)
+        ]
+    elif changes:
+        words = [str(changes.get("prediction_type", ""))]
+        words += ["zero terminal SNR"] if "rescale_betas_zero_snr" in changes else []
+        told = [*markers.prediction, *markers.zero_snr] or ["diffusion.objective"]
+        lines.append(f"{file.name} is {' with '.join(filter(None, words))}: {', '.join(told)}")
+    return [*lines, *(f"{file.name}: {note}" for note in markers.notes)]
