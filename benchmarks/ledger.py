@@ -83,7 +83,7 @@ class Ledger:
     def seconds(self, rows: Iterable[Row]) -> float:
         return step_seconds(rows, self.rates)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         def each(rows: list[Row]) -> list[dict[str, Any]]:
             return [{**row.__dict__, "seconds": self.rates.seconds(row)} for row in grouped(rows)]
 

@@ -54,7 +54,7 @@ class Place:
             spot += f":{self.line}"
         return "  ".join(part for part in (self.symbol, spot) if part)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {k: v for k in ("file", "line", "symbol") if (v := getattr(self, k)) is not None}
 
 
@@ -83,12 +83,12 @@ class Finding:
     def page(self) -> str:
         return f"isotype doctor explain {self.code}"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         given = {
             "code": self.code,
             "severity": str(self.severity),
             "message": self.message,
-            "place": self.place.as_json(),
+            "place": self.place.to_dict(),
             "cause": self.cause,
             "declared": self.declared,
             "observed": self.observed,
@@ -168,7 +168,7 @@ def answer(
         print(
             json.dumps(
                 {
-                    "findings": [f.as_json() for f in worst_first(findings)],
+                    "findings": [f.to_dict() for f in worst_first(findings)],
                     **extra,
                     "version": __version__,
                 },

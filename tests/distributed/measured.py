@@ -87,7 +87,7 @@ def steps(world: World, file: str, folder: Path) -> object:
         task.outline(precision, device_type="cpu"), loaded.config.train, precision, task.step_outline(precision),
         checkpointing=prepared.checkpointing, device_type="cpu", parts=world.size,
     )  # fmt: skip
-    return {"planned": plan.as_json(), "measured": measured}
+    return {"planned": plan.to_dict(), "measured": measured}
 
 
 if __name__ == "__main__":

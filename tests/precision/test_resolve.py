@@ -67,11 +67,11 @@ def test_a_vae_in_bf16_without_hardware_is_refused(t4):
 
 
 def test_roles_of_a_task_are_there_only_with_it(h100):
-    assert "vae" not in resolve({"preset": "bf16-lora"}, device=h100).as_json()
+    assert "vae" not in resolve({"preset": "bf16-lora"}, device=h100).to_dict()
     roles = {"vae": "fp32", "text_encoder": "compute"}
     resolved = resolve({"preset": "bf16-lora"}, device=h100, task_roles=roles)
-    assert resolved.as_json()["vae"] == {"value": "fp32", "reason": "default"}
-    assert resolved.as_json()["text_encoder"] == {"value": "bf16", "reason": "follows compute"}
+    assert resolved.to_dict()["vae"] == {"value": "fp32", "reason": "default"}
+    assert resolved.to_dict()["text_encoder"] == {"value": "bf16", "reason": "follows compute"}
     assert Precision.parse(str(resolved.precision)) == resolved.precision
 
 

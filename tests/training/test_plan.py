@@ -14,7 +14,7 @@ def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
     loaded = configured(train={"warmup": 2, "steps": 5, "gradient_checkpointing": "none"})
     monkeypatch.chdir(tmp_path)
     made = plan(loaded)
-    content = json.loads(json.dumps(made.as_json()))
+    content = json.loads(json.dumps(made.to_dict()))
     assert content["precision"]["roles"]["base"]["reason"] == "preset fp32"
     assert (content["schedule"]["steps"], content["schedule"]["warmup"]) == (5, 2)
     assert content["data"]["train_rows"] > 0

@@ -209,7 +209,7 @@ def sample(
     if json_output:
         print(
             json.dumps(
-                {"run": str(run), "taken": loaded.taken, "samples": [a.as_json() for a in answers]}
+                {"run": str(run), "taken": loaded.taken, "samples": [a.to_dict() for a in answers]}
             )
         )
         return

@@ -148,9 +148,9 @@ def import_config(
             "file": result.file,
             "out": str(out) if out else None,
             "counts": result.counts,
-            "keys": [outcome.as_json() for outcome in result.outcomes],
+            "keys": [outcome.to_dict() for outcome in result.outcomes],
             "notes": result.notes,
-            "findings": [finding.as_json() for finding in result.findings],
+            "findings": [finding.to_dict() for finding in result.findings],
             "config": result.text,
         }
         print(json.dumps(answer, indent=1, default=str))

@@ -203,7 +203,7 @@ def plan(
     from ..tasks.choose import plan as make
 
     made = make(loaded, device=device, gpus=gpus)
-    print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
+    print(json.dumps(made.to_dict(), indent=1) if json_output else made.as_text())
 
 
 @contextmanager

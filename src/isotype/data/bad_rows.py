@@ -83,12 +83,12 @@ class BadRows:
         if len(self.listed) < MOST_LISTED:
             self.listed.append(row)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         rows = [[row.place, row.reason, row.fix, row.empty] for row in self.listed]
         return {"kinds": dict(self.kinds), "empty": self.empty, "rows": rows}
 
     def update(self, said: dict[str, Any]) -> None:
-        """Adds what `as_json` of another gave."""
+        """Adds what `to_dict` of another gave."""
         self.kinds.update(said["kinds"])
         self.empty += said["empty"]
         self.listed += [BadRow(*row) for row in said["rows"]]

@@ -63,12 +63,12 @@ class Tally:
         if row.empty:
             self.drop(EMPTY, row.place)
 
-    def as_json(self) -> dict[str, Any]:
-        return vars(self) | {"bad": self.bad.as_json()}
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self) | {"bad": self.bad.to_dict()}
 
     @classmethod
     def sum(cls, counted: Iterable[dict[str, Any]]) -> Tally:
-        """Several sides, as `as_json` gave them, as one."""
+        """Several sides, as `to_dict` gave them, as one."""
         total = cls()
         for one in counted:
             total.first_dropped = one["first_dropped"] | total.first_dropped

@@ -53,7 +53,7 @@ def tallied(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], T
     bad rows, if asked to.
     """
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
-    total = Tally.sum(tally.as_json() for tally in tallies)
+    total = Tally.sum(tally.to_dict() for tally in tallies)
     if refuse:
         total.bad.refuse(sound=sum(map(len, sides)))
     return tallies, total

@@ -264,7 +264,7 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         windows, None if one.spec.limit is None else max(0, one.spec.limit - read)
     ):
         writer.add(window, example=-1, cut=False)
-    return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored)}
+    return {"tally": tally.to_dict(), "read": read, "ignored_keys": dict(one.ignored)}
 
 
 def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each: int) -> TokenRows:

@@ -248,7 +248,7 @@ def tokenised(
 
     for _, row, cut in encoder.rows(trained(), tally):
         writer.add(row, example=-1, cut=cut)
-    return TokenRows([writer.block({"tally": tally.as_json()})]), seen, tally
+    return TokenRows([writer.block({"tally": tally.to_dict()})]), seen, tally
 
 
 def _held_out_rows(
@@ -268,7 +268,7 @@ def _held_out_rows(
                 examples += [example] if len(examples) < SAMPLES else []
             if writer.rows == EVALUATED:
                 break
-    return TokenRows([writer.block({"tally": tally.as_json()})]), examples
+    return TokenRows([writer.block({"tally": tally.to_dict()})]), examples
 
 
 def _one_pass(sources: Sequence[Source]) -> Iterator[Example | BadRow]:

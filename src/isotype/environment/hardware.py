@@ -82,7 +82,7 @@ class Hardware:
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
     bandwidth_gbs: float | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "peak_tflops": dict(self.peak_tflops)}
 
 

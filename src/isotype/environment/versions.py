@@ -71,12 +71,12 @@ def normalised(name: str) -> str:
 
 def devices() -> list[dict[str, Any]]:
     """The CPU, and every GPU that torch sees."""
-    found = [detect("cpu").as_json()]
+    found = [detect("cpu").to_dict()]
     torch = _import_torch()
     if torch is not None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             try:
-                found.append(detect(f"cuda:{index}").as_json())
+                found.append(detect(f"cuda:{index}").to_dict())
             except IsotypeError as error:  # an architecture that is not in the table is named too
                 found.append(
                     {

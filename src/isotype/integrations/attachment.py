@@ -108,7 +108,7 @@ class Attachment:
         return {
             "trainer": f"{type(self.trainer).__module__}.{type(self.trainer).__name__}",
             "precision": self.resolved.text,
-            "declared": self.resolved.as_json(),
+            "declared": self.resolved.to_dict(),
             "claims": [asdict(claim) for claim in self.claims],
             "models": {name: manifest.to_dict() for name, manifest in self.manifests.items()},
             "notes": list(self.notes),

@@ -380,7 +380,7 @@ class WatchedSteps:
         return {
             "precision": resolved.text,
             "preset": resolved.preset,
-            "declared": resolved.as_json(),
+            "declared": resolved.to_dict(),
             **as_written(
                 record, compute=resolved.precision.compute, more=self._unseen(), beside=_NOT_WATCHED
             ),

@@ -226,7 +226,7 @@ def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
         "observed": newest("observed", seen.dtypes),
         "unseen": newest("unseen", seen.unseen),
         "total": {**before.get("total", {}), **seen.total},
-        "violations": [finding.as_json() for finding in seen.violations],
+        "violations": [finding.to_dict() for finding in seen.violations],
         "promotions": promotions if stepped else before.get("promotions", []),
         "arithmetic": arithmetic if stepped else before.get("arithmetic", []),
         "observed_at": before.get("observed_at", []) + [seen.step] * stepped,

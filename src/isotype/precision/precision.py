@@ -193,7 +193,7 @@ class Precision:
             overrides[role] = value.replace("/", ", ").replace(":", " ")
         return cls.preset(name, **overrides)
 
-    def as_json(self) -> Mapping[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
         return dict(self.items())
 
 

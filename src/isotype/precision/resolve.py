@@ -320,7 +320,7 @@ class Resolved:
         precision.
         """
         return (
-            json.dumps({"precision": self.text, "roles": self.precision.as_json()}, indent=1) + "\n"
+            json.dumps({"precision": self.text, "roles": self.precision.to_dict()}, indent=1) + "\n"
         )
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -337,7 +337,7 @@ class Resolved:
             shown["compute"] += ", loss scaling"
         return [(role, value, self.reasons[role]) for role, value in shown.items()]
 
-    def as_json(self) -> dict[str, dict[str, str]]:
+    def to_dict(self) -> dict[str, dict[str, str]]:
         """Each role's value and reason; of a packed base also `rest`, the dtype of the frozen
         weights that are not packed.
         """

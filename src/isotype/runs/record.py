@@ -57,7 +57,7 @@ class PrecisionRecord:
             declared = {
                 "precision": self.resolved.text,
                 "preset": self.resolved.preset,
-                "declared": {**self.resolved.as_json(), **self._branch},
+                "declared": {**self.resolved.to_dict(), **self._branch},
             }
             written = as_written(
                 self._observed, self.task_roles, compute=self.resolved.precision.compute

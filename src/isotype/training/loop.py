@@ -400,7 +400,7 @@ class Loop:
         if not self.world.first:
             return
         step = self.progress.step
-        made = self.folder.write_samples(step, [(one.as_json(), one.file) for one in samples])
+        made = self.folder.write_samples(step, [(one.to_dict(), one.file) for one in samples])
         if self.trackers is not None:
             self.trackers.samples(step, samples)
         self.console.settle()

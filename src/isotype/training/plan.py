@@ -63,15 +63,15 @@ class Plan:
             return self.peak <= self.hardware.memory
         return None
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
-            "device": self.hardware.as_json(),
+            "device": self.hardware.to_dict(),
             "precision": {
                 "preset": self.resolved.preset,
                 "why": self.resolved.why_preset,
-                "roles": self.resolved.as_json(),
+                "roles": self.resolved.to_dict(),
             },
-            "warnings": [f.as_json() for f in self.resolved.warnings],
+            "warnings": [f.to_dict() for f in self.resolved.warnings],
             "attention": self.attention,
             "parameters": {
                 "architecture": self.architecture,
@@ -86,14 +86,14 @@ class Plan:
                 "reason": self.checkpointing.reason,
             },
             "memory": {
-                **self.memory.as_json(),
+                **self.memory.to_dict(),
                 "process": self.process,
                 "peak_with_process": self.peak,
                 "fits": self.fits,
             },
             **({} if self.offload is None else {"offload": dict(self.offload.__dict__)}),
             "notes": list(self.notes),
-            **({} if self.processes is None else {"processes": self.processes.as_json()}),
+            **({} if self.processes is None else {"processes": self.processes.to_dict()}),
         }
 
     def as_text(self) -> str:
@@ -301,14 +301,14 @@ class ProcessesPlan:
     kinds: Mapping[str, tuple[Checkpointing, MemoryPlan]]
     taken: Parallel
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "processes": self.processes,
             "machines": self.nodes,
             "micro_batches": self.micro_batches,
             "rows": self.rows,
             "kinds": {
-                kind: {"memory": m.as_json(), "checkpointing": c.as_settings()}
+                kind: {"memory": m.to_dict(), "checkpointing": c.as_settings()}
                 for kind, (c, m) in self.kinds.items()
             },
             "auto": {"kind": self.taken.kind, "reason": self.taken.reason},

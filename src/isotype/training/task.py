@@ -116,7 +116,7 @@ class Sample(Protocol):
     def file(self) -> tuple[str, bytes] | None:
         """The suffix and the bytes of a file that holds it; None where words say it all."""
 
-    def as_json(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
     def lines(self) -> tuple[str, str]:
         """The prompt and the output, as text."""
@@ -134,8 +134,8 @@ class Averaged:
     def file(self) -> tuple[str, bytes] | None:
         return self.sample.file
 
-    def as_json(self) -> dict[str, Any]:
-        return {**self.sample.as_json(), "weights": "average"}
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.sample.to_dict(), "weights": "average"}
 
     def lines(self) -> tuple[str, str]:
         asked, made = self.sample.lines()

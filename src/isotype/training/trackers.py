@@ -170,7 +170,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        made = [one.as_json() for one in samples]
+        made = [one.to_dict() for one in samples]
         columns = list(dict.fromkeys(key for one in made for key in one))
         rows = [[step, *[one.get(key) or "" for key in columns]] for one in made]
         self._run.log({"step": step, "samples": self._table(columns=["step", *columns], data=rows)})

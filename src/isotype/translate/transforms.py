@@ -59,7 +59,7 @@ class Outcome:
     became: str = ""
     note: str = ""
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "key": self.given.written or self.given.name,
             "line": self.given.line,

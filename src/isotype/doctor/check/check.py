@@ -120,7 +120,7 @@ def as_json(record: Record) -> dict[str, object]:
             role: {
                 "value": d.value,
                 "why": d.why,
-                **({"key": d.by.key, **d.by.place.as_json()} if d.by is not None else {}),
+                **({"key": d.by.key, **d.by.place.to_dict()} if d.by is not None else {}),
             }
             for role, d in record.roles.items()
         },

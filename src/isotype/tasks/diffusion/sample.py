@@ -40,7 +40,7 @@ class Sample:
     def file(self) -> tuple[str, bytes]:
         return ".png", self.png
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "prompt": self.prompt,
             "answer": f"a picture of {self.size} x {self.size}",

@@ -26,7 +26,7 @@ class Sample:
     reference: str | None
     file: tuple[str, bytes] | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"prompt": self.prompt, "answer": self.answer, "reference": self.reference}
 
     def lines(self) -> tuple[str, str]:

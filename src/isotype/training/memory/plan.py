@@ -88,7 +88,7 @@ class MemoryPlan:
         """The bytes that stay allocated during the whole run, independent of its rows."""
         return self.frozen + self.trained + self.gradients + self.optimizer
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
 

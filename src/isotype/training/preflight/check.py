@@ -55,10 +55,10 @@ class Outcome:
     def refused(self) -> bool:
         return any(f.severity >= Severity.ERROR for f in self.findings)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "refused": self.refused,
-            "findings": [f.as_json() for f in worst_first(self.findings)],
+            "findings": [f.to_dict() for f in worst_first(self.findings)],
             "skipped": [
                 {"code": code, "check": CODES[code], "reason": reason}
                 for code, reason in self.skipped.items()
@@ -112,7 +112,7 @@ def preflight(
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
                 outcome.ran += [code for code in check.codes if code not in skipped]
         outcome.seconds[phase] = time.perf_counter() - started
-    now = outcome.as_json()
+    now = outcome.to_dict()
     earlier = before.get("resumed")
     again = [*(earlier if isinstance(earlier, list) else []), now]
     if world.first:
