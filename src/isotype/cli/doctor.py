@@ -93,7 +93,7 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    from ..doctor.front_door import Visit, visit, visit_log
+    from ..doctor.examination import Visit, visit, visit_log
 
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
@@ -185,8 +185,8 @@ def check(
 
     isotype doctor check train.yaml ds_config.json --device t4
     """
-    from ..doctor.check.check import as_json, table, trouble_without_files
-    from ..doctor.check.check import check as check_paths
+    from ..doctor.check.checker import as_json, table, trouble_without_files
+    from ..doctor.check.checker import check as check_paths
 
     least = threshold(fail_on)
     checked = check_paths(paths, device=device)

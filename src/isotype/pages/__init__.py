@@ -21,7 +21,7 @@ from ..finding import Finding
 FAMILIES = {
     "PR": "isotype.precision.resolve",
     "CF": "isotype.doctor.check.rules",
-    "EX": "isotype.doctor.explain.explain",
+    "EX": "isotype.doctor.explain.explainer",
 }
 
 

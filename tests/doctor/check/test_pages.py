@@ -9,7 +9,7 @@ from pathlib import Path
 
 import isotype
 from isotype.doctor.check.rules import RULES
-from isotype.doctor.explain.explain import codes
+from isotype.doctor.explain.explainer import codes
 from isotype.pages import page
 
 PREFIXES = {

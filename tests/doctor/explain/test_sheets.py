@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from isotype.doctor.explain.explain import FAMILIES, explained
+from isotype.doctor.explain.explainer import FAMILIES, explained
 from isotype.doctor.explain.log import Frame
 from isotype.doctor.explain.recognise import FORMS
 from isotype.doctor.explain.situation import Seen, read

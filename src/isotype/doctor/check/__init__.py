@@ -2,6 +2,6 @@
 torch.
 """
 
-from .check import Checked, check
+from .checker import Checked, check
 
 __all__ = ["Checked", "check"]

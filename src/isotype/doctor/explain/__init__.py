@@ -2,6 +2,6 @@
 torch.
 """
 
-from .explain import explain
+from .explainer import explain
 
 __all__ = ["explain"]

@@ -2,6 +2,6 @@
 what fails in it explained.
 """
 
-from .check import check
+from .checker import check
 
 __all__ = ["check"]

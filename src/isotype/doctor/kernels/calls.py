@@ -23,7 +23,7 @@ from ...dtypes import name as dtype_name
 from ...dtypes import to_torch
 from ...finding import Severity, worst_first
 from ...wording import counted
-from .check import Report, check, check_combinations
+from .checker import Report, check, check_combinations
 from .pretend import pretend_gpu
 from .signature import (
     DEFAULT,

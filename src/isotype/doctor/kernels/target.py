@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import IsotypeError, UsageError
 from ..loading import in_one_line, member, module_of, required
 from .calls import Calls, check_wrapper, several, trap_launches
-from .check import Report, check
+from .checker import Report, check
 from .infer import returns_a_value
 from .pretend import pretend_gpu
 from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..finding import Finding, Severity
 from ..wording import counted
-from .check.check import SKIPPED_FOLDERS, check, may_be_configuration, table
+from .check.checker import SKIPPED_FOLDERS, check, may_be_configuration, table
 
 _LOGS = (".log", ".err", ".out")
 _LONGEST = 2_000_000  # bytes of a source file that is looked into

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.doctor.front_door import visit
+from isotype.doctor.examination import visit
 from isotype.errors import UsageError
 
 KERNEL = """

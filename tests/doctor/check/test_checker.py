@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isotype.doctor.check import check
-from isotype.doctor.check.check import read_safetensors_header
+from isotype.doctor.check.checker import read_safetensors_header
 from isotype.finding import Finding, Severity
 
 from .contradictions import CASES, Case
