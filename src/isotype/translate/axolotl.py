@@ -221,16 +221,14 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "remove repeated rows beforehand": "dataset_exact_deduplication",
-    "data.chat_template: a file with this text": "chat_template_jinja",
     "write the system message into the rows": "default_system_message",
     "data.max_pixels is the most pixels of a picture": "image_size image_resize_algorithm",
     "data.shuffle: rows in the order of the file, or shuffled": "curriculum_sampling",
     "the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer": (
-        "special_tokens tokens"
+        "special_tokens"
     ),
     "adapter.* has what is offered of PEFT's settings": "peft",
     "every weight (adapter.kind: none) or adapter.modules_to_save": "unfrozen_parameters",
-    "model.init: random builds fresh weights": "reinit_weights",
     "model.attention is sdpa, eager, flash or flex; sdpa is used": "xformers_attention",
     t.OWN_OPS: "plugins",
     "stacked experts stay as they are (model.allow_unquantised)": (
@@ -286,11 +284,9 @@ KEYS: dict[str, t.Handler] = {
     "pretraining_dataset": _pretraining,
     "val_set_size": t.held_out,
     "train_on_inputs": t.either("data.loss_on", "all", "assistant"),
-    "chat_template": t.only(
-        "tokenizer_default",
-        "the tokenizer's own template; another one: data.chat_template",
-        "data.chat_template: a Jinja file; without it the tokenizer's own template is used, not {}",
-    ),
+    **t.each(t.template, "chat_template chat_template_jinja"),
+    "tokens": t.names("model.add_tokens"),
+    "reinit_weights": t.when_on("model.init", "random"),
     "freeze_mm_modules": frozen("adapter.vision"),
     "eot_tokens": t.changed(
         "the end of a turn is what the chat template writes; it is always learnt"

@@ -326,6 +326,23 @@ LIGER = t.when_on(
     "switched off; model.optimize is on by default",
     "Isotype's own ops instead of Liger's",
 )
+
+
+def _push(draft: Draft, given: Given) -> None:
+    """The repository that `hub_model_id` names, else the name of the output folder, as there."""
+    if not t.is_on(given.value):
+        draft.no_effect(given, "off")
+        return
+    named = draft.keys.get("hub_model_id") or draft.keys.get("output_dir")
+    name = named if isinstance(named, str) else ""
+    if "hub_model_id" not in draft.keys:
+        name = name.rstrip("/").rpartition("/")[2]
+    if name:
+        draft.set(given, "run.push_to_hub", name, "private unless run.push_private is false")
+    else:
+        draft.not_offered(given, "run.push_to_hub: ORG/NAME pushes the result")
+
+
 # what Hugging Face's Trainer and PEFT take; LLaMA-Factory and axolotl hand these on
 _TRAINER_NO_EFFECT = {
     "train.seed": "data_seed",
@@ -343,7 +360,7 @@ _TRAINER_NO_EFFECT = {
         "average_tokens_across_devices accelerator_config"
     ),
     t.IRRELEVANT: (
-        "gradient_checkpointing_kwargs prediction_loss_only overwrite_output_dir hub_model_id"
+        "gradient_checkpointing_kwargs prediction_loss_only overwrite_output_dir"
         " hub_strategy save_safetensors save_only_model trackio_* dataloader_num_workers"
         " ddp_find_unused_parameters ddp_timeout low_cpu_mem_usage use_cache"
         " include_tokens_per_second group_by_length"
@@ -355,7 +372,6 @@ _TRAINER_NOT_OFFERED = {
     "train.beta1, train.beta2 and train.epsilon are the optimizer's settings": "optim_args",
     "no label smoothing in a run; isotype.ops.cross_entropy has it": "label_smoothing_factor",
     "train without it: the fused ops are used by default (model.optimize)": "torch_compile",
-    "run.push_to_hub: ORG/NAME pushes the result": "push_to_hub",
     "isotype train --resume RUN": "resume_from_checkpoint",
     "a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place": (
         "deepspeed"
@@ -382,6 +398,13 @@ TRAINER: dict[str, t.Handler] = {
         run="folder=output_dir save_every=save_steps keep=save_total_limit log_every=logging_steps",
     ),
     "attn_implementation": t.attention,
+    "push_to_hub": _push,
+    "hub_model_id": t.where(
+        "push_to_hub", "on", t.no_effect("part of run.push_to_hub"), "push_to_hub is off"
+    ),
+    "hub_private_repo": t.where(
+        "push_to_hub", "on", t.either("run.push_private", True, False), "push_to_hub is off"
+    ),
     # adapter
     "lora_target_modules": t.targets,
     # precision: decided together
@@ -441,9 +464,6 @@ _NO_EFFECT = {
     ),
 }
 _NOT_OFFERED = {
-    "data.chat_template: a file with this text; without it the tokenizer's own is used": (
-        "chat_template"
-    ),
     f"{t.REFERENCE}; another one": (
         "ref_model force_use_ref_model sync_ref_model reference_free ref_adapter_name"
         " model_adapter_name"
@@ -472,6 +492,10 @@ KEYS: dict[str, t.Handler] = {
     ),
     **t.each(LIGER, "use_liger_kernel use_liger"),
     # data
+    "chat_template": t.template,
+    "turn_names": t.no_effect("ShareGPT's and OpenAI's names of turns are recognised"),
+    "default_system_message": t.not_offered("write the system message into the rows"),
+    "map_eos_token": t.no_effect("the end of a turn is what the chat template writes"),
     "dataset_name": _dataset,
     **t.each(_of_the_dataset("subset", ("default", "main")), "dataset_config dataset_config_name"),
     "dataset_train_split": _of_the_dataset("split", ("train",)),

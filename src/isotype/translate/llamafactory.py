@@ -227,9 +227,8 @@ KEYS: dict[str, t.Handler] = {
     # data
     "dataset": _datasets("data.train"),
     "eval_dataset": _datasets("data.eval"),
-    "template": t.changed(
-        "the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"
-    ),
+    "template": t.template,
+    **t.each(t.names("model.add_tokens"), "add_special_tokens new_special_tokens add_tokens"),
     "enable_thinking": t.to(
         "data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}
     ),

@@ -59,6 +59,11 @@ _PYTHON_CALLS: dict[str, dict[str, str]] = {
         "loftq_config": "loftq",
         "use_gradient_checkpointing": "gradient_checkpointing",
     },
+    "get_chat_template": {
+        "1": "chat_template",
+        "mapping": "turn_names",
+        "system_message": "default_system_message",
+    },
     "load_dataset": {
         **dict.fromkeys(("0", "path"), "dataset_name"),
         **dict.fromkeys(("1", "name"), "dataset_config"),

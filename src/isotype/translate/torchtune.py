@@ -141,6 +141,13 @@ def _checkpointing(draft: Draft, given: Given) -> None:
     )
 
 
+def _template(draft: Draft, given: Given) -> None:
+    """A class of torchtune by its path; one with the words of each role is not offered."""
+    name = str(given.value).rpartition(".")[2].lower()
+    is_named = isinstance(given.value, str) and given.value not in t.OFF
+    t.template(draft, replace(given, value=name) if is_named else given)
+
+
 def _logger(draft: Draft, given: Given) -> None:
     word = str(given.value).lower()
     t.trackers(
@@ -176,7 +183,6 @@ _NOT_OFFERED = {
         "checkpointer.adapter_checkpoint"
     ),
     "isotype train --resume RUN": "checkpointer.recipe_checkpoint resume_from_checkpoint",
-    "data.chat_template: a Jinja file": "tokenizer.prompt_template",
     "write the system message into the rows": "dataset.new_system_prompt",
     "train.steps is the number of steps of the whole run": "max_steps_per_epoch",
     "one step after backward; adamw8bit or an adapter saves memory": "optimizer_in_bwd",
@@ -222,6 +228,7 @@ KEYS: dict[str, t.Handler] = {
         "a folder in Hugging Face's format is needed (config.json, safetensors, tokenizer)",
     ),
     # data
+    "tokenizer.prompt_template": _template,
     "dataset._component_": _dataset,
     "dataset_val._component_": t.when(
         lambda draft, _: draft.said("run_val_every_n_steps").isdigit(),

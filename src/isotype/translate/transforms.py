@@ -317,6 +317,60 @@ def when(holds: Callable[[Draft, Given], object], then: Handler, otherwise: Hand
     return lambda draft, given: (then if holds(draft, given) else otherwise)(draft, given)
 
 
+# data.chat_template's names -> other tools' names of the same template
+_TEMPLATE_WORDS = {
+    "chatml": "chatml chatmltemplate",
+    "llama3": "llama3 llama_3",
+    "gemma": "gemma gemma2 gemma_2 gemma3 gemma_3",
+    "mistral": "mistral mistral_v1 mistralchattemplate",
+    "zephyr": "zephyr",
+}
+TEMPLATES = {theirs: ours for ours, words in _TEMPLATE_WORDS.items() for theirs in words.split()}
+_TEMPLATES_WITHOUT_TOKENS = ("mistral", "zephyr")
+_TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
+
+
+def template(draft: Draft, given: Given) -> None:
+    """A chat template by its name or file; a template's text has no setting."""
+    value = str(given.value)
+    name = re.sub(r"[-. ]", "_", value.lower())
+    is_text = "{%" in value or "{{" in value
+    if given.value in OFF or name in ("tokenizer_default", "jinja"):
+        draft.no_effect(given, "the tokenizer's own template, unless data.chat_template is set")
+    elif is_text or not isinstance(given.value, str):
+        draft.not_offered(
+            given,
+            "data.chat_template: a file with this text; without it the tokenizer's own template is"
+            " used",
+        )
+    elif value.endswith(_TEMPLATE_FILES):
+        draft.set(given, "data.chat_template", value)
+    elif name in TEMPLATES:
+        ours = TEMPLATES[name]
+        tokens = "; model.add_tokens, where the tokenizer lacks its tokens"
+        if ours in _TEMPLATES_WITHOUT_TOKENS:
+            tokens = ""
+        draft.set(given, "data.chat_template", ours, f"Isotype's own of this name{tokens}")
+    else:
+        draft.not_offered(
+            given,
+            f"data.chat_template is {', '.join(_TEMPLATE_WORDS)} or a Jinja file; the tokenizer's"
+            f" own template is used, or a plain one where it has none, not {value}",
+        )
+
+
+def settle_template(draft: Draft) -> None:
+    """Leaves out a chat template where every row is plain text: a run refuses it there."""
+    sources = draft.settings.get("data.train")
+    formats = {
+        source.get("format") if isinstance(source, dict) else None
+        for source in (sources if isinstance(sources, list) else ())
+    }
+    is_text = draft.settings.get("data.format") == "text" or formats == {"text"}
+    if is_text and draft.settings.pop("data.chat_template", None) is not None:
+        draft.notes.append("data.chat_template is left out: plain text is learnt as it is")
+
+
 def always(target: str, value: Any, note: str = "") -> Handler:
     """The same value, whatever the key's is."""
     return to(target, lambda _: value, note)

@@ -31,7 +31,17 @@ from . import (
 )
 from .pictures import hidden
 from .source import Source, read
-from .transforms import OFF, Computed, Draft, Fate, Given, Handler, Outcome, settle_optimizer
+from .transforms import (
+    OFF,
+    Computed,
+    Draft,
+    Fate,
+    Given,
+    Handler,
+    Outcome,
+    settle_optimizer,
+    settle_template,
+)
 
 # name of a tool -> its module: KEYS (what becomes of a key), refusal (why a source cannot be
 # translated), finish (the tool's defaults)
@@ -109,6 +119,7 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
             _stop_at_contradictions(path, findings)
         _decide(draft, record)
     settle_optimizer(draft)
+    settle_template(draft)
     _complete(draft, "images.train" if module in _OF_PICTURES else "data.train")
     order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
     outcomes = sorted(
