@@ -495,3 +495,42 @@ def test_a_folder_for_ollamas_own_converter_has_what_it_reads(tmp_path: Path, to
         for name in ("model", "out")
     ]
     torch.testing.assert_close(logits(same[0]), logits(same[1]), rtol=0, atol=0)
+
+
+def test_a_served_conversation_begins_with_the_tokens_of_training(tmp_path: Path, subtests) -> None:
+    """The tokenizer adds the first token or not, and so does the chat template: a server that puts
+    it before the text where the flag is set gets what the template alone gives.
+    """
+    pytest.importorskip("gguf")
+    from tokenizers import processors
+
+    from isotype.data.chat import chat_template
+
+    messages = [{"role": "user", "content": "Hi"}]
+    for adds, writes, first in product(
+        (True, False), (True, False), ("<|endoftext|>", "<|im_start|>")
+    ):
+        own = splitting()
+        own.bos_token = first
+        token = (first, own.bos_token_id)
+        if adds:
+            own._tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{first} $A", special_tokens=[token]
+            )
+        # <|im_start|> is SmolLM2's first token: its template begins with it as it is
+        if writes and first == "<|endoftext|>":
+            own.chat_template = "{{ bos_token }}" + own.chat_template
+        if not writes and first == "<|im_start|>":
+            own.chat_template = own.chat_template.replace("<|im_start|>", "<|im_end|>")
+        wanted = chat_template(own, None).render(messages, generation_prompt=True, place="")
+        with subtests.test(f"{first}: tokenizer {adds}, template {writes}"):
+            assert wanted.startswith(first) is writes
+            own.save_pretrained(tmp_path)
+            values = dict(tokenizer_keys(tmp_path, 320, "command"))
+            flag = values["add_add_bos_token"]
+            assert flag is (adds and writes)
+            served = turns_of(own).text(messages)
+            assert (first if flag else "") + served == wanted
+            # llama.cpp renders the template, takes the first token off where its flag is set, and
+            # puts it back as it tokenises
+            assert values["add_chat_template"] == own.chat_template

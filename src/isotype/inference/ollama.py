@@ -36,7 +36,8 @@ _TRIED = (
 
 @dataclass(frozen=True)
 class Turns:
-    """The text of a chat template around the messages, without the token that begins every text.
+    """The text of a chat template around the messages, without the token that the server puts
+    before every text (`begins_text`).
 
     begin   before the first question where there is no system message
     system  before and after a system message, up to the first question; None where the template
@@ -100,7 +101,7 @@ def turns_of(tokenizer: Any) -> Turns:
     the turns before it
     """
     template = chat_template(tokenizer, None)
-    begins = tokenizer.bos_token or ""
+    begins = tokenizer.bos_token if begins_text(tokenizer) else ""
 
     def messages(contents: list[str], system: str | None) -> list[dict[str, str]]:
         said = [{"role": "system", "content": system}] if system else []
@@ -153,19 +154,22 @@ def _no_turns() -> UsageError:
 
 
 def begins_text(tokenizer: Any) -> bool:
-    """Whether a text begins with the token for it: as the chat template has it, else as the
-    tokenizer does.
+    """Whether llama.cpp and Ollama shall put the token for the beginning before a text: as the
+    tokenizer does, unless the chat template writes conversations without it.
+
+    Where only the template has the token, it stays a part of the template. SmolLM2's begins with
+    it and its tokenizer adds none: with the flag set, llama.cpp had two.
     """
-    if tokenizer.bos_token is None:
+    if tokenizer.bos_token is None or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
         return False
-    if tokenizer.chat_template:
-        asked = [{"role": "user", "content": "a"}]
-        return (
-            chat_template(tokenizer, None)
-            .render(asked, generation_prompt=True, place="the chat template")
-            .startswith(tokenizer.bos_token)
-        )
-    return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
+    if not tokenizer.chat_template:
+        return True
+    asked = [{"role": "user", "content": "a"}]
+    return (
+        chat_template(tokenizer, None)
+        .render(asked, generation_prompt=True, place="the chat template")
+        .startswith(tokenizer.bos_token)
+    )
 
 
 def modelfile(folder: Path | str, weights: str) -> str:
