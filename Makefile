@@ -38,7 +38,7 @@ format: install
 	$(BIN)/ruff check --fix src tests benchmarks docs examples
 	$(BIN)/ruff format src tests benchmarks docs examples
 
-# the figures of docs/design/README.md: lines, files, files of a step, calls of a layer, circles
+# the figures of docs/design/README.md: density, decisions and names, files of a step, calls of a layer, circles
 size: install
 	$(BIN)/python benchmarks/size.py
 

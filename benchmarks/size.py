@@ -1,19 +1,15 @@
-"""How large the house is: the figures of docs/design/README.md, printed by `make size`.
+"""How the code reads and what a step passes: the figures of docs/design/README.md.
 
     python benchmarks/size.py             # a minute: it also trains a 2-layer LoRA for forty steps
-                                          and counts the calls of a layer
     python benchmarks/size.py --json
 
-lines of sheets     rules, findings and causes of the doctor and of precision, written as text
+names and density   as benchmarks/words.py defines them
+inner modules       modules below `isotype` that test files other than tests/api.py import
 files of a step     files of Isotype that run Python code between two steps of `isotype.train`: a
                     2-layer Llama, LoRA on every linear layer, bf16-lora, on a CPU
 calls of a layer    Python functions called by forward and backward of one decoder layer (r 8 on all
                     linear layers, 64 tokens, bf16 autocast, eager): half the difference between
                     models of four and two layers; built-in functions left out
-of them, since      what files hold that are wholly for features ordered after the aims of 23
-                    November were set (experts, packed bases, vision-language models, preferences,
-                    further pictures, exports, importers, ...): `SINCE`, none of which was there
-                    before
 circles, upwards    whether there is a circle of imports between modules, and how many point
                     upwards, as tests/test_imports.py defines them
 """
@@ -34,38 +30,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import words  # noqa: E402
+
 SOURCE = ROOT / "src" / "isotype"
-SINCE = (
-    "ops/experts/* ops/packed/* ops/linear_divergence/* optimize/experts.py lora/dora.py model/packed.py model/gguf.py model/processor.py "
-    "model/starts.py precision/packing.py precision/vision.py translate/pictures.py translate/kohya.py translate/ai_toolkit.py "
-    "translate/onetrainer.py translate/diffusers_scripts.py data/pairs.py data/pictures.py tasks/language/preference.py "
-    "tasks/language/labelled.py tasks/language/distil.py tasks/diffusion/single_file.py tasks/diffusion/text_encoders.py "
-    "tasks/diffusion/families/video.py tasks/diffusion/families/edits.py inference/gguf_file.py inference/ollama.py "
-    "inference/adapter_file.py inference/push.py report/live.py observe/continuity.py training/memory/blocks.py"
-)
-TESTS_SINCE = (
-    "published.py vlms.py gguf_files.py data/test_thoughts.py distributed/test_experts.py inference/test_export.py inference/test_push.py "
-    "integrations/test_pictures.py lora/test_dora.py model/test_gguf.py model/test_packed.py model/test_rope.py model/test_starts.py "
-    "model/test_vision_language.py observe/test_continuity.py ops/test_experts.py ops/test_linear_divergence.py ops/test_packed.py "
-    "optimize/test_experts.py report/test_live.py tasks/diffusion/test_edits.py tasks/diffusion/test_families.py "
-    "tasks/diffusion/test_single_file.py tasks/diffusion/test_stories.py tasks/language/test_beside_trl.py "
-    "tasks/language/test_pictures.py tasks/language/test_preference.py training/memory/test_blocks.py training/test_optimizers.py "
-    "translate/test_picture_tools.py"
-)
-
-
-def lines(folder: Path, *endings: str, among: str = "**/*") -> tuple[int, int]:
-    """Lines and files below a folder whose names end so.
-
-    among  patterns below the folder, of which each must match a file
-    """
-    named = {
-        pattern: [path for path in folder.glob(pattern) if path.suffix in endings]
-        for pattern in among.split()
-    }
-    assert all(named.values()), [pattern for pattern, paths in named.items() if not paths]
-    files = [path for paths in named.values() for path in paths]
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files), len(files)
 
 
 class Called:
@@ -224,19 +192,16 @@ def main() -> None:
     options = parser.parse_args()
     import isotype
 
-    source, files = lines(SOURCE, ".py", ".cpp", ".h")
-    since, files_since = lines(SOURCE, ".py", ".cpp", ".h", among=SINCE)
-    tests, _ = lines(ROOT / "tests", ".py")
-    tests_since, _ = lines(ROOT / "tests", ".py", among=TESTS_SINCE)
+    reading = words.read_folder(words.SOURCE)
     circles, upwards = arrows()
     step = files_of_a_step()
-    found = {
-        "source lines": source,
-        "lines of sheets": lines(SOURCE, ".txt", ".tsv")[0],
-        "source files": files,
-        "source lines, files without those since": f"{source - since:,} in {files - files_since}",
-        "test lines": tests,
-        "test lines without those since": f"{tests - tests_since:,}",
+    figures = {
+        "tokens a line": round(reading.tokens_per_line, 1),
+        "conditional expressions in 1,000 lines": round(reading.conditionals_per_1000_lines),
+        "private names in 1,000": round(reading.private_per_1000_names, 1),
+        "functions oddly named, percent": round(reading.odd_percent, 1),
+        "functions over 25 decisions": len(reading.heavy_functions),
+        "inner modules held by tests": len(words.inner_modules_in_tests(ROOT / "tests")),
         "files of a step": len(step),
         "calls of a layer": calls_of_a_layer(isotype.optimize),
         "calls of a layer, PEFT": calls_of_a_layer(lambda model: None),
@@ -245,9 +210,9 @@ def main() -> None:
         "pages nobody cites": len(uncited_pages()),
     }
     if options.json:
-        print(json.dumps(found | {"files": step}))
+        print(json.dumps(figures | {"files": step}))
         return
-    print(*(f"{name:44}{value}" for name, value in found.items()), sep="\n")
+    print(*(f"{name:44}{value}" for name, value in figures.items()), sep="\n")
     if options.list:
         print(*step, sep="\n")
 

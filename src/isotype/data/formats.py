@@ -351,10 +351,11 @@ def _checked(
         return replace(_pair(row, place), wanted=_label(row["label"], place))
     if name == "messages":
         key = "messages"
-        read = chat_messages
+        messages = chat_messages(row[key], key, place)
     else:
-        key, read = ("conversations", sharegpt_messages)
-    messages = with_system(read(row[key], key, place), row.get("system"), place)
+        key = "conversations"
+        messages = sharegpt_messages(row[key], key, place)
+    messages = with_system(messages, row.get("system"), place)
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
         raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
     return Example(place, messages=messages, tools=tool_list(row, place))
