@@ -58,7 +58,7 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     )
     assert result["check"]["rows"] > 1
     assert checked.endswith(
-        f"on {result['check']['rows']} rows; {result['check']['tensors']} tensors equal"
+        f"on {result['check']['rows']} evaluation rows; {result['check']['tensors']} tensors equal"
     )
     precision = json.loads((run / "precision.json").read_text())
     assert precision["observed"]["trainable"] == {"fp32": 28}
@@ -258,6 +258,57 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
     assert said in capsys.readouterr().out
     assert kept() == before
     assert result_of(run) == result
+
+
+def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
+    configured, tmp_path, capsys, subtests
+):
+    """A rate at which the loss rises after its best evaluation; nothing stops the run early."""
+    unstable = {"steps": 8, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1}
+    weights = {}
+    for save in (None, "last", "best"):
+        folder = tmp_path / str(save)
+        run = {"folder": str(folder), **({} if save is None else {"save": save})}
+        assert train(configured(train=unstable, run=run)) == 0
+        result = result_of(folder)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        evaluations = {
+            row["step"]: row["eval_loss"]
+            for row in map(json.loads, lines)
+            if row.get("event") == "evaluation"
+        }
+        output = capsys.readouterr().out
+        with subtests.test(save):
+            best = result["best_step"]
+            assert 0 < best < result["steps"] == 8
+            assert result["of_step"] == (best if save == "best" else 8)
+            assert result["eval_loss"] == evaluations[result["of_step"]]
+            assert (
+                f"best evaluation loss {evaluations[best]:.4f} (held-out rows) at step {best}"
+                in output
+            )
+            which = "the best evaluation" if save == "best" else "the last"
+            loss = f"(evaluation loss {result['eval_loss']:.4f})"
+            assert (
+                f"saved     {folder / 'adapter'}: the weights of step {result['of_step']}, {which} {loss}"
+                in output
+            )
+            assert (f"; run.save: best takes step {best}" in output) is (save != "best")
+            assert "evaluation rows; " in output or "evaluation row; " in output
+        weights[save] = (folder / "adapter/adapter_model.safetensors").read_bytes()
+    assert weights[None] == weights["last"] != weights["best"]
+
+
+def test_with_patience_the_last_weights_are_saved_where_that_is_asked(configured, tmp_path):
+    sections = {"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1}
+    assert train(configured(train={**sections, "patience": 2}, run={"save": "last"})) == 0
+    result = result_of(tmp_path / "run")
+    assert result["of_step"] == result["steps"] < 40
+
+
+def test_the_best_of_no_evaluations_is_refused(configured):
+    with pytest.raises(UsageError, match=r"run\.save: best: there are no evaluation rows"):
+        train(configured(data={"eval_split": 0}, run={"save": "best"}))
 
 
 def test_a_run_that_goes_on_without_evaluations_ends_as_others_do(configured, tmp_path, capsys):

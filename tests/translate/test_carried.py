@@ -50,7 +50,8 @@ _LEFT_OUT = {
         "adapter.parameters adapter.rslora adapter.rank_pattern adapter.alpha_pattern adapter.plus adapter.start "
         "adapter.modules_to_save adapter.start_from adapter.vision adapter.projector preference.simpo_gamma "
         "preference.desirable_weight preference.undesirable_weight preference.center_rewards_coefficient preference.nll train.steps "
-        "train.min_learning_rate train.aux_loss train.embedding_noise train.deterministic train.patience run.push_to_hub run.push_private"
+        "train.min_learning_rate train.aux_loss train.embedding_noise train.deterministic train.patience "
+        "run.save run.push_to_hub run.push_private"
     ),
 }  # fmt: skip
 # values that a key of another tool may have, and keys that decide what becomes of others

@@ -30,6 +30,7 @@ _MAY_CHANGE = {
     "when to stop": "train.patience train.stop_on",
     "the resumed run stays in its own folder": "run.folder",
     "when to save": "run.save_every",
+    "which weights are the result": "run.save",
     "what is kept": "run.keep run.adapters_keep",
     "what is written": (
         "run.adapters_every run.adapter_format run.log_every run.report run.trackers"

@@ -612,6 +612,10 @@ class RunSection(Section):
     """Steps between checkpoints; by default at every evaluation, and one at the end."""
     keep: PositiveInt = 2
     """Checkpoints kept, besides the best."""
+    save: Literal["last", "best"] | None = None
+    """Which weights are the result: those of the last step, or of the step with the best evaluation
+    loss. Default: `best` with `train.patience`, else `last`.
+    """
     adapters_every: PositiveInt | None = None
     """Steps between adapters that are written as the run goes, each to `adapters/step_N` in the run
     folder, complete as the result is. By default only the last one is written.

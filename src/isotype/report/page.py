@@ -478,7 +478,7 @@ def _learnt(record: RunRecord) -> tuple[str, str]:
         )
     taken = record.result.get("of_step")
     (first, base), (last, tuned) = evaluations[0], evaluations[-1]
-    if isinstance(taken, int):  # with early stopping the best step is the result
+    if isinstance(taken, int):  # the step whose weights are the result
         last, tuned = next(
             ((step, loss) for step, loss in reversed(evaluations) if step <= taken), evaluations[-1]
         )
@@ -498,11 +498,14 @@ def _learnt(record: RunRecord) -> tuple[str, str]:
     else:
         how = f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
     said = f"Evaluation loss {plain(base)} {before}, {plain(tuned)} at step {last:,.0f}: {how}"
+    of_result = ""
+    if isinstance(taken, int):
+        of_result = f" The result is of step {last:,.0f}; run.save: best takes the other."
     if best_step not in (first, last) and plain(best) != plain(tuned):
         return (
             (
                 f"{said}. It was lower at step {best_step:,.0f}, {plain(best)}: it learns its"
-                " training rows by heart."
+                f" training rows by heart.{of_result}"
             ),
             "warn",
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.schema import RunConfig
 from ..distributed.shard import Sharding, keep_part, part_of
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
@@ -19,6 +20,7 @@ from ..model.export import Digests, digests, refuse_difference
 from ..model.starts import OFF_THE_BASE
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
+from ..runs.folder import rows_in
 from ..wording import counted
 from .console import RunConsole, duration
 from .loop import Loop
@@ -59,7 +61,7 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     progress = loop.progress
     precision = prepared.resolved.precision
     task = loop.task
-    taken = _take_best(loop, world) if config.train.patience else progress.step
+    taken = _take_best(loop, world) if saves_best(config) else progress.step
     kind = "model" if config.adapter.kind == "none" else "adapter"
     with averages_in_place(loop.stepper.optimizer):
         saved = [_save(loop, loop.folder.path / kind, world)]
@@ -77,6 +79,8 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
         "base": task.base_name if kind == "adapter" else None,
         "steps": progress.step,
         "of_step": taken,
+        "eval_loss": _loss_of(loop, taken),
+        "eval_set": evaluation_set(config),
         "best_eval_loss": (
             progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None
         ),
@@ -96,6 +100,40 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     return result
 
 
+def saves_best(config: RunConfig) -> bool:
+    """Whether the result has the weights of the best evaluation, not of the last step."""
+    if config.run.save is None:
+        return config.train.patience is not None
+    return config.run.save == "best"
+
+
+def evaluation_set(config: RunConfig) -> str:
+    """The rows by which the best step is chosen, as the last lines of a run name them."""
+    if config.train.stop_on is not None:
+        return config.train.stop_on
+    section = config.data if config.images.train is None else config.images
+    if section.eval is None:
+        return "held-out rows" if section is config.data else "held-out pictures"
+    if isinstance(section.eval, dict):
+        return f"all sets: {', '.join(section.eval)}"
+    sources = section.eval if isinstance(section.eval, list) else [section.eval]
+    names = [
+        Path(source["name"] if isinstance(source, dict) else source).name for source in sources
+    ]
+    return ", ".join(names)
+
+
+def _loss_of(loop: Loop, step: int) -> float | None:
+    """The evaluation loss of a step's weights, on the rows by which the best step is chosen."""
+    if not loop.task.eval_rows or not loop.folder.metrics.is_file():
+        return None
+    on = loop.config.train.stop_on
+    key = "eval_loss" if on is None else f"eval_loss_{on}"
+    rows, _ = rows_in(loop.folder.metrics.read_text(encoding="utf-8", errors="replace"))
+    losses = [row[key] for row in rows if row.get("step") == step and key in row]
+    return losses[-1] if losses else None
+
+
 def _save(loop: Loop, target: Path, world: World) -> _Saved:
     """Writes the model's weights as they are now, and looks at the files. `weights` of the result
     are known to the first process.
@@ -112,7 +150,7 @@ def _save(loop: Loop, target: Path, world: World) -> _Saved:
 
 
 def _take_best(loop: Loop, world: World) -> int:
-    """With early stopping the best weights are the result; returns their step."""
+    """Puts the weights of the best evaluation into the model; returns their step."""
     best: int | None = world.first_does(lambda: loop.store.best)
     if best is None or best == loop.progress.step:
         return loop.progress.step
@@ -200,24 +238,37 @@ def _verify(
 def say_result(result: dict[str, Any], console: RunConsole) -> None:
     where = result.get("adapter") or result.get("model")
     console.say()
-    best = result["best_eval_loss"]
-    step = result["best_step"]
+    best, step, of = result["best_eval_loss"], result["best_step"], result["eval_set"]
     # of the rows that there are now; an earlier part of the run may have had others
     if best is None:
-        said = ""
+        evaluated = ""
+    elif step:
+        evaluated = f", best evaluation loss {best:.4f} ({of}) at step {step}"
     else:
-        if step:
-            said = f", best evaluation loss {best:.4f} at step {step}"
-        else:
-            said = f", no evaluation lower than {best:.4f}, that before step 1"
+        evaluated = f", no evaluation lower than {best:.4f} ({of}), that before step 1"
     console.say(
         f"done      {counted(result['steps'], 'step')} in"
-        f" {duration(result['trained_seconds'])}{said}"
+        f" {duration(result['trained_seconds'])}{evaluated}"
     )
-    console.say(f"saved     {where}")
+    console.say(f"saved     {where}: {saved_weights(result)}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
     equal = f"{counted(check['tensors'], 'tensor')} equal"
+    rows = "evaluation row" if best is not None else "training row"
     console.say(
-        f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}; {equal}"
+        f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], rows)}; {equal}"
     )
+
+
+def saved_weights(result: dict[str, Any]) -> str:
+    """Which weights the result has, and what they lose on the evaluation rows."""
+    taken, best, loss = result["of_step"], result["best_step"], result["eval_loss"]
+    which = "the last" if taken == result["steps"] else "the best evaluation"
+    if taken == result["steps"] == best:
+        which = "the last and best"
+    text = f"the weights of step {taken}, {which}"
+    if loss is not None:
+        text += f" (evaluation loss {loss:.4f})"
+    if best and taken != best:
+        text += f"; run.save: best takes step {best}"
+    return text

@@ -94,6 +94,11 @@ class Loop:
         branch = config.model.lora_branch
         self.observer = Observer(self.model, precision, lora_branch=branch)
         self.stream: Feed[Any] = task.feed()
+        if config.run.save == "best" and not task.eval_rows:
+            raise UsageError(
+                "run.save: best: there are no evaluation rows to choose by",
+                fix="data.eval, or a share in data.eval_split; run.save: last",
+            )
         self.plan = Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows)
         self.store = CheckpointStore(folder.checkpoints, keep=config.run.keep)
         self.metrics = Metrics(folder.metrics)

@@ -351,7 +351,6 @@ _TRAINER_NO_EFFECT = {
     "checkpoints come by run.save_every, by default at every evaluation, and one at the end": (
         "save_strategy"
     ),
-    "the best checkpoint is always kept, and the report names it": "load_best_model_at_end",
     "every line is written: run.log_every": "logging_strategy",
     "everything lies in run.folder, which names the run": "run_name",
     "model.device; one process uses one device": "device_map",
@@ -398,6 +397,7 @@ TRAINER: dict[str, t.Handler] = {
         run="folder=output_dir save_every=save_steps keep=save_total_limit log_every=logging_steps",
     ),
     "attn_implementation": t.attention,
+    "load_best_model_at_end": t.when_on("run.save", "best"),
     "push_to_hub": _push,
     "hub_model_id": t.where(
         "push_to_hub", "on", t.no_effect("part of run.push_to_hub"), "push_to_hub is off"
