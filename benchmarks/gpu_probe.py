@@ -80,12 +80,12 @@ def device(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def kernels(a: argparse.Namespace) -> str:
-    from isotype.ops.backend import why_no_kernels
+    from isotype.ops.backend import kernel_unavailable_reason
 
     return (
         "not asked on a CPU"
         if a.device == "cpu"
-        else why_no_kernels(torch.device(a.device, 0)) or "run"
+        else kernel_unavailable_reason(torch.device(a.device, 0)) or "run"
     )
 
 
@@ -93,7 +93,7 @@ def attention(a: argparse.Namespace) -> dict[str, str]:
     """What PyTorch's scaled_dot_product_attention would take, and what our op takes, causal, bf16,
     with and without gradients.
     """
-    from isotype.ops.attention import backend_of
+    from isotype.ops.attention import choose_backend
 
     found = {}
     for length in (64,) if a.tiny else (4096, 16384):
@@ -108,7 +108,7 @@ def attention(a: argparse.Namespace) -> dict[str, str]:
                 torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True), "?"
             )
             ours = [
-                backend_of(q.dtype, q, k, k, None, causal=True, packed=packed)
+                choose_backend(q.dtype, q, k, k, None, causal=True, packed=packed)
                 for packed in (False, True)
             ]
             found[f"{length} x {depth}"] = f"PyTorch {theirs}, here {ours[0]}, packed {ours[1]}"

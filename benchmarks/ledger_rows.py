@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.library import library_op
 from isotype.ops.linear_cross_entropy import op as head
-from isotype.ops.recompute import layers_running
+from isotype.ops.recomputed_layer import layers_running
 
 
 def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,7 +307,7 @@ class Launches(TorchDispatchMode):
         if name in _MAKES:
             if not result.dim():
                 # a zero that stands for a tensor nobody reads: made once, kept for the process
-                # (isotype.ops.recompute)
+                # (isotype.ops.recomputed_layer)
                 return
             read = []
         if kwargs.get("beta") == 0:

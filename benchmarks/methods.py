@@ -51,7 +51,7 @@ def begin_step() -> int:
 
 def logits() -> None:
     from isotype.ops import linear_divergence, linear_log_probs
-    from isotype.ops.backend import using
+    from isotype.ops.backend import force_backend
     from isotype.ops.linear_divergence.op import linear_divergence_reference
 
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def logits() -> None:
             leaf, best = x.clone().requires_grad_(), float("inf")
             for _ in range(3):
                 begin = time.process_time()
-                with using(backend):
+                with force_backend(backend):
                     made = linear_log_probs(leaf, weight, targets).log_probs
                 best = min(best, time.process_time() - begin)
             assert made is not None
@@ -100,7 +100,7 @@ def logits() -> None:
             leaf, best = heads[0].clone().requires_grad_(), float("inf")
             for _ in range(3):
                 begin = time.process_time()
-                with using(backend):
+                with force_backend(backend):
                     found = linear_divergence(leaf, *heads[1:], beta=0.5)
                 best = min(best, time.process_time() - begin)
             (gradient,) = torch.autograd.grad(found.sum(), leaf)

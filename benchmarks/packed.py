@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isotype
 import lora as lora_bench
 from isotype.lora.quantised import PackedLinear
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.ops.packed import PackedState, in_rows, quantised, widen
 from isotype.ops.packed.formats import Layout
 from isotype.ops.packed.ggml import BLOCKS
@@ -172,7 +172,7 @@ def main() -> None:
         if name in FORMATS:
             bytes_, state = FORMATS[name](weight)
             for i, path in enumerate(("cpp", "eager")):
-                with using(path):
+                with force_backend(path):
                     cells[i] = (
                         f"{1e3 * min(seconds(partial(widen, bytes_, state, torch.bfloat16)) for _ in range(5)):.2f}"
                     )

@@ -34,13 +34,13 @@ def on_a_gpu(test: T) -> T:
 @contextmanager
 def kernels(device: str | None = None) -> Iterator[None]:
     """Within this block ops run their Triton kernels: on the GPU, or in the interpreter."""
-    from isotype.ops.backend import using
+    from isotype.ops.backend import force_backend
 
     if (device or DEVICE) == "cuda":
-        with using("triton"):
+        with force_backend("triton"):
             yield
         return
     from isotype.testing.interpreter import interpreted
 
-    with interpreted(), using("triton"):
+    with interpreted(), force_backend("triton"):
         yield

@@ -38,7 +38,6 @@ from isotype.ops.gated.op import (
 )
 from isotype.ops.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, linear_cross_entropy_reference
 from isotype.ops.linear_divergence.op import LINEAR_DIVERGENCE, linear_divergence_reference
-from isotype.ops.linear_log_probs import LINEAR_LOG_PROBS, linear_log_probs_reference
 from isotype.ops.modulation.op import (
     GATED_RESIDUAL,
     MODULATED_LAYER_NORM,
@@ -47,6 +46,7 @@ from isotype.ops.modulation.op import (
 )
 from isotype.ops.rms_norm.op import ADD_RMS_NORM, RMS_NORM, rms_norm_reference
 from isotype.ops.rope.op import ROPE, rope_reference
+from isotype.ops.token_log_probs import LINEAR_LOG_PROBS, linear_log_probs_reference
 
 LONG = 4160
 EVERY = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}

@@ -13,7 +13,7 @@ import torch._dynamo
 pytest.importorskip("triton")
 
 from isotype.ops.adamw import AdamwNumbers, adamw_, adamw_reference_, triton
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import everywhere, kernels
@@ -57,7 +57,7 @@ def rounded(value, lr, seed):
 
 def test_noise_keeps_the_mean_differs_by_seed_and_repeats_itself():
     step = 2.0**-10  # an eighth of the way from 1 to the next bf16
-    with interpreted(), using("triton"):
+    with interpreted(), force_backend("triton"):
         first, again, other = (rounded(1.0, step, seed) for seed in (7, 7, 8))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -74,7 +74,7 @@ def test_noise_keeps_the_mean_differs_by_seed_and_repeats_itself():
 
 
 def test_exact_values_stay_and_infinities_stay():
-    with interpreted(), using("triton"):
+    with interpreted(), force_backend("triton"):
         assert rounded(-1.5, 0.0, 3).unique().tolist() == [-1.5]
         assert rounded(float("inf"), 0.0, 3).unique().tolist() == [float("inf")]
         assert rounded(float("nan"), 0.0, 3).isnan().all()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from isotype.ops import attention, cpp
-from isotype.ops.attention.op import attention_reference, kernels_take
+from isotype.ops.attention.op import attention_reference, uses_cpp_kernels
 from tests.ops.trials import FACTOR, error
 
 needs_compiler = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
@@ -76,7 +76,7 @@ def test_output_and_gradients_are_as_near_to_fp64_as_pytorchs(subtests):
             else {"mask": mask & torch.ones(shape[3:5], dtype=torch.bool).tril()}
         )
         with subtests.test(masked, shape=shape):
-            assert kernels_take(torch.bfloat16, *inputs, options["mask"])
+            assert uses_cpp_kernels(torch.bfloat16, *inputs, options["mask"])
             truth = run(attention_reference, inputs, dy, torch.float64, **options)
             theirs = run(plain, inputs, dy, **both)
             ours = run(attention, inputs, dy, **options)

@@ -45,7 +45,7 @@ def pretend(monkeypatch):
     """
     monkeypatch.setattr(gpu, "cudnn_version", lambda: 92200)
     monkeypatch.setattr(gpu, "has_flash", lambda: True)
-    monkeypatch.setattr(gpu, "why_no_kernels", lambda device: "")
+    monkeypatch.setattr(gpu, "kernel_unavailable_reason", lambda device: "")
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
 
     def chosen(capability, depth=128, keys=256, dtype=torch.bfloat16, **asked):
@@ -58,7 +58,7 @@ def pretend(monkeypatch):
             "packed": False,
             **asked,
         }
-        return gpu.on_a_gpu(
+        return gpu.choose_gpu_backend(
             dtype, of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype), **asked
         )
 
@@ -94,9 +94,9 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
 
         return run
 
-    attend = gpu.compiled(flex_attention, counting)
-    monkeypatch.setattr(gpu, "_functions", lambda on_gpu: (attend, create_block_mask))
-    monkeypatch.setattr(gpu, "_kept", OrderedDict())
+    attend = gpu.compile_any_length(flex_attention, counting)
+    monkeypatch.setattr(gpu, "_flex_functions", lambda on_gpu: (attend, create_block_mask))
+    monkeypatch.setattr(gpu, "_block_masks", OrderedDict())
     lengths = range(32, 32 * 11, 32)
     for positions in lengths:
         q, k, v = (torch.randn(1, n, positions, 16) for n in (2, 1, 1))
@@ -110,7 +110,10 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     assert len(runs) == len(lengths)
 
 
-DOCUMENTS, PACKED = Documents.of([100, 0, 156, 200, 56]), Documents.of([10, 14, 5, 19])
+DOCUMENTS, PACKED = (
+    Documents.from_lengths([100, 0, 156, 200, 56]),
+    Documents.from_lengths([10, 14, 5, 19]),
+)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +211,7 @@ def test_on_a_gpu_every_back_end_is_as_near_to_fp64_as_pytorchs(dtype, depth, wi
         ]
 
     allowed = torch.ones(256, 256, dtype=torch.bool, device=DEVICE).tril()
-    allowed = allowed if window is None else op.in_window(allowed, window)
+    allowed = allowed if window is None else op.mask_outside_window(allowed, window)
     mask = allowed if documents is None else allowed & documents.mask(2, 256)
     truth = run(lambda *x: attention_reference(*x, mask=mask), torch.float64)
     theirs = run(lambda *x: attention_reference(*x, mask=mask), dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isotype.ops import cpp
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.testing import ampcheck
 from isotype.testing.amp import inexact
 from tests.gpu import DEVICE, kernels, on_a_gpu
@@ -41,7 +41,7 @@ CPP = pytest.param(
     ids=CASES,
 )
 def test_keeps_its_contract(case, backend):
-    with using(backend):
+    with force_backend(backend):
         assert without_a_finding(case, [case.inputs(6), case.inputs(LONG)]) >= 32
     assert not cpp.fallbacks()
 
@@ -74,7 +74,7 @@ def test_its_kernels_keep_it_in_the_interpreter(name, monkeypatch):
     monkeypatch.setattr(inexact, "SOME", 16)
     # and a rotation sums nothing
     monkeypatch.setattr(inexact, "LONG", 4 if "rope" in name else 32)
-    with interpreted(), using("triton"):
+    with interpreted(), force_backend("triton"):
         without_a_finding(CASES[name], CASES[name].inputs(2 if "rope" in name else 3))
 
 

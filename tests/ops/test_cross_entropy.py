@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from isotype.ops import cross_entropy
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.ops.cross_entropy import rule
 from isotype.ops.cross_entropy.op import cross_entropy_reference
 from tests.ops.trials import FACTOR, Sizes, error
@@ -37,7 +37,7 @@ def test_every_option_of_a_large_vocabulary_is_as_near_to_fp64_as_the_reference(
         ("cpp", cross_entropy, bf16), ("eager", cross_entropy, bf16), ("plain", plain, bf16), ("exact", plain, torch.float64)
     ):  # fmt: skip
         x = logits.bfloat16().to(dtype).requires_grad_()
-        with using("eager" if path in ("plain", "exact") else path):
+        with force_backend("eager" if path in ("plain", "exact") else path):
             loss = op(x, targets, **OPTIONS)
             (loss * 3).backward()
         results[path] = loss, x.grad

@@ -17,7 +17,7 @@ from isotype.lora.linear import Projection, decide, lora_linear
 from isotype.lora.mlp import lora_mlp
 from isotype.lora.quantised import forward_4bit
 from isotype.ops import cpp
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.ops.gated import op as gated_op
 from tests.host_reads import HostReadError, NoHostReads
 from tests.models import quantised, tiny
@@ -152,7 +152,7 @@ def strided(name, dtype):
             torch.stack((x.detach(), x.detach()), -1)[..., 0].requires_grad_(x.requires_grad)
             for x in drawn
         ]
-        with using("eager" if path == "fp64" else path):
+        with force_backend("eager" if path == "fp64" else path):
             made = case.op(*inputs)
             results.append([*outputs(made), *gradients(made, inputs)])
             nothing = leaves(case, 0)
@@ -184,7 +184,7 @@ def planned(name, path):
         ]
         with (
             planned_for("cuda") if device == "meta" else contextlib.nullcontext(),
-            using(path),
+            force_backend(path),
             NoHostReads() as mode,
         ):
             made = CASES[name].op(*inputs)
@@ -265,7 +265,7 @@ def changed_in_place(name, path):
             if name in LORA
             else leaves(CASES[name], 6, dtype=torch.float32)
         )
-        with using(path):
+        with force_backend(path):
             made = (LORA[name] if name in LORA else CASES[name].op)(x * 1, *others)
         parts = [
             change(y) for y in (outputs(made)[:1] if name.startswith(FIRST) else outputs(made))

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.ops import cpp
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.ops.experts import Adapter, Clamped, experts, groups
 from isotype.ops.experts.op import experts_reference
 from isotype.ops.packed import StackState, widen
@@ -33,7 +33,7 @@ COMPILED = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compile
 def on_the_kernels_of_a_gpu():
     from isotype.testing.interpreter import interpreted
 
-    with interpreted(), using("triton"):
+    with interpreted(), force_backend("triton"):
         yield
 
 
@@ -104,7 +104,7 @@ def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, mo
     monkeypatch.setattr(groups, "ROWS", 30)
     for gate, biased, transposed, lora in FORMS:
         call = Call(gate=gate, biased=biased, transposed=transposed, lora=lora, dtype=dtype)
-        with using(backend):
+        with force_backend(backend):
             got = call.run(experts)
         for name, want in call.run(experts_reference).items():
             assert got[name].dtype == want.dtype

@@ -25,12 +25,12 @@ from isotype.ops import (
     rope,
     silu_mul,
 )
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.ops.experts import Adapter, Clamped, experts
 from isotype.ops.gated import gated_gradients, gated_product
 from isotype.ops.linear_divergence.op import divergence_and_entropy
-from isotype.ops.linear_log_probs import OUTPUTS
 from isotype.ops.rms_norm import triton as norm_kernels
+from isotype.ops.token_log_probs import OUTPUTS
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, kernels, on_a_gpu
@@ -228,7 +228,7 @@ CASES = {
 
 def results(op, inputs, backend):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    with using(backend):
+    with force_backend(backend):
         y = op(*leaves)
         y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
     return [y, *(x.grad for x in leaves if x.grad is not None)]
@@ -306,7 +306,7 @@ def test_the_weights_gradient_is_summed_over_tiles_and_programs(monkeypatch):
 def test_a_row_too_long_for_registers_takes_plain_pytorch():
     x, w = torch.randn(1, norm_kernels.LONGEST + 1), torch.ones(norm_kernels.LONGEST + 1)
     want = rms_norm(x, w)
-    with using("triton"):  # whose kernels cannot run outside the interpreter
+    with force_backend("triton"):  # whose kernels cannot run outside the interpreter
         torch.testing.assert_close(rms_norm(x, w), want)
 
 
@@ -339,7 +339,7 @@ def test_kernels_compile_for_every_dtype_integer_class_and_target(names, targets
         op, shapes = CASES[name]
 
         def run(*inputs, op=op):
-            with using("triton"):
+            with force_backend("triton"):
                 return op(*inputs)
 
         for target in targets:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isotype.ops import linear_divergence
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.ops.cpp import cpu_compiler
 from isotype.ops.linear_divergence.op import divergence_and_entropy, linear_divergence_reference
 from tests.ops.trials import FACTOR, error
@@ -57,7 +57,7 @@ def test_cpu_kernels_are_near_fp64_for_heads_of_two_dtypes():
                 t.detach().to(wide or t.dtype).requires_grad_(i == 0 or trained)
                 for i, t in enumerate((x, w, b))
             ]
-            with using("eager" if wide else backend):
+            with force_backend("eager" if wide else backend):
                 options = {
                     "bias": leaves[2],
                     "teacher_bias": c.to(wide or c.dtype),
@@ -90,7 +90,7 @@ def test_the_largest_logits_of_both_sides_are_made_again():
     off = {}
     for backend in ("eager", "cpp"):
         leaf = heads[0].clone().requires_grad_()
-        with using(backend):
+        with force_backend(backend):
             made = linear_divergence(leaf, *heads[1:], beta=0.5)
         off[backend] = (
             error(made, exact),
@@ -106,7 +106,7 @@ def test_distributions_that_share_no_class_are_far_apart():
     """
     x, w, y, u = torch.eye(2)[:1] * 200, torch.eye(2), torch.eye(2)[1:] * 200, torch.eye(2)
     for beta, backend in EACH:
-        with using(backend):
+        with force_backend(backend):
             found = linear_divergence(x, w, y, u, beta=beta)
         want = (
             200.0
@@ -123,7 +123,7 @@ def test_classes_that_both_sides_mask_count_nothing():
         found = []
         for classes, bias in ((50, masked), (40, None)):
             leaf = x.clone().requires_grad_()
-            with using(backend):
+            with force_backend(backend):
                 made = divergence_and_entropy(
                     leaf, w[:classes], y, u[:classes], bias=bias, teacher_bias=bias, beta=beta
                 )

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from isotype.ops import linear_cross_entropy, linear_log_probs
-from isotype.ops.backend import using
-from isotype.ops.linear_log_probs import OUTPUTS, linear_log_probs_reference
+from isotype.ops.backend import force_backend
+from isotype.ops.token_log_probs import OUTPUTS, linear_log_probs_reference
 from tests.ops.trials import error
 
 OPTIONS = {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}
@@ -48,7 +48,7 @@ def test_every_output_is_the_references():
     x, targets = x.view(4, 5, 8), targets.view(4, 5)
     want = linear_log_probs_reference(x.double(), w.double(), targets, bias=b.double(), **OPTIONS)
     for backend in ("eager", "cpp"):
-        with using(backend):
+        with force_backend(backend):
             got = linear_log_probs(x, w, targets, bias=b, outputs=OUTPUTS, chunk=7, **OPTIONS)
         for name, value, truth in zip(OUTPUTS, got, want):
             assert value.shape == (4, 5), name
@@ -70,12 +70,12 @@ def test_a_masked_class_and_a_batch_without_labels():
     targets = targets.masked_fill(targets == 3, 4)
     for backend in ("eager", "cpp"):
         leaf = x.clone().requires_grad_()
-        with using(backend):
+        with force_backend(backend):
             values = linear_log_probs(leaf, w, targets, bias=b, outputs=DIFFERENTIABLE)
             weighed(values).backward()
         assert all(bool(v.isfinite().all()) for v in (values.log_probs, values.entropy, leaf.grad))
         leaf = x.clone().requires_grad_()
-        with using(backend):
+        with force_backend(backend):
             linear_log_probs(leaf, w, torch.full_like(targets, -100)).log_probs.sum().backward()
         assert not leaf.grad.any()
 
@@ -102,7 +102,7 @@ def test_the_largest_logits_of_bf16_rows_are_those_of_fp32_products(options):
     errors = {}
     for backend in ("eager", "cpp"):
         leaf = x.clone().requires_grad_()
-        with using(backend):
+        with force_backend(backend):
             made = linear_log_probs(leaf, w, targets, outputs=("log_probs", "top1"), **options)
             made.log_probs.sum().backward()
             loss = (

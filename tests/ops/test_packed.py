@@ -7,7 +7,7 @@ import torch
 
 from isotype.errors import UsageError
 from isotype.ops import cpp
-from isotype.ops.backend import using
+from isotype.ops.backend import force_backend
 from isotype.ops.packed import PackedState, in_rows, widen, widen_4bit
 from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, recognise, state_of
@@ -61,7 +61,7 @@ def test_the_kernel_gives_the_values_of_plain_pytorch(subtests):
         weight, how = read(form, packed(form, OUT, IN))
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with subtests.test(form, dtype=dtype):
-                with using("eager"):
+                with force_backend("eager"):
                     want = widen(weight, how, dtype)
                 assert torch.equal(widen(weight, how, dtype), want)
                 part = torch.empty(OUT - 24, IN + 3, dtype=dtype)
@@ -97,7 +97,7 @@ def test_the_kernel_of_a_gpu_gives_the_values_of_plain_pytorch(device, subtests)
     pytest.importorskip("triton")
     for form in ("fp8-block", "mxfp4-ct") if device == "cpu" else ORDERED:
         weight, how = read(form, packed(form, OUT, IN))
-        with using("eager"):
+        with force_backend("eager"):
             want = widen(weight, how, torch.bfloat16)
         with kernels(device), subtests.test(form):
             assert torch.equal(

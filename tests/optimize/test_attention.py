@@ -28,7 +28,7 @@ SDPA = {
 def calls(monkeypatch):
     """The queries of each call of the op."""
     seen: list[int] = []
-    real = placed.attention_by_kernels
+    real = placed.kernel_attention
 
     def counted(query, *given, **options):
         made = real(query, *given, **options)
@@ -36,7 +36,7 @@ def calls(monkeypatch):
             seen.append(query.shape[2])
         return made
 
-    monkeypatch.setattr(placed, "attention_by_kernels", counted)
+    monkeypatch.setattr(placed, "kernel_attention", counted)
     return seen
 
 

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama as llama
 from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.attention import op as attention
-from isotype.ops.backend import why_no_kernels
+from isotype.ops.backend import kernel_unavailable_reason
 from isotype.ops.gated import op as gated
 from isotype.ops.rms_norm import op as norm
 from isotype.ops.rope import op as rope
@@ -270,5 +270,5 @@ def test_triton_is_asked_outside_a_fake_mode_and_a_failure_of_the_moment_is_not_
 
     monkeypatch.setattr("isotype.ops.launch.probe", probe)
     with FakeTensorMode():
-        assert [bool(why_no_kernels(device)) for _ in range(3)] == [True, False, False]
+        assert [bool(kernel_unavailable_reason(device)) for _ in range(3)] == [True, False, False]
     assert real == [True, True]

@@ -29,7 +29,7 @@ from torch.nn.modules import module as every_module
 from ..errors import UsageError
 from ..instance_method import InstanceMethod, Placement
 from ..ops.backend import autocast_dtype
-from ..ops.recompute import hooks_read_here, layers_running
+from ..ops.recomputed_layer import layers_running, mark_layer_hooked
 from .dora import apply_dora
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide
@@ -469,7 +469,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         magnitude = self.lora_magnitude_vector[self.__dict__[_PLAN].adapter].weight
         return apply_dora(x, call, magnitude, dtypes_of(call, x, x.dtype))
     if layers_running and self._forward_hooks and has_hooks(self):
-        hooks_read_here()
+        mark_layer_hooked()
     followers = self.__dict__.get(_GROUP)
     if followers is not None:
         together = _together(followers, x, call)

@@ -1,7 +1,7 @@
 """Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets
 every A in one product.
 
-Saved for backward: x once (or what x is made from: `ops.remade`), x Aᵀ of all projections together,
+Saved for backward: x once (or what x is made from: `ops.recomputable`), x Aᵀ of all projections together,
 the weights, A and B, and a byte an element for each dropout. The input's gradient is one sum. The
 pieces are functions of their own because the gated MLP (`mlp`) puts them together otherwise.
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.backend import apply_of, autocast_off, now_without_autocast, refuse_second_derivative
-from ..ops.remade import kept_for, made_again
+from ..ops.backend import autocast_off, direct_apply, disable_autocast, refuse_second_derivative
+from ..ops.recomputable import recompute, saved_or_recomputed
 from .linear import (
     LoraDtypes,
     Projection,
@@ -283,12 +283,12 @@ class LoraGroup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         compute, out, _ = dtypes
         now = at_once(compute, x)
-        with now_without_autocast() if now else autocast_off(x):
+        with disable_autocast() if now else autocast_off(x):
             low = x if x.dtype == compute else x.to(compute)
             ys, (xa_TR, a_RK, bs) = multiply(low, flat, scales, states, now=now)
         if out != compute:
             ys = [y.to(out) for y in ys]
-        ctx.make_x, kept_x = kept_for(
+        ctx.make_x, kept_x = saved_or_recomputed(
             x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None
         )
         ctx.again = casts_again(x)
@@ -325,14 +325,14 @@ class LoraGroup(torch.autograd.Function):
         keeps = None if all_none(keeps) else keeps
         slices = parts(bs)
         now = now and not torch._C._len_torch_dispatch_stack()
-        with now_without_autocast() if now else autocast_off(xa_TR):
+        with disable_autocast() if now else autocast_off(xa_TR):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
             down = [None if dy is None else dy.to(compute) for dy in came]
             dxa_TR = branch_gradient(down, bs, scales, xa_TR, now=now)
             if ctx.make_x is None:
                 x_TK = kept_x[0]
             else:
-                x_TK = made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
+                x_TK = recompute(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
             grads = tensor_gradients(
                 x_TK,
                 xa_TR,
@@ -354,7 +354,7 @@ class LoraGroup(torch.autograd.Function):
         return dx, None, None, None, *grads
 
 
-_apply = apply_of(LoraGroup)
+_apply = direct_apply(LoraGroup)
 
 
 def flattened(

@@ -1,7 +1,7 @@
 """`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function, and the pieces that groups
 of projections share with it.
 
-Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight
+Saved for backward: x (or what x is made from: `ops.recomputable`), x Aᵀ (tokens x rank), the weight
 itself, A and B, and a byte per element where there is dropout.
 Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
 
@@ -20,17 +20,17 @@ from ..dtypes import name
 from ..environment.planned import stands_for
 from ..errors import DtypeError, ShapeError
 from ..ops.backend import (
-    applied,
-    apply_of,
+    apply_function,
     autocast_dtype,
     autocast_off,
-    no_view,
-    now_without_autocast,
+    direct_apply,
+    disable_autocast,
     refuse_second_derivative,
+    unsafe_view,
 )
 from ..ops.contract import OpContract
-from ..ops.recompute import layers_running, output_is_unused, unwritten
-from ..ops.remade import kept_for, made_again
+from ..ops.recomputable import recompute, saved_or_recomputed
+from ..ops.recomputed_layer import is_output_unused, layers_running, placeholder_tensor
 from .products import (
     SKINNY,
     add_product_,
@@ -208,7 +208,7 @@ def adapted_product(
         y_TO.addmm_(x_TK, w_OK.t())
     if x.dim() == 2:
         return y_TO
-    return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+    return unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
 # --- the branch in fp32 beside a narrow base product: for adapters whose dtype differs from the
@@ -330,9 +330,9 @@ class LoraLinear(torch.autograd.Function):
         compute, out, wide = dtypes
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
-        unused = bool(layers_running) and output_is_unused(ctx)
+        unused = bool(layers_running) and is_output_unused(ctx)
         now = not wide and at_once(compute, x)
-        with now_without_autocast() if now else autocast_off(x):
+        with disable_autocast() if now else autocast_off(x):
             narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             low = narrow_TK.view(x.shape)
             if wide:
@@ -341,7 +341,7 @@ class LoraLinear(torch.autograd.Function):
                 a = a_RK.float()
                 b = b_OR.float()
                 xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, branch_scale)
-                y = no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+                y = unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
                 branch_TK = narrow_TK
                 a = a_RK.to(compute)
@@ -351,7 +351,9 @@ class LoraLinear(torch.autograd.Function):
                 )
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else
-                    y = unwritten((*x.shape[:-1], out_features(weight, quant_state)), low, out)
+                    y = placeholder_tensor(
+                        (*x.shape[:-1], out_features(weight, quant_state)), low, out
+                    )
                 else:
                     before = not now and adapter_first(narrow_TK)
                     y = adapted_product(
@@ -365,7 +367,7 @@ class LoraLinear(torch.autograd.Function):
                         before=before,
                         now=now,
                     )
-        ctx.make_x, kept_x = kept_for(x, branch_TK if needs_a or needs_weight else None)
+        ctx.make_x, kept_x = saved_or_recomputed(x, branch_TK if needs_a or needs_weight else None)
         ctx.save_for_backward(
             weight if needs_x else None,
             *((a_RK, b_OR) if casts_again(x) else (a, b)),
@@ -387,7 +389,7 @@ class LoraLinear(torch.autograd.Function):
         scale, quant_state, (compute, _, wide), x_shape, x_dtype, now = ctx.given
         now = now and not torch._C._len_torch_dispatch_stack()
         dx_TK = dweight = dbias = da = db = None
-        with now_without_autocast() if now else autocast_off(dy):
+        with disable_autocast() if now else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             narrow_TO = dy_TO.to(compute)
             branch = torch.float32 if wide else compute
@@ -396,7 +398,7 @@ class LoraLinear(torch.autograd.Function):
             if ctx.make_x is None:
                 x_TK = kept_x[0]
             else:
-                x_TK = made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
+                x_TK = recompute(ctx.make_x, kept_x).reshape(-1, a.shape[1])
             if ctx.make_x is not None and not wide:
                 x_TK = x_TK.to(compute)
             if needs_weight:
@@ -453,7 +455,7 @@ class LoraLinear(torch.autograd.Function):
         return dx, dweight, dbias, da, db, None, None, None, None
 
 
-_apply = apply_of(LoraLinear)
+_apply = direct_apply(LoraLinear)
 
 
 def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool = False) -> Tensor:
@@ -475,7 +477,7 @@ def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool =
         keep = dropout_mask(x, dropout)
         scale = dropped_scale(scale, dropout)
     given = (x, weight, bias, a, b, keep, scale, state, dtypes)
-    out: Tensor = _apply(*given) if now else applied(LoraLinear, *given)
+    out: Tensor = _apply(*given) if now else apply_function(LoraLinear, *given)
     return out
 
 

@@ -23,16 +23,21 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import (
-    applied,
-    apply_of,
+    apply_function,
     autocast_off,
-    fused_runs,
-    no_view,
-    now_without_autocast,
+    direct_apply,
+    disable_autocast,
     refuse_second_derivative,
+    unsafe_view,
+    uses_fused_kernel,
 )
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
-from ..ops.recompute import is_recomputed, layers_running, output_is_unused, unwritten
+from ..ops.recomputed_layer import (
+    is_output_unused,
+    is_recomputed,
+    layers_running,
+    placeholder_tensor,
+)
 from .attach import (
     FUSED,
     HOOKS_OF_ALL,
@@ -109,7 +114,9 @@ def _forward(
     if unused:
         weight = flat[-TENSORS]
         assert weight is not None
-        output = unwritten((x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype)
+        output = placeholder_tensor(
+            (x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype
+        )
         return ys, inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), output
     (output,), outer = multiply(
         gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:], down[1], now=now
@@ -147,7 +154,7 @@ def _forward_in_tiles(
         outer_xas.append(outer[0])
         outputs.append(y_TO)
         del ys, y_TO
-    empty = [unwritten((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths]
+    empty = [placeholder_tensor((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths]
     return (
         empty,
         (torch.cat(inner_xas), *inner[1:]),
@@ -176,7 +183,7 @@ def _branch_of_product(
     """What backward needs of down: its input's product with A, made tile by tile on a GPU, where
     each tile fills the device.
     """
-    if flat[4] is not None or not fused_runs(gate_TI) or gate_TI.shape[0] <= TILE:
+    if flat[4] is not None or not uses_fused_kernel(gate_TI) or gate_TI.shape[0] <= TILE:
         return branches(gated_product(kind, gate_TI, up_TI), flat)
     made = [
         branches(gated_product(kind, gate_TI[rows], up_TI[rows]), flat)
@@ -213,7 +220,12 @@ def _gradients_of_down(
     keeps = None if keep is None else [keep]
     dha_TR = branch_gradient([narrow_TK], [b], [scale], ha_TR, now=now)
     if (
-        not (tiled and fused_runs(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous())
+        not (
+            tiled
+            and uses_fused_kernel(gate_TI)
+            and gate_TI.is_contiguous()
+            and up_TI.is_contiguous()
+        )
         or needs[0]
     ):
         dh_TI = input_gradient(
@@ -280,13 +292,13 @@ def _nothing_but_adapters(
     dtype = x_TK.dtype
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     (a_RK, inner_bs), (a_RI, outer_bs) = _adapters(x_TK, flat, states)
-    ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
-    xa_TR, ha_TR = (unwritten((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
+    ys = [placeholder_tensor((tokens, width), x_TK, dtype) for width in widths[:-1]]
+    xa_TR, ha_TR = (placeholder_tensor((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
     return (
         ys,
         (xa_TR, a_RK, inner_bs),
         (ha_TR, a_RI, outer_bs),
-        unwritten((tokens, widths[-1]), x_TK, dtype),
+        placeholder_tensor((tokens, widths[-1]), x_TK, dtype),
     )
 
 
@@ -365,13 +377,13 @@ class LoraMlp(torch.autograd.Function):
         compute = dtypes.compute
         if layers_running:
             ctx.owns = is_recomputed()
-            unused = output_is_unused(ctx)
+            unused = is_output_unused(ctx)
         now = at_once(compute, x)
-        with now_without_autocast() if now else autocast_off(x):
+        with disable_autocast() if now else autocast_off(x):
             x_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             # the layer will run again, so that what is saved now is dropped: gate, up and product
             # exist for one tile at a time
-            tiled = x_TK.shape[0] > TILE and fused_runs(x_TK) and all_none(flat[4::TENSORS])
+            tiled = x_TK.shape[0] > TILE and uses_fused_kernel(x_TK) and all_none(flat[4::TENSORS])
             if tiled and unused and _backward_can_start_at_x(flat, needs):
                 ys, inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
             elif tiled and ctx.owns:
@@ -398,7 +410,7 @@ class LoraMlp(torch.autograd.Function):
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         if x.dim() == 2:
             return y_TO
-        return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+        return unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -415,7 +427,7 @@ class LoraMlp(torch.autograd.Function):
         weights = rest[2 * n + 1 : 3 * n + 2]
         keeps = rest[3 * n + 2 :]
         inner_keeps = None if all_none(keeps[:-1]) else keeps[:-1]
-        with now_without_autocast() if now else autocast_off(dy):
+        with disable_autocast() if now else autocast_off(dy):
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and ys[0].stride(-1) == 0:
                 # the recompute has left gate and up out
@@ -483,7 +495,7 @@ class LoraMlp(torch.autograd.Function):
         return dx, None, None, None, None, *first, *last
 
 
-_apply = apply_of(LoraMlp)
+_apply = direct_apply(LoraMlp)
 
 
 def lora_mlp(
@@ -520,7 +532,7 @@ def lora_mlp(
         scale = dropped_scale(scale, down.dropout)
     flat += (down.weight, down.bias, down.a, down.b, keep)
     given = (x, kind, (*scales, scale), (*states, down.quant_state), dtypes, *flat)
-    out: Tensor = _apply(*given) if now else applied(LoraMlp, *given)
+    out: Tensor = _apply(*given) if now else apply_function(LoraMlp, *given)
     return out
 
 

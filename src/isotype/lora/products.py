@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..environment.planned import stands_for
-from ..ops.backend import PLAIN, forced_path, keeps_fp32_sums, wide
+from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_path, has_fp32_output
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
 
@@ -88,7 +88,7 @@ def at_once(dtype: torch.dtype, x: Tensor) -> bool:
     """
     if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or type(x) not in PLAIN:
+    if torch._C._len_torch_dispatch_stack() or type(x) not in PLAIN_TENSOR_TYPES:
         return False
     return native() and forced_path() in (None, "cpp")
 
@@ -258,10 +258,10 @@ def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tenso
 
 
 def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
-    dtype = wide(left_TM.dtype)
+    dtype = arithmetic_dtype(left_TM.dtype)
     if left_TM.dtype == dtype:
         return left_TM.t() @ right_TN
-    if keeps_fp32_sums(left_TM.dtype, left_TM.device):
+    if has_fp32_output(left_TM.dtype, left_TM.device):
         return torch.mm(left_TM.t(), right_TN, out_dtype=dtype)
     if left_TM.numel() + right_TN.numel() <= SMALL_ELEMENTS:
         return left_TM.to(dtype).t() @ right_TN.to(dtype)

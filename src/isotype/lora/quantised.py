@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.backend import autocast_off, fused_runs, refuse_second_derivative
+from ..ops.backend import autocast_off, refuse_second_derivative, uses_fused_kernel
 from ..ops.packed import PackedState, widen
 
 _WIDE_COPY = "_isotype_wide"
@@ -60,9 +60,11 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     the weight widened for it. bitsandbytes' 4 bits have kernels of their own on a CPU, and for the
     single row of a generated token, which need no copy of the weight.
     """
-    if recomputing() and not fused_runs(packed):
+    if recomputing() and not uses_fused_kernel(packed):
         return F.linear(x_TK, _shared_copy(packed, state, x_TK.dtype), bias)
-    if isinstance(state, PackedState) or (fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]):
+    if isinstance(state, PackedState) or (
+        uses_fused_kernel(packed) and x_TK.numel() > x_TK.shape[-1]
+    ):
         return F.linear(x_TK, widen(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 

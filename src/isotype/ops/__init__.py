@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from .gated.op import silu_mul as silu_mul
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
     from .linear_divergence.op import linear_divergence as linear_divergence
-    from .linear_log_probs import TokenLogProbs as TokenLogProbs
-    from .linear_log_probs import linear_log_probs as linear_log_probs
     from .modulation.op import gated_residual as gated_residual
     from .modulation.op import modulated_layer_norm as modulated_layer_norm
     from .rms_norm.op import add_rms_norm as add_rms_norm
     from .rms_norm.op import rms_norm as rms_norm
     from .rope.op import rope as rope
+    from .token_log_probs import TokenLogProbs as TokenLogProbs
+    from .token_log_probs import linear_log_probs as linear_log_probs
 
 _LAZY = {
     "OpContract": "isotype.ops.contract",
@@ -37,8 +37,8 @@ _LAZY = {
     "experts": "isotype.ops.experts.op",
     "linear_cross_entropy": "isotype.ops.linear_cross_entropy.op",
     "linear_divergence": "isotype.ops.linear_divergence.op",
-    "linear_log_probs": "isotype.ops.linear_log_probs",
-    "TokenLogProbs": "isotype.ops.linear_log_probs",
+    "linear_log_probs": "isotype.ops.token_log_probs",
+    "TokenLogProbs": "isotype.ops.token_log_probs",
     "rms_norm": "isotype.ops.rms_norm.op",
     "add_rms_norm": "isotype.ops.rms_norm.op",
     "rope": "isotype.ops.rope.op",

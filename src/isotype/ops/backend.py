@@ -29,64 +29,64 @@ from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
 # looked up once: three lookups take 2 us, ten times a layer
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_UNSAFE_VIEW_OP = torch.ops.aten._unsafe_view.default
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would use on `x`'s device, or None where it is off."""
-    kind = x.device.type
-    if kind == "meta":
+    device_type = x.device.type
+    if device_type == "meta":
         # it has no autocast, and raises when it is asked
         if planned.is_planned(x.device):
             return planned.autocast_dtype()
         return None
     # torch.is_autocast_enabled() without an argument answers for CUDA only
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
     return None
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Switches autocast off on `x`'s device; costs nothing where it is already off."""
-    kind = x.device.type
-    if kind == "meta":
+    device_type = x.device.type
+    if device_type == "meta":
         if planned.is_planned(x.device):
             return planned.autocast_off()
         return nullcontext()
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(device_type):
         return nullcontext()
     # a graph knows torch's own; that one takes 5 us, and is entered six times a layer
     if torch.compiler.is_compiling():
-        return torch.autocast(kind, enabled=False)
-    return _Off(kind)
+        return torch.autocast(device_type, enabled=False)
+    return _AutocastOff(device_type)
 
 
 # Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype`
 # still answers as outside): a context manager in C++, which PyTorch's own compiled graphs use too
-now_without_autocast = torch._C._DisableAutocast
+disable_autocast = torch._C._DisableAutocast
 
 
-class _Off:
+class _AutocastOff:
     """Autocast of one kind of device, switched off within the block; it was on."""
 
-    __slots__ = ("kind",)
+    __slots__ = ("device_type",)
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
 
     def __enter__(self) -> None:
-        torch.set_autocast_enabled(self.kind, False)
+        torch.set_autocast_enabled(self.device_type, False)
 
     def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self.kind, True)
+        torch.set_autocast_enabled(self.device_type, True)
 
 
-def wide(*dtypes: torch.dtype) -> torch.dtype:
+def arithmetic_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype of an op's arithmetic: fp32, or fp64 when any input is fp64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_output(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd
     function's forward.
 
@@ -96,14 +96,14 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:
+def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     """`x` in another shape, on its own memory: how an autograd function's forward shapes its
     result.
 
     A view made there cannot be written to in place, as models do (OLMo clamps its queries); this is
     what `F.linear` itself returns.
     """
-    reshaped: Tensor = _UNSAFE_VIEW(x, list(shape))
+    reshaped: Tensor = _UNSAFE_VIEW_OP(x, list(shape))
     return reshaped
 
 
@@ -117,15 +117,15 @@ def empty_rows_like(x_BNSD: Tensor) -> Tensor:
     return torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
 
 
-def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
     """The dtype a matrix product of these tensors has, decided once: autocast's where it is on
     (fp64 is exempt), else the promoted one.
     """
     dtype = x.dtype
-    for other in others:
-        dtype = torch.promote_types(dtype, other.dtype)
-    cast = autocast_dtype(x)
-    return dtype if cast is None or dtype == torch.float64 else cast
+    for operand in operands:
+        dtype = torch.promote_types(dtype, operand.dtype)
+    autocast = autocast_dtype(x)
+    return dtype if autocast is None or dtype == torch.float64 else autocast
 
 
 # graph: plain PyTorch that is traced
@@ -136,11 +136,11 @@ _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None
 # the path that `using` asks for, or None
 forced_path = _forced.get
 # tensors whose memory a kernel may be given past PyTorch's dispatcher
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
-def using(backend: str) -> Iterator[None]:
+def force_backend(backend: str) -> Iterator[None]:
     """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device:
     for tests and comparisons.
     """
@@ -154,34 +154,34 @@ def using(backend: str) -> Iterator[None]:
 
 
 # what the probe found out about each device for good
-_answers: dict[torch.device, str] = {}
+_unavailable_reasons: dict[torch.device, str] = {}
 
 
-def why_no_kernels(device: torch.device) -> str:
+def kernel_unavailable_reason(device: torch.device) -> str:
     """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question
     compiles and launches a tiny kernel: a Triton that imports may lack a C compiler or a driver.
 
     A failure is kept if it will come again: a missing package or compiler. Any other, such as a
     lack of memory, is of this moment.
     """
-    if device in _answers:
-        return _answers[device]
+    if device in _unavailable_reasons:
+        return _unavailable_reasons[device]
     if find_spec("triton") is None:
-        why = "Triton is not installed"
-        lasts = True
+        reason = "Triton is not installed"
+        is_permanent = True
     elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        why = "a CUDA graph is captured, in which no kernel can be tried out"
-        lasts = False
+        reason = "a CUDA graph is captured, in which no kernel can be tried out"
+        is_permanent = False
     else:
-        why, lasts = _probed(device)
-    if why:
-        _say_once(f"{device}: {why}")
-    if lasts:
-        _answers[device] = why
-    return why
+        reason, is_permanent = _run_probe(device)
+    if reason:
+        _warn_once(f"{device}: {reason}")
+    if is_permanent:
+        _unavailable_reasons[device] = reason
+    return reason
 
 
-def _probed(device: torch.device) -> tuple[str, bool]:
+def _run_probe(device: torch.device) -> tuple[str, bool]:
     """(why no kernel runs or "", whether that is so for good)"""
     try:
         from .launch import probe
@@ -191,23 +191,25 @@ def _probed(device: torch.device) -> tuple[str, bool]:
             probe(device)
     # whatever fails (the compiler, the driver, a missing header), the kernels do not run
     except Exception as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        lasts = isinstance(error, ImportError | OSError | SubprocessError) or type(
+        first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        is_permanent = isinstance(error, ImportError | OSError | SubprocessError) or type(
             error
         ).__module__.startswith("triton")
         return (
-            f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200],
-            lasts or "compiler" in first,
+            f"Triton cannot run a kernel: {type(error).__name__}: {first_line}"[:200],
+            is_permanent or "compiler" in first_line,
         )
     return "", True
 
 
 @cache
-def _say_once(why: str) -> None:
-    print(f"isotype: ops run as plain PyTorch on {why}", file=sys.stderr, flush=True)
+def _warn_once(reason: str) -> None:
+    print(f"isotype: ops run as plain PyTorch on {reason}", file=sys.stderr, flush=True)
 
 
-def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Path:
+def choose_path(
+    kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None
+) -> Path:
     """How an op runs on these tensors; `out_dtype` is its result's where it is another. Asked once
     a call, also for its backward.
 
@@ -229,12 +231,14 @@ def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | Non
         return "plain"
     if out_dtype is torch.float64 or any(t.dtype is torch.float64 for t in tensors):
         return "plain"
-    if forced == "triton" or (forced is None and x.is_cuda and not why_no_kernels(x.device)):
+    if forced == "triton" or (
+        forced is None and x.is_cuda and not kernel_unavailable_reason(x.device)
+    ):
         return "triton"
-    return "cpp" if cpp_runs(kernels, *tensors) else "plain"
+    return "cpp" if uses_cpp(kernels, *tensors) else "plain"
 
 
-def triton_runs(x: Tensor) -> bool:
+def uses_triton(x: Tensor) -> bool:
     """Whether the op's kernels run on `x`: not for fp64, as they compute in fp32, and not in a
     graph, where Inductor fuses the formula.
     """
@@ -243,24 +247,24 @@ def triton_runs(x: Tensor) -> bool:
     forced = _forced.get()
     if forced is not None:
         return forced == "triton"
-    return x.is_cuda and x.dtype != torch.float64 and not why_no_kernels(x.device)
+    return x.is_cuda and x.dtype != torch.float64 and not kernel_unavailable_reason(x.device)
 
 
-def fused_runs(x: Tensor) -> bool:
-    """`triton_runs`, or a plan for a device where it will be so: for ops whose kernel is one
+def uses_fused_kernel(x: Tensor) -> bool:
+    """`uses_triton`, or a plan for a device where it will be so: for ops whose kernel is one
     library op with its own fake results.
     """
-    return triton_runs(x) or (
+    return uses_triton(x) or (
         is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64
     )
 
 
 @cache
-def widens_products(operand: torch.dtype, kind: str, index: int | None) -> bool:
+def _device_has_fp32_output(operand: torch.dtype, device_type: str, index: int | None) -> bool:
     """Whether a product of bf16 or fp16 may return its fp32 sums (`out_dtype`): on CUDA, and for
     bf16 from compute capability 8.0 on.
     """
-    if kind != "cuda" or operand not in (torch.bfloat16, torch.float16):
+    if device_type != "cuda" or operand not in (torch.bfloat16, torch.float16):
         return False
     if operand == torch.float16 or not torch.cuda.is_available():
         # without a GPU this is asked for a plan, whose device is a recent one
@@ -268,20 +272,24 @@ def widens_products(operand: torch.dtype, kind: str, index: int | None) -> bool:
     return torch.cuda.get_device_capability(index)[0] >= 8
 
 
-def keeps_fp32_sums(operand: torch.dtype, device: torch.device) -> bool:
+def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
     # Dynamo traces a cached function's body, and warns of the cache
-    ask = widens_products.__wrapped__ if torch.compiler.is_compiling() else widens_products
-    return ask(operand, stands_for(device), device.index)
+    check = (
+        _device_has_fp32_output.__wrapped__
+        if torch.compiler.is_compiling()
+        else _device_has_fp32_output
+    )
+    return check(operand, stands_for(device), device.index)
 
 
-def rows_can_be_counted(x: Tensor) -> bool:
+def can_count_rows(x: Tensor) -> bool:
     """Whether asking how many elements of `x` fulfil a condition costs nothing: on any device but a
     CPU the host would wait for it.
     """
     return stands_for(x.device) == "cpu"
 
 
-def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
+def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and
     only where a compiler built them.
     """
@@ -304,17 +312,17 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     return kernels.library is not None or kernels.loaded()
 
 
-def apply_of(function: type[Function]) -> Callable[..., Any]:
+def direct_apply(function: type[Function]) -> Callable[..., Any]:
     """`applied` of this function, for calls that are neither under torch.func nor in a graph: no
     call in Python.
     """
-    of_this: Any = function
-    direct: Any = super(Function, of_this)
-    made: Callable[..., Any] = direct.apply
-    return made
+    function_class: Any = function
+    dispatcher: Any = super(Function, function_class)
+    apply: Callable[..., Any] = dispatcher.apply
+    return apply
 
 
-def applied(function: type[Function], *args: Any) -> Any:
+def apply_function(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, for a function without `setup_context`.
 
     Outside torch.func and compiled graphs `apply` looks into every argument for a tensor that a
@@ -323,9 +331,9 @@ def applied(function: type[Function], *args: Any) -> Any:
     """
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    of_this: Any = function
-    direct: Any = super(Function, of_this)
-    return direct.apply(*args)
+    function_class: Any = function
+    dispatcher: Any = super(Function, function_class)
+    return dispatcher.apply(*args)
 
 
 def refuse_second_derivative(op: str) -> None:

@@ -44,11 +44,11 @@ class OpContract:
     @property
     def inputs(self) -> dict[str, TensorSpec]:
         """Name -> spec, in call order."""
-        left = self.signature.split("->")[0]
-        pairs = (part.split(":", 1) for part in left.split(",") if part.strip())
+        inputs = self.signature.split("->")[0]
+        pairs = (part.split(":", 1) for part in inputs.split(",") if part.strip())
         return {name.strip(): TensorSpec.parse(spec) for name, spec in pairs}
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        right = self.signature.split("->")[1]
-        return tuple(TensorSpec.parse(part) for part in right.split(",") if part.strip())
+        outputs = self.signature.split("->")[1]
+        return tuple(TensorSpec.parse(part) for part in outputs.split(",") if part.strip())

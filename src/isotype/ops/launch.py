@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 # Number of multiprocessors assumed where there is no device: in the interpreter, and when launches
 # are only compiled
-_ELSEWHERE = 32
+DEFAULT_MULTIPROCESSORS = 32
 
 
-def on_its_device(launching: Callable[P, T]) -> Callable[P, T]:
+def on_tensor_device(function: Callable[P, T]) -> Callable[P, T]:
     """Triton launches on the current device; a model spread over several has its tensors on others.
     The first argument says which.
     """
 
-    @functools.wraps(launching)
+    @functools.wraps(function)
     def launch(*args: P.args, **kwargs: P.kwargs) -> T:
         x = args[0]
         if (
@@ -34,9 +34,9 @@ def on_its_device(launching: Callable[P, T]) -> Callable[P, T]:
             or not x.is_cuda
             or x.device.index == torch.cuda.current_device()
         ):
-            return launching(*args, **kwargs)
+            return function(*args, **kwargs)
         with torch.cuda.device(x.device):
-            return launching(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return launch
 
@@ -46,7 +46,7 @@ def multiprocessors(device: torch.device) -> int:
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
-        else _ELSEWHERE
+        else DEFAULT_MULTIPROCESSORS
     )
 
 

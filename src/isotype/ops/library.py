@@ -28,11 +28,11 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     CONTRACTED.add(f"isotype::{name}")
     torch.library.register_fake(f"isotype::{name}", fake, lib=_OPS)
 
-    def register(f: F) -> F:
-        _OPS.impl(name, f, "CompositeExplicitAutograd")
+    def register(function: F) -> F:
+        _OPS.impl(name, function, "CompositeExplicitAutograd")
         # the op takes the function's arguments by its schema
         op = getattr(torch.ops.isotype, name).default
-        op.__wrapped__ = f  # what a dispatch mode sees none of
+        op.__wrapped__ = function  # what a dispatch mode sees none of
         return cast(F, op)
 
     return register

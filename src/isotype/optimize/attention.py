@@ -24,8 +24,8 @@ from ..errors import UsageError
 from ..instance_method import Placement
 from ..ops import attention
 from ..ops.attention import Documents
-from ..ops.attention.gpu import no_cudnn_for, on_a_gpu
-from ..ops.attention.op import attention_by_kernels
+from ..ops.attention.gpu import choose_gpu_backend, disable_cudnn_with_mask
+from ..ops.attention.op import kernel_attention
 from ..precision.apply import inner_model
 from ..precision.vision import language_part
 from .instances import Replacement, placement, taken, why_not_rebuilt
@@ -103,7 +103,7 @@ def back_ends(module: nn.Module) -> str:
     }
     with nullcontext() if device.type == "cuda" else planned_for("cuda"):
         row, packed = (
-            on_a_gpu(x.dtype, x, x, **options, packed=packed, device=device)
+            choose_gpu_backend(x.dtype, x, x, **options, packed=packed, device=device)
             for packed in (False, True)
         )
     if row == packed:
@@ -204,7 +204,7 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
             none_to_keep = (
                 attention_mask is None or attention_mask.is_cpu or torch.compiler.is_compiling()
             )
-            with nullcontext() if none_to_keep else no_cudnn_for(attention_mask):
+            with nullcontext() if none_to_keep else disable_cudnn_with_mask(attention_mask):
                 return original(module, query, key, value, attention_mask, **options)
 
         if beyond or eager or others.get("softcap") is not None:
@@ -212,7 +212,7 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
         causal = causal and attention_mask is None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             return by_the_model()
-        fast = attention_by_kernels(
+        fast = kernel_attention(
             query, key, value, mask=attention_mask, causal=causal, scale=scaling
         )
         if fast is None:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..ops import linear_log_probs
 from ..ops.backend import (
+    arithmetic_dtype,
     autocast_dtype,
     autocast_off,
     product_dtype,
     refuse_second_derivative,
-    wide,
 )
 from .deferred_tensor import DeferredTensor, in_graph
 
@@ -43,7 +43,7 @@ class SelectedLogits(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_VH, classes_T)
         ctx.dtype = dtype
-        fp32 = wide(dtype)
+        fp32 = arithmetic_dtype(dtype)
         return (hidden_TH.to(dtype).to(fp32) * weight_VH[classes_T].to(dtype).to(fp32)).sum(-1)
 
     @staticmethod
@@ -72,7 +72,7 @@ class HeadMean(torch.autograd.Function):
     def forward(ctx: Any, weight_VH: Tensor) -> Tensor:
         ctx.shape = weight_VH.shape
         ctx.dtype = weight_VH.dtype
-        total = weight_VH.new_zeros(weight_VH.shape[1], dtype=wide(weight_VH.dtype))
+        total = weight_VH.new_zeros(weight_VH.shape[1], dtype=arithmetic_dtype(weight_VH.dtype))
         for rows in weight_VH.split(max(1, _BLOCK // weight_VH.shape[1])):
             total += rows.sum(0, dtype=total.dtype)
         return total / weight_VH.shape[0]
@@ -168,7 +168,7 @@ def row_means(x: Any) -> Tensor | None:
         return per_row(x, "mean_logits")
     with r.as_then():
         dtype = product_dtype(r.hidden, r.weight)
-        fp32 = wide(dtype)
+        fp32 = arithmetic_dtype(dtype)
         with autocast_off(r.hidden):
             made: Tensor = r.hidden.to(dtype).to(fp32) @ HeadMean.apply(r.weight).to(fp32)
             made = made if r.bias is None else made + r.bias.to(fp32).mean()

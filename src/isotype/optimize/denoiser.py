@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..instance_method import Placement, settings_of
 from ..ops import gated_residual, gelu, modulated_layer_norm
-from ..ops.remade import follow, remember, way_of
+from ..ops.recomputable import find_recipe, mark_recomputable, propagate_recomputable
 from ..precision.apply import denoiser_blocks
 from . import joint_attention
 from .forwards import changed_before
@@ -87,8 +87,8 @@ def _added_within(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     recompute, it would keep both alive.
     """
     made = _added(residual, x, gate)
-    if gate.requires_grad and way_of(residual) is None:
-        return remember(made, _added, residual, x, gate)
+    if gate.requires_grad and find_recipe(residual) is None:
+        return mark_recomputable(made, _added, residual, x, gate)
     return made
 
 
@@ -117,7 +117,9 @@ def _attended_and_inner(
     rows, gate = block.norm(stream, emb=emb)
     inner = block.act_mlp(block.proj_mlp(rows))
     attended = block.attn(hidden_states=rows, **given)
-    return follow(torch.cat((attended, inner), 2), _side_by_side, attended, inner), gate
+    return propagate_recomputable(
+        torch.cat((attended, inner), 2), _side_by_side, attended, inner
+    ), gate
 
 
 def _side_by_side(attended: Tensor, inner: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from ..lora.attach import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, has_hooks, is_fused, l
 from ..lora.mlp import run_gated
 from ..ops import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ..ops.gated import Gated
-from ..ops.recompute import hooks_read_here, layers_running
-from ..ops.remade import remember
+from ..ops.recomputable import mark_recomputable
+from ..ops.recomputed_layer import layers_running, mark_layer_hooked
 
 PLACED = "_isotype_placed"
 CACHES = ("past_key_values", "layer_past")
@@ -100,7 +100,7 @@ def norm_forward(
             hidden_states, weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype
         )
     norm = partial(rms_norm, eps=eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
-    return remember(norm(hidden_states, weight), norm, hidden_states, weight)
+    return mark_recomputable(norm(hidden_states, weight), norm, hidden_states, weight)
 
 
 def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -
     else:
         normed, residual = with_residual(children[half.before], x, None)
     if layers_running and has_hooks(attention):
-        hooks_read_here()
+        mark_layer_hooked()
     x = attention(hidden_states=normed, **given)[0]
     del normed
     x = x if half.after is None else children[half.after](x)
@@ -232,7 +232,7 @@ def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -
     else:
         normed, total = with_residual(children[half.before], x, residual)
     if layers_running and has_hooks(mlp):
-        hooks_read_here()
+        mark_layer_hooked()
     made = mlp(normed)[0] if s.mlp_first else mlp(normed)
     made = made if half.after is None else children[half.after](made)
     return _sum(self, s, total, made)

@@ -27,8 +27,8 @@ from ..dtypes import to_torch
 from ..environment.planned import planned_for
 from ..instance_method import Placement, settings_of
 from ..ops import attention, rope
-from ..ops.attention import backend_of
-from ..ops.remade import follow
+from ..ops.attention import choose_backend
+from ..ops.recomputable import propagate_recomputable
 from .instances import Rows, once_a_kind, put_found, same_in_both_modes, stand_in, taken
 
 PART = "joint attention"
@@ -145,7 +145,10 @@ def compute(
     if tables is not None:
         cos, sin = (t[..., ::2] for t in tables)
         turned = rope(query, key, cos, sin, interleaved=True)
-        query, key = (follow(new, _turn, old, cos, sin) for new, old in zip(turned, (query, key)))
+        query, key = (
+            propagate_recomputable(new, _turn, old, cos, sin)
+            for new, old in zip(turned, (query, key))
+        )
     out = attention(query, key, value).transpose(1, 2).flatten(2, 3).to(query.dtype)
     if text is None:
         return _out(module, out) if s.out else out
@@ -172,8 +175,8 @@ def joined(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
     if len(heads) == 1:
         whole = heads[0]
     else:
-        whole = follow(torch.cat(heads, 1), _one_after_the_other, *heads)
-    return follow(whole.transpose(1, 2), _heads_first, whole)
+        whole = propagate_recomputable(torch.cat(heads, 1), _one_after_the_other, *heads)
+    return propagate_recomputable(whole.transpose(1, 2), _heads_first, whole)
 
 
 def _one_after_the_other(*parts: Tensor) -> Tensor:
@@ -252,7 +255,7 @@ def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
             dtype=dtype,
             device="cpu" if device_type == "cpu" else "meta",
         )
-        return f"{backend_of(dtype, x, x, x, None, causal=False)} in {dtype_name(dtype)}"
+        return f"{choose_backend(dtype, x, x, x, None, causal=False)} in {dtype_name(dtype)}"
 
 
 def place(path: str, module: nn.Module) -> Placement:

@@ -13,7 +13,7 @@ from ..instance_method import Placement, method_of, take_back
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
 from ..lora.products import why_not_native
-from ..ops.backend import why_no_kernels
+from ..ops.backend import kernel_unavailable_reason
 from ..ops.cpp import missing
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
@@ -129,7 +129,7 @@ def _placed(
             f" CPU{but}"
         )
     for device in sorted(_gpus(model, device_type), key=str):
-        if fault := why_no_kernels(device):
+        if fault := kernel_unavailable_reason(device):
             manifest.notes.append(
                 f"{device}: {fault}: norms, rotary, gated MLPs and losses run as plain PyTorch"
                 " there"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import fused_runs
+from ..backend import uses_fused_kernel
 from ..library import library_op
 
 
@@ -178,7 +178,7 @@ def adamw_(
     tensors = (weight, gradient, mean, square)
     plain = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)
     # the kernel draws for four neighbours at a time
-    if fused_runs(weight) and plain and first % 4 == 0:
+    if uses_fused_kernel(weight) and plain and first % 4 == 0:
         _update(*tensors, numbers[:-1], numbers.step, seed, first)
     else:
         adamw_reference_(*tensors, numbers, seed, first)

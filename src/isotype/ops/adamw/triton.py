@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import on_its_device
+from ..launch import on_tensor_device
 
 # 8 values a thread at 4 warps
 BLOCK = 1024
@@ -67,7 +67,7 @@ def adamw_kernel(
     tl.store(weight + first + i, w_fp32.to(weight.dtype.element_ty), mask=inside)
 
 
-@on_its_device
+@on_tensor_device
 def adamw_(
     weight: Tensor,
     gradient: Tensor,

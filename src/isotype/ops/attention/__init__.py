@@ -1,4 +1,4 @@
 from .gpu import Documents
-from .op import attention, attention_reference, backend_of
+from .op import attention, attention_reference, choose_backend
 
-__all__ = ["Documents", "attention", "attention_reference", "backend_of"]
+__all__ = ["Documents", "attention", "attention_reference", "choose_backend"]

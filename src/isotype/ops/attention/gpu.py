@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...environment.planned import is_planned, stands_for
-from ..backend import why_no_kernels
+from ..backend import kernel_unavailable_reason
 
 
 class Documents(NamedTuple):
@@ -45,7 +45,7 @@ class Documents(NamedTuple):
     whole_rows: bool = False
 
     @classmethod
-    def rows(cls, batch: int, positions: int, device: torch.device) -> Documents:
+    def from_rows(cls, batch: int, positions: int, device: torch.device) -> Documents:
         """Every row is a separate document."""
         bounds = torch.arange(
             0, (batch + 1) * positions, max(positions, 1), dtype=torch.int32, device=device
@@ -53,7 +53,7 @@ class Documents(NamedTuple):
         return cls(bounds, positions, True)
 
     @classmethod
-    def of(cls, lengths: Iterable[int]) -> Documents:
+    def from_lengths(cls, lengths: Iterable[int]) -> Documents:
         """From the documents' lengths in order; empty ones are left out. On the CPU."""
         lengths = [n for n in lengths if n]
         return cls(
@@ -64,7 +64,7 @@ class Documents(NamedTuple):
     def to(self, device: torch.device) -> Documents:
         return self._replace(bounds=self.bounds.to(device, non_blocking=True))
 
-    def numbers(self, batch: int, positions: int) -> Tensor:
+    def document_ids(self, batch: int, positions: int) -> Tensor:
         """int64[B S]: which document each token belongs to."""
         ends = self.bounds[1:].to(torch.int64)
         return torch.bucketize(
@@ -75,8 +75,8 @@ class Documents(NamedTuple):
         """bool[B 1 S S], true where query and key are of one document: for back ends that take a
         mask.
         """
-        numbers_BS = self.numbers(batch, positions)
-        return numbers_BS[:, None, :, None] == numbers_BS[:, None, None, :]
+        ids_BS = self.document_ids(batch, positions)
+        return ids_BS[:, None, :, None] == ids_BS[:, None, None, :]
 
 
 # --- which back end
@@ -85,10 +85,10 @@ Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 
 _HALF = (torch.bfloat16, torch.float16)
 # the GPU that a plan assumes where none is present: Hopper
-PLANNED = (9, 0)
+PLANNED_CAPABILITY = (9, 0)
 # FlashAttention's oldest and newest
-FIRST = (8, 0)
-LAST = (12, 1)
+FLASH_OLDEST = (8, 0)
+FLASH_NEWEST = (12, 1)
 # PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch
 # issue 169849)
 CUDNN_AFTER = 91500
@@ -103,7 +103,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability; None off CUDA, and for AMD's GPUs, whose numbers mean something else."""
     if is_planned(device) and stands_for(device) == "cuda":
         if not torch.cuda.is_available():
-            return PLANNED
+            return PLANNED_CAPABILITY
         return _capability(torch.cuda.current_device())
     if device.type != "cuda" or torch.version.hip is not None:
         return None
@@ -127,7 +127,7 @@ def has_flash() -> bool:
 
 
 @contextmanager
-def no_cudnn_for(mask: Tensor | None) -> Iterator[None]:
+def disable_cudnn_with_mask(mask: Tensor | None) -> Iterator[None]:
     """Around a call of PyTorch's attention outside compiled graphs: cuDNN gets no mask tensor. Its
     backward gives NaN for some lengths (64 past a multiple of 128, pytorch issue 196678), and it
     takes an fp32 mask beside bf16 queries for bf16 (pytorch pull request 191612).
@@ -146,10 +146,10 @@ def no_cudnn_for(mask: Tensor | None) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def _cudnn_serves(found: tuple[int, int], depth: int) -> bool:
+def _cudnn_supports(compute_capability: tuple[int, int], depth: int) -> bool:
     if (
-        found[0] not in (9, 10)
-        or found[1] not in (0, 3)
+        compute_capability[0] not in (9, 10)
+        or compute_capability[1] not in (0, 3)
         or depth > 128
         or cudnn_version() <= CUDNN_AFTER
     ):
@@ -166,9 +166,9 @@ def _cudnn_serves(found: tuple[int, int], depth: int) -> bool:
     )
 
 
-def _flash_serves(found: tuple[int, int], depth: int) -> bool:
+def _flash_supports(compute_capability: tuple[int, int], depth: int) -> bool:
     if (
-        not FIRST <= found <= LAST
+        not FLASH_OLDEST <= compute_capability <= FLASH_NEWEST
         or depth > 256
         or not has_flash()
         or not torch.backends.cuda.flash_sdp_enabled()
@@ -176,10 +176,13 @@ def _flash_serves(found: tuple[int, int], depth: int) -> bool:
         return False
     # heads of 200 to 224 have no backward where a multiprocessor has less shared memory than an
     # A100's
-    return not (192 < depth <= 224 and ((8, 6) <= found <= (8, 9) or found >= (12, 0)))
+    return not (
+        192 < depth <= 224
+        and ((8, 6) <= compute_capability <= (8, 9) or compute_capability >= (12, 0))
+    )
 
 
-def on_a_gpu(
+def choose_gpu_backend(
     dtype: torch.dtype,
     query: Tensor,
     key: Tensor,
@@ -195,22 +198,22 @@ def on_a_gpu(
     computes goes to `sdpa`, softcaps to `flex`.
     """
     device = device or query.device
-    found = capability(device)
+    compute_capability = capability(device)
     if softcap is not None:
         # flex_attention is a Triton kernel
-        compiles = (
-            found is not None
-            and found >= FIRST
-            and (is_planned(device) or not why_no_kernels(device))
+        can_compile = (
+            compute_capability is not None
+            and compute_capability >= FLASH_OLDEST
+            and (is_planned(device) or not kernel_unavailable_reason(device))
         )
-        return "flex" if compiles else "plain"
+        return "flex" if can_compile else "plain"
     depth = query.shape[3]
-    square = query.shape[2] == key.shape[2]
-    if found is None or dtype not in _HALF or depth % 8 or not square or masked:
+    is_square = query.shape[2] == key.shape[2]
+    if compute_capability is None or dtype not in _HALF or depth % 8 or not is_square or masked:
         return "sdpa"
-    if causal and not packed and window is None and _cudnn_serves(found, depth):
+    if causal and not packed and window is None and _cudnn_supports(compute_capability, depth):
         return "cudnn"
-    return "flash" if _flash_serves(found, depth) else "sdpa"
+    return "flash" if _flash_supports(compute_capability, depth) else "sdpa"
 
 
 # --- the kernels that PyTorch brings for CUDA, called as operators, so that the output and its
@@ -220,7 +223,7 @@ def on_a_gpu(
 aten = torch.ops.aten
 
 
-def _rows(x_BNSD: Tensor, documents: Documents | None) -> Tensor:
+def _to_flash_layout(x_BNSD: Tensor, documents: Documents | None) -> Tensor:
     """[B S N D], or [T N D] where documents tell the rows apart: FlashAttention's order."""
     x_BSND = x_BNSD.transpose(1, 2)
     if documents is None:
@@ -228,19 +231,19 @@ def _rows(x_BNSD: Tensor, documents: Documents | None) -> Tensor:
     return x_BSND.reshape(-1, *x_BSND.shape[2:])
 
 
-def _heads(y: Tensor, like_BNSD: Tensor) -> Tensor:
+def _from_flash_layout(y: Tensor, like_BNSD: Tensor) -> Tensor:
     batch, heads, queries, depth = like_BNSD.shape
     return y.view(batch, queries, heads, depth).transpose(1, 2)
 
 
-def _bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
+def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
     """Of queries and keys, and the longest of each, as FlashAttention takes them."""
     if documents is None:
         return None, None, query.shape[2], query.shape[2]
     return documents.bounds, documents.bounds, documents.longest, documents.longest
 
 
-def _options(window: int | None, causal: bool, scale: float) -> dict[str, Any]:
+def _flash_options(window: int | None, causal: bool, scale: float) -> dict[str, Any]:
     if window is None:
         return {"scale": scale}
     # how many keys before and after a query; -1: all
@@ -261,11 +264,16 @@ def flash_forward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """(out, logsumexp, random state and its unused half): what `flash_backward` needs."""
-    inputs = (_rows(x, documents) for x in (q_BNSD, k_BMSD, v_BMSD))
+    inputs = (_to_flash_layout(x, documents) for x in (q_BNSD, k_BMSD, v_BMSD))
     out, lse, state, unused, _ = aten._flash_attention_forward(
-        *inputs, *_bounds(q_BNSD, documents), 0.0, causal, False, **_options(window, causal, scale)
+        *inputs,
+        *_sequence_bounds(q_BNSD, documents),
+        0.0,
+        causal,
+        False,
+        **_flash_options(window, causal, scale),
     )
-    return _heads(out, q_BNSD), lse, state, unused
+    return _from_flash_layout(out, q_BNSD), lse, state, unused
 
 
 def flash_backward(
@@ -281,18 +289,18 @@ def flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, *state = saved
-    inputs = (_rows(x, documents) for x in (q, k, v, out))
+    inputs = (_to_flash_layout(x, documents) for x in (q, k, v, out))
     grads = aten._flash_attention_backward(
-        _rows(dy, documents).contiguous(),
+        _to_flash_layout(dy, documents).contiguous(),
         *inputs,
         lse,
-        *_bounds(q, documents),
+        *_sequence_bounds(q, documents),
         0.0,
         causal,
         *state,
-        **_options(window, causal, scale),
+        **_flash_options(window, causal, scale),
     )
-    dq, dk, dv = (_heads(g, x) for g, x in zip(grads, (q, k, v)))
+    dq, dk, dv = (_from_flash_layout(g, x) for g, x in zip(grads, (q, k, v)))
     return dq, dk, dv
 
 
@@ -300,10 +308,10 @@ def cudnn_forward(
     q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """(out, logsumexp, seed, offset)."""
-    made = aten._scaled_dot_product_cudnn_attention(
+    results = aten._scaled_dot_product_cudnn_attention(
         q_BNSD, k_BMSD, v_BMSD, None, True, 0.0, causal, False, scale=scale
     )
-    return made[0], made[1], made[6], made[7]
+    return results[0], results[1], results[6], results[7]
 
 
 def cudnn_backward(
@@ -344,37 +352,39 @@ def cudnn_backward(
 # Kinds of calls: windows, packed or not, with gradients or without, dtypes, devices, each for one
 # length and for any length. Dynamo's own limit of 8 is fewer; past it flex_attention runs
 # uncompiled, with every score in memory.
-KINDS = 64
+RECOMPILE_LIMIT = 64
 # block masks that are kept: every layer of a batch, and its recompute, asks for the same one or two
-KEPT = 8
-_kept: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict()
+BLOCK_MASK_CACHE_SIZE = 8
+_block_masks: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict()
 
 
-def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+def compile_any_length(
+    function: Callable[..., Any], backend: Any = "inductor"
+) -> Callable[..., Any]:
     """`function`, compiled for the first length and, with the second, for any length: lengths of
     one compile each would pass the limit.
     """
-    own = torch.compile(function, backend=backend)
+    compiled = torch.compile(function, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=KINDS):
-            return own(*args, **kwargs)
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return compiled(*args, **kwargs)
 
     return run
 
 
 @cache
-def _functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _flex_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(flex_attention, create_block_mask), compiled on a GPU. Uncompiled, the second makes a mask
     of positions x positions on its way.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    attend: Callable[..., Any] = flex_attention
-    blocks: Callable[..., Any] = create_block_mask
+    attention: Callable[..., Any] = flex_attention
+    create_mask: Callable[..., Any] = create_block_mask
     if on_gpu:
-        return (compiled(attend), compiled(blocks))
-    return (attend, blocks)
+        return (compile_any_length(attention), compile_any_length(create_mask))
+    return (attention, create_mask)
 
 
 def flex_attention_softcapped(
@@ -392,28 +402,28 @@ def flex_attention_softcapped(
     or 1, 1 or N, S, T].
     """
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def cap_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    make = partial(_blocks, query, key.shape[2], mask, causal, window, documents)
+    build = partial(_build_block_mask, query, key.shape[2], mask, causal, window, documents)
     if mask is not None:
-        blocks = make()
+        block_mask = build()
     else:
-        blocks = _once(make, query, key.shape[2], causal, window, documents)
-    out: Tensor = _functions(query.is_cuda)[0](
+        block_mask = _cached_block_mask(build, query, key.shape[2], causal, window, documents)
+    out: Tensor = _flex_functions(query.is_cuda)[0](
         query,
         key,
         value,
-        score_mod=capped,
-        block_mask=blocks,
+        score_mod=cap_score,
+        block_mask=block_mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out
 
 
-def _once(
-    make: Callable[[], Any],
+def _cached_block_mask(
+    build: Callable[[], Any],
     query: Tensor,
     keys: int,
     causal: bool,
@@ -422,27 +432,27 @@ def _once(
 ) -> Any:
     """`make()`, or what it gave for another layer of this batch."""
     bounds = None if documents is None else documents.bounds
-    rows = None if documents is None else query.shape[0]
+    batch = None if documents is None else query.shape[0]
     # a mask made in inference mode cannot be saved for backward
-    of = (
+    cache_key = (
         query.device,
         query.shape[2],
         keys,
         causal,
         window,
-        rows,
+        batch,
         id(bounds),
         torch.is_inference_mode_enabled(),
     )
-    if of not in _kept:
+    if cache_key not in _block_masks:
         # the bounds are held, so that no other tensor gets their id
-        _kept[of] = make(), bounds
-        while len(_kept) > KEPT:
-            _kept.popitem(last=False)
-    return _kept[of][0]
+        _block_masks[cache_key] = build(), bounds
+        while len(_block_masks) > BLOCK_MASK_CACHE_SIZE:
+            _block_masks.popitem(last=False)
+    return _block_masks[cache_key][0]
 
 
-def _blocks(
+def _build_block_mask(
     query: Tensor,
     keys: int,
     mask: Tensor | None,
@@ -451,25 +461,28 @@ def _blocks(
     documents: Documents | None,
 ) -> Any:
     if documents is None:
-        numbers_BS = None
+        ids_BS = None
     else:
-        numbers_BS = documents.numbers(query.shape[0], query.shape[2])
+        ids_BS = documents.document_ids(query.shape[0], query.shape[2])
 
-    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        keep = q >= k if causal else q >= 0
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        is_allowed = q >= k if causal else q >= 0
         if window is not None:
-            keep = keep & (q - k < window)
+            is_allowed = is_allowed & (q - k < window)
         if mask is not None:
-            keep = keep & mask[b if mask.shape[0] > 1 else 0, h if mask.shape[1] > 1 else 0, q, k]
-        if numbers_BS is not None:
-            keep = keep & (numbers_BS[b, q] == numbers_BS[b, k])
-        return keep
+            is_allowed = (
+                is_allowed
+                & mask[b if mask.shape[0] > 1 else 0, h if mask.shape[1] > 1 else 0, q, k]
+            )
+        if ids_BS is not None:
+            is_allowed = is_allowed & (ids_BS[b, q] == ids_BS[b, k])
+        return is_allowed
 
-    if numbers_BS is not None or (mask is not None and mask.shape[0] > 1):
+    if ids_BS is not None or (mask is not None and mask.shape[0] > 1):
         batch = query.shape[0]
     else:
         batch = None
     heads = query.shape[1] if mask is not None and mask.shape[1] > 1 else None
-    return _functions(query.is_cuda)[1](
-        allowed, batch, heads, query.shape[2], keys, device=query.device
+    return _flex_functions(query.is_cuda)[1](
+        mask_mod, batch, heads, query.shape[2], keys, device=query.device
     )

@@ -17,21 +17,21 @@ from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import (
     Path,
-    applied,
+    apply_function,
+    arithmetic_dtype,
     autocast_dtype,
     autocast_off,
-    cpp_runs,
-    path_for,
+    choose_path,
     refuse_second_derivative,
-    wide,
+    uses_cpp,
 )
 from ..contract import OpContract
 from ..cpp import CppKernels
 from ..library import library_op
-from ..recompute import attention_results, layers_running
-from ..remade import kept_for_each, made_again
+from ..recomputable import recompute, saved_or_recomputed_each
+from ..recomputed_layer import compute_or_restore_attention, layers_running
 from . import gpu
-from .gpu import Backend, Documents, no_cudnn_for, on_a_gpu
+from .gpu import Backend, Documents, choose_gpu_backend, disable_cudnn_with_mask
 
 ATTENTION = OpContract(
     "query: F[B N S D], key: F[B M T D], value: F[B M T D] -> F[B N S D]",
@@ -41,7 +41,7 @@ ATTENTION = OpContract(
 )
 
 
-def in_window(allowed_ST: Tensor, window: int) -> Tensor:
+def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
     """`allowed` without the keys that lie `window` or more before their query; those after it stay
     as they are.
     """
@@ -60,10 +60,10 @@ def attention_reference(
     softcap: float | None = None,
 ) -> Tensor:
     with autocast_off(query_BNSD):
-        dtype = wide(query_BNSD.dtype)
-        shared = query_BNSD.shape[1] // key_BMTD.shape[1]
+        dtype = arithmetic_dtype(query_BNSD.dtype)
+        heads_per_key = query_BNSD.shape[1] // key_BMTD.shape[1]
         key_BNTD, value_BNTD = (
-            t.to(dtype).repeat_interleave(shared, 1) for t in (key_BMTD, value_BMTD)
+            t.to(dtype).repeat_interleave(heads_per_key, 1) for t in (key_BMTD, value_BMTD)
         )
         score_BNST = (
             query_BNSD.to(dtype)
@@ -74,12 +74,12 @@ def attention_reference(
             score_BNST = softcap * torch.tanh(score_BNST / softcap)
         allowed = torch.ones(score_BNST.shape[-2:], dtype=torch.bool, device=query_BNSD.device)
         allowed = allowed.tril() if causal else allowed
-        allowed = allowed if window is None else in_window(allowed, window)
+        allowed = allowed if window is None else mask_outside_window(allowed, window)
         allowed = allowed if mask is None else allowed & mask
-        share_BNST = score_BNST.masked_fill(~allowed, -torch.inf).softmax(-1)
+        probability_BNST = score_BNST.masked_fill(~allowed, -torch.inf).softmax(-1)
         # a query without any key gets zeros
-        share_BNST = share_BNST.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-        return (share_BNST @ value_BNTD).to(query_BNSD.dtype)
+        probability_BNST = probability_BNST.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        return (probability_BNST @ value_BNTD).to(query_BNSD.dtype)
 
 
 # --- the C++ kernels of cpu.cpp: bf16, rows of any stride
@@ -92,29 +92,29 @@ BLOCK = 64
 _KEY_HEADS = 16
 
 
-def _adjacent(*tensors: Tensor) -> list[Tensor]:
-    made: list[Tensor] = []
+def _make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
+    contiguous: list[Tensor] = []
     for t in tensors:
-        made.append(t if t.stride(-1) == 1 else t.contiguous())
-    return made
+        contiguous.append(t if t.stride(-1) == 1 else t.contiguous())
+    return contiguous
 
 
-def _allowed(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     """[B T S'] bytes, S' whole blocks: the queries of one key lie side by side, as the scores do."""
-    turned = mask[:, 0].expand(mask.shape[0], queries, keys).transpose(1, 2).view(torch.uint8)
-    return F.pad(turned, (0, -queries % BLOCK)).contiguous()
+    transposed = mask[:, 0].expand(mask.shape[0], queries, keys).transpose(1, 2).view(torch.uint8)
+    return F.pad(transposed, (0, -queries % BLOCK)).contiguous()
 
 
-def _shape(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, allowed: Tensor | None, causal: bool
+def _pack_shape(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, mask: Tensor | None, causal: bool
 ) -> Any:
     """struct Shape of cpu.cpp."""
     batch, heads, queries, depth = q.shape
-    if allowed is None:
-        masks = (0, 0)
+    if mask is None:
+        mask_strides = (0, 0)
     else:
-        masks = (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(1))
-    numbers = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *masks)
+        mask_strides = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
+    sizes = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *mask_strides)
     strides = (
         *q.stride()[:3],
         *k.stride()[:3],
@@ -122,7 +122,7 @@ def _shape(
         *out.stride()[:3],
         *dy.stride()[:3],
     )
-    return (ctypes.c_int64 * (len(numbers) + len(strides)))(*numbers, *strides)
+    return (ctypes.c_int64 * (len(sizes) + len(strides)))(*sizes, *strides)
 
 
 def _fake_forward(
@@ -146,20 +146,20 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, the logsumexp of each query's scores, inf where it has none)."""
     out_BNSD, lse_BNS = _fake_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
-    q, k, v = _adjacent(q_BNSD, k_BMTD, v_BMTD)
+    q, k, v = _make_rows_contiguous(q_BNSD, k_BMTD, v_BMTD)
     batch, key_heads, keys, depth = k.shape
-    allowed = None if mask is None else _allowed(mask, batch, q.shape[2], keys)
-    turned = torch.empty((batch, key_heads, depth, keys + -keys % BLOCK), dtype=v.dtype)
+    mask_bytes = None if mask is None else _mask_bytes(mask, batch, q.shape[2], keys)
+    v_transposed = torch.empty((batch, key_heads, depth, keys + -keys % BLOCK), dtype=v.dtype)
     KERNELS(
         "forward",
-        _shape(q, k, v, out_BNSD, out_BNSD, allowed, causal),
+        _pack_shape(q, k, v, out_BNSD, out_BNSD, mask_bytes, causal),
         q,
         k,
         v,
-        allowed,
+        mask_bytes,
         out_BNSD,
         lse_BNS,
-        turned,
+        v_transposed,
         scale,
     )
     return out_BNSD, lse_BNS
@@ -176,10 +176,10 @@ def _fake_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made: list[Tensor] = []
+    grads: list[Tensor] = []
     for t in (q_BNSD, k_BMTD, v_BMTD):
-        made.append(torch.empty(t.shape, dtype=t.dtype, device=t.device))
-    return made[0], made[1], made[2]
+        grads.append(torch.empty(t.shape, dtype=t.dtype, device=t.device))
+    return grads[0], grads[1], grads[2]
 
 
 @library_op(
@@ -198,35 +198,37 @@ def attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, dy = _adjacent(q_BNSD, k_BMTD, v_BMTD, dy)
+    q, k, v, dy = _make_rows_contiguous(q_BNSD, k_BMTD, v_BMTD, dy)
     dq, dk, dv = _fake_backward(q, k, v, mask, out, lse, dy, causal, scale)
     batch, heads, queries, _ = q.shape
-    allowed = None if mask is None else _allowed(mask, batch, queries, k.shape[2])
-    parts = heads // k.shape[1] if batch * k.shape[1] < _KEY_HEADS else 1
+    mask_bytes = None if mask is None else _mask_bytes(mask, batch, queries, k.shape[2])
+    query_head_parts = heads // k.shape[1] if batch * k.shape[1] < _KEY_HEADS else 1
     # of the query heads that read a key head, each has its own share of the gradients: summed here,
     # in fp32, and narrowed once
-    if parts > 1:
-        shares = torch.empty((2, *k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32).unbind()
+    if query_head_parts > 1:
+        partial_grads = torch.empty(
+            (2, *k.shape[:2], query_head_parts, *k.shape[2:]), dtype=torch.float32
+        ).unbind()
     else:
-        shares = (dk, dv)
+        partial_grads = (dk, dv)
     KERNELS(
         "backward",
-        _shape(q, k, v, out, dy, allowed, causal),
+        _pack_shape(q, k, v, out, dy, mask_bytes, causal),
         q,
         k,
         v,
-        allowed,
+        mask_bytes,
         out,
         lse,
         dy,
         dq,
-        *shares,
-        parts,
+        *partial_grads,
+        query_head_parts,
         scale,
     )
-    if parts > 1:
-        dk = shares[0].sum(2).to(k.dtype)
-        dv = shares[1].sum(2).to(k.dtype)
+    if query_head_parts > 1:
+        dk = partial_grads[0].sum(2).to(k.dtype)
+        dv = partial_grads[1].sum(2).to(k.dtype)
     return dq, dk, dv
 
 
@@ -234,7 +236,7 @@ def attention_backward(
 
 
 class Attention(torch.autograd.Function):
-    """Saves query, key, value (or what they are made from: `ops.remade`), the output, and one fp32
+    """Saves query, key, value (or what they are made from: `ops.recomputable`), the output, and one fp32
     logsumexp a query: never a [queries x keys] matrix.
     """
 
@@ -252,7 +254,7 @@ class Attention(torch.autograd.Function):
         window: int | None,
         path: Path,
     ) -> Tensor:
-        def run() -> tuple[Tensor, ...]:
+        def compute() -> tuple[Tensor, ...]:
             if backend == "flash":
                 return gpu.flash_forward(q_BNSD, k_BMTD, v_BMTD, documents, window, causal, scale)
             if backend == "cudnn":
@@ -260,12 +262,12 @@ class Attention(torch.autograd.Function):
             return attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
         if path == "graph" or not layers_running:
-            out_BNSD, *made = run()
+            out_BNSD, *statistics = compute()
         else:
-            out_BNSD, *made = attention_results(run)
-        makes, kept = kept_for_each(q_BNSD, k_BMTD, v_BMTD)
-        ctx.save_for_backward(mask, out_BNSD, *kept, *made)
-        ctx.makes = makes
+            out_BNSD, *statistics = compute_or_restore_attention(compute)
+        recipes, inputs = saved_or_recomputed_each(q_BNSD, k_BMTD, v_BMTD)
+        ctx.save_for_backward(mask, out_BNSD, *inputs, *statistics)
+        ctx.makes = recipes
         ctx.causal = causal
         ctx.scale = scale
         ctx.backend = backend
@@ -278,27 +280,29 @@ class Attention(torch.autograd.Function):
         refuse_second_derivative("attention")
         mask, out_BNSD, *saved = ctx.saved_tensors
         inputs: list[Tensor] = []
-        for make, count in ctx.makes:
-            kept = saved[:count]
+        for recompute_input, count in ctx.makes:
+            tensors = saved[:count]
             saved = saved[count:]
-            inputs.append(kept[0] if make is None else made_again(make, kept))
+            inputs.append(
+                tensors[0] if recompute_input is None else recompute(recompute_input, tensors)
+            )
         q_BNSD, k_BMTD, v_BMTD = inputs
-        rest = (None,) * 7
-        given = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
+        no_grads = (None,) * 7
+        arguments = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
         if ctx.backend == "flash":
             return (
-                *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale),
-                *rest,
+                *gpu.flash_backward(*arguments, ctx.documents, ctx.window, ctx.causal, ctx.scale),
+                *no_grads,
             )
         if ctx.backend == "cudnn":
-            return *gpu.cudnn_backward(*given, ctx.causal, ctx.scale), *rest
+            return *gpu.cudnn_backward(*arguments, ctx.causal, ctx.scale), *no_grads
         grads = attention_backward(
             q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale
         )
-        return *grads, *rest
+        return *grads, *no_grads
 
 
-def backend_of(
+def choose_backend(
     dtype: torch.dtype,
     query: Tensor,
     key: Tensor,
@@ -314,7 +318,7 @@ def backend_of(
     if key.shape != value.shape:
         return "sdpa" if softcap is None else "plain"
     if stands_for(query.device) == "cuda" and not torch.compiler.is_compiling():
-        return on_a_gpu(
+        return choose_gpu_backend(
             dtype,
             query,
             key,
@@ -326,21 +330,21 @@ def backend_of(
         )
     if softcap is not None:
         return "plain"
-    if not packed and window is None and kernels_take(dtype, query, key, value, mask):
+    if not packed and window is None and uses_cpp_kernels(dtype, query, key, value, mask):
         return "cpp"
     return "sdpa"
 
 
-def kernels_take(
+def uses_cpp_kernels(
     dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> bool:
     """Whether the C++ kernels run on these in `dtype`: bf16 on a CPU, heads of a multiple of 16,
     one mask of bools for all heads.
     """
-    return _fits(dtype, query, key, value, mask) and cpp_runs(KERNELS, query, key, value)
+    return _cpp_supports(dtype, query, key, value, mask) and uses_cpp(KERNELS, query, key, value)
 
 
-def _fits(
+def _cpp_supports(
     dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> bool:
     (batch, _, queries, depth), keys = query.shape, key.shape[2]
@@ -372,7 +376,7 @@ def attention(
     documents: Documents | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, without a [queries x keys] matrix in memory where a kernel
-    exists for what is asked (`backend_of`).
+    exists for what is asked (`choose_backend`).
 
     query       F[B N S D]   autocast's dtype where that is on
     key, value  F[B M T D]   N a multiple of M: query heads share key heads in order
@@ -393,38 +397,38 @@ def attention(
     Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
             for a window or softcap below its range
     """
-    _check(query, key, value)
+    _check_inputs(query, key, value)
     if window is not None and window < 1:
         raise UsageError(f"window is {window}: expected 1 key or more")
     if softcap is not None and softcap <= 0:
         raise UsageError(f"softcap is {softcap}: expected a positive number")
-    cast = autocast_dtype(query)
-    if cast is not None and query.dtype != torch.float64:
-        query = query.to(cast)
-        key = key.to(cast)
-        value = value.to(cast)
+    autocast = autocast_dtype(query)
+    if autocast is not None and query.dtype != torch.float64:
+        query = query.to(autocast)
+        key = key.to(autocast)
+        value = value.to(autocast)
     if not query.dtype == key.dtype == value.dtype:
         raise DtypeError(
             f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and"
             f" {name(value.dtype)}: expected one",
             code="DT001",
         )
-    given = scale
+    given_scale = scale
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    path = path_for(KERNELS, query, key, value)
-    packed = documents is not None
+    path = choose_path(KERNELS, query, key, value)
+    is_packed = documents is not None
     backend: Backend
     if (
         path == "cpp"
         and query.is_cpu
-        and not packed
+        and not is_packed
         and window is None
         and softcap is None
-        and _fits(query.dtype, query, key, value, mask)
+        and _cpp_supports(query.dtype, query, key, value, mask)
     ):
         backend = "cpp"
     else:
-        backend = backend_of(
+        backend = choose_backend(
             query.dtype,
             query,
             key,
@@ -433,14 +437,14 @@ def attention(
             causal=causal,
             window=window,
             softcap=softcap,
-            packed=packed,
+            packed=is_packed,
         )
     if backend == "flex" and is_planned(query.device):
         # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's
         # kernel
         backend = "flash"
     if backend in ("cpp", "flash", "cudnn"):
-        out: Tensor = applied(
+        out: Tensor = apply_function(
             Attention, query, key, value, mask, causal, scale, backend, documents, window, path
         )
         return out
@@ -449,7 +453,7 @@ def attention(
         return gpu.flex_attention_softcapped(
             query, key, value, mask, causal, scale, window, softcap, documents
         )
-    mask = _with_documents(mask, documents, query)
+    mask = _add_document_mask(mask, documents, query)
     if backend == "plain":
         return attention_reference(
             query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap
@@ -457,23 +461,23 @@ def attention(
     if (mask is not None and causal) or window is not None:
         allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         allowed = allowed.tril() if causal else allowed
-        allowed = allowed if window is None else in_window(allowed, window)
+        allowed = allowed if window is None else mask_outside_window(allowed, window)
         mask = allowed if mask is None else mask & allowed
         causal = False
     compiling = torch.compiler.is_compiling()
-    with nullcontext() if compiling else no_cudnn_for(mask):
+    with nullcontext() if compiling else disable_cudnn_with_mask(mask):
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
             is_causal=causal,
-            scale=given,
+            scale=given_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
 
-def attention_by_kernels(
+def kernel_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -483,48 +487,48 @@ def attention_by_kernels(
     scale: float | None,
 ) -> Tensor | None:
     """`attention` where a kernel computes it; None where PyTorch's own would."""
-    cast = autocast_dtype(query)
-    if cast is not None and query.dtype != torch.float64:
-        query = query.to(cast)
-        key = key.to(cast)
-        value = value.to(cast)
-    path = path_for(KERNELS, query, key, value)
+    autocast = autocast_dtype(query)
+    if autocast is not None and query.dtype != torch.float64:
+        query = query.to(autocast)
+        key = key.to(autocast)
+        value = value.to(autocast)
+    path = choose_path(KERNELS, query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         return None
     backend: Backend
-    if path == "cpp" and query.is_cpu and _fits(query.dtype, query, key, value, mask):
+    if path == "cpp" and query.is_cpu and _cpp_supports(query.dtype, query, key, value, mask):
         backend = "cpp"
     else:
-        backend = backend_of(query.dtype, query, key, value, mask, causal=causal)
+        backend = choose_backend(query.dtype, query, key, value, mask, causal=causal)
         if backend not in ("cpp", "flash", "cudnn"):
             return None
-    _check(query, key, value)
+    _check_inputs(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = applied(
+    out: Tensor = apply_function(
         Attention, query, key, value, mask, causal, scale, backend, None, None, path
     )
     return out
 
 
-def _with_documents(
+def _add_document_mask(
     mask: Tensor | None, documents: Documents | None, query: Tensor
 ) -> Tensor | None:
     if documents is None:
         return mask
-    apart = documents.mask(query.shape[0], query.shape[2])
-    return apart if mask is None else mask & apart
+    document_mask = documents.mask(query.shape[0], query.shape[2])
+    return document_mask if mask is None else mask & document_mask
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    fault = ""
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    problem = ""
     if not query.dim() == key.dim() == value.dim() == 4 or key.shape != value.shape:
-        fault = "expected [B N S D], [B M T D] and [B M T D]"
+        problem = "expected [B N S D], [B M T D] and [B M T D]"
     elif query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        fault = "batch and head size must be the same"
+        problem = "batch and head size must be the same"
     elif key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        fault = f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly"
-    if fault:
+        problem = f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly"
+    if problem:
         raise ShapeError(
-            f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: {fault}",
+            f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: {problem}",
             code="SH001",
         )

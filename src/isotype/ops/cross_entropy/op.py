@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import applied, autocast_off, refuse_second_derivative, wide
+from ..backend import apply_function, arithmetic_dtype, autocast_off, refuse_second_derivative
 from ..contract import OpContract
 from ..library import library_op
 from .rows import row_paths
@@ -24,7 +24,7 @@ CROSS_ENTROPY = OpContract(
 
 def rule_logits(logits_TV: Tensor, rule: LossRule) -> Tensor:
     """The wide logits after scale and softcap."""
-    z_TV = logits_TV.to(wide(logits_TV.dtype)) * rule.logit_scale
+    z_TV = logits_TV.to(arithmetic_dtype(logits_TV.dtype)) * rule.logit_scale
     if rule.softcap:
         return rule.softcap * torch.tanh(z_TV / rule.softcap)
     return z_TV
@@ -69,7 +69,7 @@ def cross_entropy_reference(
 
 
 def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
+    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=arithmetic_dtype(logits_TV.dtype))
     return loss_T, torch.empty_like(loss_T)
 
 
@@ -199,7 +199,7 @@ def cross_entropy(
     check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
-        loss_T = applied(
+        loss_T = apply_function(
             CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments
         )
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import cpp_runs, triton_runs
+from ..backend import uses_cpp, uses_triton
 from ..cpp import CppKernels
 from . import rule as eager
 from .rule import LossRule, RowValues, Upstream, Wanted, room
@@ -233,8 +233,8 @@ def row_paths(x: Tensor) -> Any:
     """What computes on rows of logits, with the functions of `Cpp`: Triton kernels on a GPU, C++
     ones on a CPU, blocks of plain PyTorch elsewhere.
     """
-    if triton_runs(x):
+    if uses_triton(x):
         from . import triton
 
         return triton
-    return Cpp if cpp_runs(KERNELS, x) else eager
+    return Cpp if uses_cpp(KERNELS, x) else eager

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import DtypeError, IsotypeError, ShapeError, UsageError
-from ..backend import rows_can_be_counted, wide
+from ..backend import arithmetic_dtype, can_count_rows
 
 Reduction = Literal["mean", "sum", "none"]
 # `LossRule.arguments`, as the schema of a library op has them
@@ -166,7 +166,7 @@ def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tens
     tokens, columns = logits_TV.shape
     size = max(1, _BLOCK.get(logits_TV.device.type, _BLOCK_ELSEWHERE) // max(1, columns))
     work = torch.empty(
-        min(size, tokens), columns, dtype=wide(logits_TV.dtype), device=logits_TV.device
+        min(size, tokens), columns, dtype=arithmetic_dtype(logits_TV.dtype), device=logits_TV.device
     )
     for start in range(0, tokens, size):
         rows = slice(start, min(start + size, tokens))
@@ -254,7 +254,9 @@ def cross_entropy_forward(
     out_TV   gets the logits' gradient for an upstream gradient of `dloss` in every row: one exp for
              both. It may be `logits_TV` itself when the caller owns it; its dtype may be narrower
     """
-    loss_T = torch.empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype), device=logits_TV.device)
+    loss_T = torch.empty(
+        logits_TV.shape[0], dtype=arithmetic_dtype(logits_TV.dtype), device=logits_TV.device
+    )
     lse_T = torch.empty_like(loss_T)
     if dloss is not None:
         dloss_T = (
@@ -294,7 +296,9 @@ def cross_entropy_backward(
     """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the
     caller owns it.
     """
-    dloss_T = dloss_T.to(wide(logits_TV.dtype)).masked_fill(targets_T == rule.ignore_index, 0.0)
+    dloss_T = dloss_T.to(arithmetic_dtype(logits_TV.dtype)).masked_fill(
+        targets_T == rule.ignore_index, 0.0
+    )
     for rows, p in wide_blocks(logits_TV, rule):
         p.sub_(lse_T[rows].unsqueeze(-1)).exp_()
         gradient_rows_(
@@ -307,7 +311,7 @@ def cross_entropy_backward(
 def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
     """Ignored rows get exactly 0, also where their logits are not finite."""
     ignored_T = targets_T == rule.ignore_index
-    if not rows_can_be_counted(targets_T):
+    if not can_count_rows(targets_T):
         return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
     # most batches have none, and a mask would write every row again
     ignored_N = ignored_T.nonzero().squeeze(-1)
@@ -372,7 +376,7 @@ def room(rows: int, dtype: torch.dtype, device: torch.device, wanted: Wanted) ->
 
 def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
     """The values of each row; no target is ignored."""
-    values = room(logits_NV.shape[0], wide(logits_NV.dtype), logits_NV.device, wanted)
+    values = room(logits_NV.shape[0], arithmetic_dtype(logits_NV.dtype), logits_NV.device, wanted)
     for rows, z in wide_blocks(logits_NV, rule):
         picked = z.gather(-1, targets_N[rows].long().unsqueeze(-1)).squeeze(-1)
         if wanted.mean_logits:

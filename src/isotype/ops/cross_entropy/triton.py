@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import on_its_device, warps
+from ..launch import on_tensor_device, warps
 from .rule import LossRule, RowValues, Upstream, Wanted, room
 
 # 16 values a thread at 8 warps
@@ -229,7 +229,7 @@ def _rows(logits_TV: Tensor) -> Tensor:
     return logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous()
 
 
-@on_its_device
+@on_tensor_device
 def cross_entropy_forward(
     logits_TV: Tensor,
     targets_T: Tensor,
@@ -271,7 +271,7 @@ def cross_entropy_forward(
     return loss_T, lse_T
 
 
-@on_its_device
+@on_tensor_device
 def cross_entropy_backward(
     logits_TV: Tensor,
     targets_T: Tensor,
@@ -533,7 +533,7 @@ def row_value_gradients_kernel(
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < columns)
 
 
-@on_its_device
+@on_tensor_device
 def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
     """The values of each row; no target is ignored."""
     logits_NV, targets_N = _rows(logits_NV), targets_N.contiguous()
@@ -568,7 +568,7 @@ def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wan
     return values
 
 
-@on_its_device
+@on_tensor_device
 def row_value_gradients(
     logits_NV: Tensor,
     targets_N: Tensor,

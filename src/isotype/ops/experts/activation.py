@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import path_for, wide
+from ..backend import arithmetic_dtype, choose_path
 from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
 from ..library import library_op
 from .groups import KERNELS as EXPERTS
@@ -40,8 +40,8 @@ def activated_reference(g: Tensor, kind: Activation) -> Tensor:
         return gated_reference(*_halves(g), kind)
     if not isinstance(kind, Clamped):
         return kind(g)
-    gate = g[..., ::2].to(wide(g.dtype))
-    up = g[..., 1::2].to(wide(g.dtype))
+    gate = g[..., ::2].to(arithmetic_dtype(g.dtype))
+    up = g[..., 1::2].to(arithmetic_dtype(g.dtype))
     gate = gate.clamp(max=kind.limit)
     up = up.clamp(-kind.limit, kind.limit)
     return ((up + 1) * gate * torch.sigmoid(kind.alpha * gate)).to(g.dtype)
@@ -50,13 +50,13 @@ def activated_reference(g: Tensor, kind: Activation) -> Tensor:
 def activated(g_TG: Tensor, kind: Activation) -> Tensor:
     """F[T I], for a caller that differentiates it itself."""
     named = _named(kind)
-    if named is not None and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton"):
+    if named is not None and (path := choose_path(EXPERTS, g_TG)) in ("cpp", "triton"):
         if path == "cpp":
             return _cpp_activate(g_TG, *named)
         return _activate(g_TG, *named)
     if not isinstance(kind, str):
         return activated_reference(g_TG, kind)
-    return gated_forward(path_for(KERNELS, g_TG), *_halves(g_TG), kind)
+    return gated_forward(choose_path(KERNELS, g_TG), *_halves(g_TG), kind)
 
 
 def _named(kind: Activation) -> tuple[str, float, float] | None:
@@ -83,7 +83,7 @@ def backward_of_rows(
     if (
         named is not None
         and w_T.dtype is torch.float32
-        and (path := path_for(EXPERTS, g_TG)) in ("cpp", "triton")
+        and (path := choose_path(EXPERTS, g_TG)) in ("cpp", "triton")
     ):
         if path == "cpp":
             return _cpp_backward(g_TG, dh_TI, w_T, *named, needs_h)
@@ -91,7 +91,7 @@ def backward_of_rows(
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
         dgate, dup, h = gated_backward(
-            path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True
+            choose_path(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True
         )
         assert dup is not None
         assert h is not None

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...environment.planned import stands_for
-from ..backend import forced_path, path_for, triton_runs, wide
+from ..backend import arithmetic_dtype, choose_path, forced_path, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op
 
@@ -342,19 +342,19 @@ class Part:
 
     def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
         """fp32[S]"""
-        dtype = wide(d_SM.dtype)
+        dtype = arithmetic_dtype(d_SM.dtype)
         return torch.cat(
             [d_SM[rows].to(dtype) @ bias_EM[self.experts][i].to(dtype) for i, rows in self.each]
         )
 
     def bias_sums(self, dy_SM: Tensor, w_S: Tensor | None, into_EM: Tensor) -> None:
         for i, rows in self.each:
-            dy = dy_SM[rows].to(wide(dy_SM.dtype))
+            dy = dy_SM[rows].to(arithmetic_dtype(dy_SM.dtype))
             into_EM[i] = dy.sum(0) if w_S is None else w_S[rows] @ dy
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
         """Adds each row, times w, to its token's."""
-        if total_TN.dtype is torch.float32 and path_for(KERNELS, y_SN) == "cpp":
+        if total_TN.dtype is torch.float32 and choose_path(KERNELS, y_SN) == "cpp":
             _cpp_scatter_(total_TN, y_SN, self.tokens, w_S)
             return
         wide_SN = y_SN.to(total_TN.dtype)
@@ -367,7 +367,7 @@ def _skinny(x: Tensor, ranks: int) -> bool:
 
 
 def _native(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and path_for(KERNELS, x) == "cpp" and _bf16_products()
+    return x.dtype is torch.bfloat16 and choose_path(KERNELS, x) == "cpp" and _bf16_products()
 
 
 class AllAtOnce(Part):
@@ -414,7 +414,7 @@ class AllAtOnce(Part):
         into_EMN.copy_(F.grouped_mm(left_SM.t(), right_SN, offs=self.ends))
 
     def gradient(self, left_SM: Tensor, right_SN: Tensor, scale: float, into_EMN: Tensor) -> None:
-        if triton_runs(left_SM):
+        if uses_triton(left_SM):
             _gradient_(left_SM, right_SN, self.ends, into_EMN, scale)
         else:
             made = F.grouped_mm(left_SM.t(), right_SN, offs=self.ends)
@@ -424,16 +424,16 @@ class AllAtOnce(Part):
         y_SM += bias_EM.to(y_SM.dtype)[self.owners]
 
     def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
-        dtype = wide(d_SM.dtype)
+        dtype = arithmetic_dtype(d_SM.dtype)
         return (d_SM.to(dtype) * bias_EM.to(dtype)[self.owners]).sum(-1)
 
     def bias_sums(self, dy_SM: Tensor, w_S: Tensor | None, into_EM: Tensor) -> None:
-        dy = dy_SM.to(wide(dy_SM.dtype))
+        dy = dy_SM.to(arithmetic_dtype(dy_SM.dtype))
         sums = torch.zeros(into_EM.shape, dtype=dy.dtype, device=dy.device)
         into_EM.copy_(sums.index_add_(0, self.owners, dy if w_S is None else dy * w_S[:, None]))
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
-        if triton_runs(y_SN):
+        if uses_triton(y_SN):
             _combine_(total_TN, y_SN, self.rows_of, w_S)
             return
         if w_S is None:

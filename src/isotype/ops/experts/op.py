@@ -26,10 +26,16 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from ..backend import (
+    apply_function,
+    arithmetic_dtype,
+    autocast_off,
+    product_dtype,
+    refuse_second_derivative,
+)
 from ..contract import OpContract
 from ..packed import StackState
-from ..recompute import layers_running, output_is_unused, unwritten
+from ..recomputed_layer import is_output_unused, layers_running, placeholder_tensor
 from .activation import (
     Activation,
     Clamped,
@@ -92,7 +98,7 @@ def experts_reference(
 ) -> Tensor:
     """In plain PyTorch, right at fp64; one expert after the other."""
     dtype = product_dtype(x, up, down)
-    y = torch.zeros(x.shape, dtype=wide(dtype), device=x.device)
+    y = torch.zeros(x.shape, dtype=arithmetic_dtype(dtype), device=x.device)
     with autocast_off(x):
         for expert in range(up.shape[0]):
             token, place = torch.where(index == expert)
@@ -174,12 +180,12 @@ class Experts(torch.autograd.Function):
     ) -> Tensor:
         given = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
         keeps = any(ctx.needs_input_grad)
-        unused = bool(layers_running) and output_is_unused(ctx)
+        unused = bool(layers_running) and is_output_unused(ctx)
         with autocast_off(x_TH):
             shape = _shape(up, form.states[0])
             groups = Groups(index_TC, shape[0], dtype, packed=form.states != (None, None))
             low_TH = x_TH.to(dtype)
-            w_S = weights_TC.reshape(-1)[groups.order].to(wide(dtype))
+            w_S = weights_TC.reshape(-1)[groups.order].to(arithmetic_dtype(dtype))
             (a1, b1), (a2, b2) = (
                 groups.narrow(up_a, up_b, dtype),
                 groups.narrow(down_a, down_b, dtype),
@@ -195,7 +201,7 @@ class Experts(torch.autograd.Function):
             if unused:
                 total = None
             else:
-                total = torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
+                total = torch.zeros(x_TH.shape, dtype=arithmetic_dtype(dtype), device=x_TH.device)
             for part in groups.parts():
                 xs = part.gathered(low_TH)
                 g, xa = _layer(
@@ -225,7 +231,7 @@ class Experts(torch.autograd.Function):
             ctx.save_for_backward(low_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *given)
             ctx.given = form, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
         if total is None:
-            return unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype)
+            return placeholder_tensor(tuple(x_TH.shape), x_TH, x_TH.dtype)
         return total.to(x_TH.dtype)
 
     @staticmethod
@@ -277,7 +283,7 @@ class Experts(torch.autograd.Function):
         with autocast_off(dy):
             dy_TH = dy.to(dtype)
             if needs_x:
-                dx_TH = torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
+                dx_TH = torch.zeros(x_TH.shape, dtype=arithmetic_dtype(dtype), device=x_TH.device)
             else:
                 dx_TH = None
             dw_S = torch.empty_like(w_S)
@@ -422,7 +428,7 @@ class _Gradients:
 
 
 def _sums(like: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.zeros(tuple(shape), dtype=wide(like.dtype), device=like.device)
+    return torch.zeros(tuple(shape), dtype=arithmetic_dtype(like.dtype), device=like.device)
 
 
 def experts(
@@ -470,7 +476,9 @@ def experts(
     )
     form = Form(activation, transposed, scales, states)  # type: ignore[arg-type]  # one scale a layer
     dense = [stack for stack, state in zip((up, down), states) if state is None]
-    made: Tensor = applied(Experts, x, index, weights, form, product_dtype(x, *dense), *layers)
+    made: Tensor = apply_function(
+        Experts, x, index, weights, form, product_dtype(x, *dense), *layers
+    )
     return made
 
 

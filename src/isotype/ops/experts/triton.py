@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gated.triton import share_of, slope_of
-from ..launch import on_its_device
+from ..launch import on_tensor_device
 
 # as in gated/triton.py: 8 values a thread at 4 warps
 BLOCK = 1024
@@ -207,7 +207,7 @@ def gradient_kernel(
     tl.store(target, sums_fp32 * scale, mask=(i < m)[:, None] & (j < n)[None, :])
 
 
-@on_its_device
+@on_tensor_device
 def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     rows, inner = g_SG.shape[0], g_SG.shape[1] // 2
     h = torch.empty(rows, inner, dtype=g_SG.dtype, device=g_SG.device)
@@ -219,7 +219,7 @@ def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     return h
 
 
-@on_its_device
+@on_tensor_device
 def backward(
     g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, again: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,7 +244,7 @@ def backward(
     return dg, h, products
 
 
-@on_its_device
+@on_tensor_device
 def combine_(total_TN: Tensor, y_SN: Tensor, rows_of_TC: Tensor, w_S: Tensor | None) -> None:
     """Adds to each token the sum of its rows, times w."""
     tokens, columns = total_TN.shape
@@ -263,7 +263,7 @@ def combine_(total_TN: Tensor, y_SN: Tensor, rows_of_TC: Tensor, w_S: Tensor | N
         )
 
 
-@on_its_device
+@on_tensor_device
 def gradient_(
     left_SM: Tensor, right_SN: Tensor, ends_E: Tensor, into_EMN: Tensor, scale: float
 ) -> None:

@@ -16,11 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError, UsageError
-from ..backend import Path, applied, fused_runs, narrowed, path_for, refuse_second_derivative, wide
+from ..backend import (
+    Path,
+    apply_function,
+    arithmetic_dtype,
+    cast_output,
+    choose_path,
+    refuse_second_derivative,
+    uses_fused_kernel,
+)
 from ..contract import OpContract
 from ..cpp import CppKernels, as_rows
 from ..library import library_op
-from ..remade import remember
+from ..recomputable import mark_recomputable
 
 # F is a free float dtype
 SILU_MUL = OpContract(
@@ -54,12 +62,12 @@ _CUBE = 0.044715
 
 def gated_reference(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     """In plain PyTorch, right at fp64."""
-    g = x.to(wide(x.dtype))
+    g = x.to(arithmetic_dtype(x.dtype))
     if activation == "silu":
         y = g * torch.sigmoid(g)
     else:
         y = F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return narrowed(y if up is None else y * up.to(g.dtype), x.dtype)
+    return cast_output(y if up is None else y * up.to(g.dtype), x.dtype)
 
 
 def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -176,7 +184,7 @@ def gated_backward(
         from . import triton
 
         return triton.gated_backward(x, up, dy, activation, product)
-    g = x.to(wide(x.dtype))
+    g = x.to(arithmetic_dtype(x.dtype))
     d = dy.to(g.dtype)
     value, slope = _value_and_slope(g, activation)
     y = gated_reference(x, up, activation) if product else None
@@ -251,7 +259,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
     """
     _check_pair(gate, up)
-    y: Tensor = applied(GatedProduct, gate, up, "silu", path_for(KERNELS, gate))
+    y: Tensor = apply_function(GatedProduct, gate, up, "silu", choose_path(KERNELS, gate))
     return y
 
 
@@ -266,7 +274,9 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001; UsageError
     """
     _check_pair(gate, up)
-    y: Tensor = applied(GatedProduct, gate, up, _gelu(approximate), path_for(KERNELS, gate))
+    y: Tensor = apply_function(
+        GatedProduct, gate, up, _gelu(approximate), choose_path(KERNELS, gate)
+    )
     return y
 
 
@@ -280,8 +290,8 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     grads   x: F
     Raises  UsageError
     """
-    y: Tensor = applied(GatedProduct, x, None, _gelu(approximate), path_for(KERNELS, x))
-    return remember(y, partial(gelu, approximate=approximate), x)
+    y: Tensor = apply_function(GatedProduct, x, None, _gelu(approximate), choose_path(KERNELS, x))
+    return mark_recomputable(y, partial(gelu, approximate=approximate), x)
 
 
 # --- for callers that saved gate and up alone
@@ -293,7 +303,7 @@ def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
     gate, up  F[T I]
     ->        F[T I]
     """
-    return gated_forward(path_for(KERNELS, gate), gate, up, _ACTIVATIONS[kind])
+    return gated_forward(choose_path(KERNELS, gate), gate, up, _ACTIVATIONS[kind])
 
 
 def gated_gradients(
@@ -303,7 +313,9 @@ def gated_gradients(
 
     gate, up, dy  F[T I]
     """
-    dgate, dup, y = gated_backward(path_for(KERNELS, gate), gate, up, dy, _ACTIVATIONS[kind], True)
+    dgate, dup, y = gated_backward(
+        choose_path(KERNELS, gate), gate, up, dy, _ACTIVATIONS[kind], True
+    )
     assert dup is not None
     assert y is not None
     return dgate, dup, y
@@ -315,7 +327,7 @@ def gated_gradients_(
     """As `gated_gradients`, for a caller that owns all three: with kernels on a GPU the results are
     written over them, in their order.
     """
-    if fused_runs(gate) and all(
+    if uses_fused_kernel(gate) and all(
         t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)
     ):
         _overwrite(gate, up, dy, _ACTIVATIONS[kind])

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cpp import as_rows
-from ..launch import on_its_device
+from ..launch import on_tensor_device
 
 # 8 values a thread at 4 warps: one load of 16 bytes a tensor in bf16, and 2,048 threads of a
 # multiprocessor have 64 KiB on their way
@@ -126,7 +126,7 @@ def _empty(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
-@on_its_device
+@on_tensor_device
 def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     out = _empty(x)
     if out.numel():
@@ -148,7 +148,7 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return out
 
 
-@on_its_device
+@on_tensor_device
 def gated_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool, over: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...environment.planned import stands_for
 from ...errors import ShapeError, UsageError
-from ..backend import keeps_fp32_sums, rows_can_be_counted, wide
+from ..backend import arithmetic_dtype, can_count_rows, has_fp32_output
 from ..cross_entropy.rule import LossRule
 
 # Bytes of logits. On a CPU more rows only cost memory once a product is past 256 rows, and a new
@@ -64,7 +64,7 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a product's result."""
-    if keeps_fp32_sums(operand, device):
+    if has_fp32_output(operand, device):
         return torch.float32
     return operand
 
@@ -211,7 +211,7 @@ def like_gradients(
     """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of
     hidden and weight are wanted.
     """
-    fp32 = wide(hidden_TH.dtype)
+    fp32 = arithmetic_dtype(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
         weight_VH.new_empty(
@@ -254,7 +254,7 @@ def like(
     """
     tokens = hidden_TH.shape[0]
     classes = weight_VH.shape[0]
-    fp32 = wide(hidden_TH.dtype)
+    fp32 = arithmetic_dtype(hidden_TH.dtype)
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
     return Forward(
@@ -387,7 +387,7 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
     host wait for the device, ignored rows are computed and masked. A caller that knows its labels
     on the host selects the rows before the op.
     """
-    if not rows_can_be_counted(targets_T):
+    if not can_count_rows(targets_T):
         return slice(None)
     counted_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
     if counted_N.numel() == targets_T.numel():
@@ -428,7 +428,7 @@ def by_vocabulary(
     """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result = result_dtype(operand, device)
-    fp32 = wide(hidden_TH.dtype)
+    fp32 = arithmetic_dtype(hidden_TH.dtype)
     x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
     factor = None if back is None else into / unit

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from ..backend import (
+    apply_function,
+    arithmetic_dtype,
+    autocast_off,
+    product_dtype,
+    refuse_second_derivative,
+)
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference
 from ..cross_entropy.rows import Cpp, Source, row_paths
@@ -153,7 +159,11 @@ def _backward(
     rows = rows_to_compute(targets_T, rule)
     targets_N = targets_T[rows]
     lse_N = lse_T[rows]
-    dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
+    dloss_N = (
+        dloss_T[rows]
+        .to(arithmetic_dtype(hidden_TH.dtype))
+        .masked_fill(targets_N == rule.ignore_index, 0)
+    )
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         given = dloss_N if factor is None else dloss_N * factor
@@ -200,7 +210,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             *_forward(
                 *cast(dtype, hidden_TH, weight_VH, bias_V),
                 targets_T,
-                hidden_TH.new_ones((), dtype=wide(dtype)) if items is None else items.reciprocal(),
+                hidden_TH.new_ones((), dtype=arithmetic_dtype(dtype))
+                if items is None
+                else items.reciprocal(),
                 *rule,
                 chunk,
                 *now,
@@ -302,8 +314,10 @@ def linear_cross_entropy(
         if reduction == "none":
             items = None
         else:
-            items = counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
-        loss: Tensor = applied(
+            items = counted_items(
+                targets_T, reduction, num_items, ignore_index, arithmetic_dtype(dtype)
+            )
+        loss: Tensor = apply_function(
             LinearCrossEntropy,
             hidden_TH,
             weight,

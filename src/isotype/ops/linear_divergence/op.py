@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ...errors import ShapeError, UsageError
 from ..backend import (
-    applied,
+    apply_function,
+    arithmetic_dtype,
     autocast_off,
-    cpp_runs,
     product_dtype,
     refuse_second_derivative,
-    triton_runs,
-    wide,
+    uses_cpp,
+    uses_triton,
 )
 from ..contract import OpContract
 from ..cross_entropy.op import rule_logits
@@ -103,11 +103,11 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 def _path_of(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     """What computes on these logits."""
-    if triton_runs(z):
+    if uses_triton(z):
         from . import triton
 
         return triton.divergences
-    if cpp_runs(KERNELS, z, teacher):
+    if uses_cpp(KERNELS, z, teacher):
         return divergences_cpp
     return divergences
 
@@ -163,8 +163,10 @@ def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor,
     """
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return (
-        hidden_TH.new_empty(hidden_TH.shape[0], dtype=wide(hidden_TH.dtype)),
-        hidden_TH.new_empty(hidden_TH.shape[0] if want_entropy else 0, dtype=wide(hidden_TH.dtype)),
+        hidden_TH.new_empty(hidden_TH.shape[0], dtype=arithmetic_dtype(hidden_TH.dtype)),
+        hidden_TH.new_empty(
+            hidden_TH.shape[0] if want_entropy else 0, dtype=arithmetic_dtype(hidden_TH.dtype)
+        ),
         hidden_TH.new_empty(hidden_TH.shape if want_now else (0,), dtype=stored),
     )
 
@@ -176,9 +178,11 @@ def like_gradients(
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return (
         hidden_TH.new_empty(hidden_TH.shape if want_dhidden else (0,), dtype=stored),
-        weight_VH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=wide(hidden_TH.dtype)),
         weight_VH.new_empty(
-            weight_VH.shape[0] if bias_V is not None else 0, dtype=wide(hidden_TH.dtype)
+            weight_VH.shape if want_dweight else (0,), dtype=arithmetic_dtype(hidden_TH.dtype)
+        ),
+        weight_VH.new_empty(
+            weight_VH.shape[0] if bias_V is not None else 0, dtype=arithmetic_dtype(hidden_TH.dtype)
         ),
     )
 
@@ -214,7 +218,7 @@ def _forward(
         want_now,
     )
     into, back = gradient_factors(
-        sides.student.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
+        sides.student.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
     )
     for rows, x_NH, g_NV, made in sides:
         found_T[rows], entropy_N = made(
@@ -368,7 +372,7 @@ def divergence_and_entropy(
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
     )
-    found, entropy = applied(
+    found, entropy = apply_function(
         LinearDivergence,
         hidden.reshape(-1, hidden.shape[-1]),
         weight,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import wide
+from ..backend import arithmetic_dtype
 from ..cpp import CppKernels
 from ..cross_entropy.rows import NO_SOURCE, Source
 from ..cross_entropy.rule import LossRule, wide_blocks
@@ -74,7 +74,7 @@ def divergences(
     gradient of z_NV goes to `out_NV`.
     """
     rows_N = z_NV.shape[0]
-    dtype = wide(z_NV.dtype)
+    dtype = arithmetic_dtype(z_NV.dtype)
     device = z_NV.device
     found, entropy = (
         torch.empty(size, dtype=dtype, device=device)

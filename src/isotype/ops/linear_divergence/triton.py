@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cross_entropy.rule import LossRule
 from ..cross_entropy.triton import block_of, capped, cross_entropy_forward
-from ..launch import on_its_device, warps
+from ..launch import on_tensor_device, warps
 from .rows import Pair
 
 # 8 values a thread of each side: 16 spill 8 on sm_80
@@ -283,7 +283,7 @@ def _lse(logits_NV: Tensor, rule: LossRule) -> Tensor:
     return cross_entropy_forward(logits_NV, any_N, rule)[1]
 
 
-@on_its_device
+@on_tensor_device
 def divergences(
     z_NV: Tensor,
     teacher_NV: Tensor,

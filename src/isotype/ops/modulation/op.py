@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..backend import Path, applied, narrowed, path_for, refuse_second_derivative, wide
+from ..backend import (
+    Path,
+    apply_function,
+    arithmetic_dtype,
+    cast_output,
+    choose_path,
+    refuse_second_derivative,
+)
 from ..contract import OpContract
 from ..cpp import CppKernels
 from ..library import library_op
-from ..remade import kept_for, made_again, remember
+from ..recomputable import mark_recomputable, recompute, saved_or_recomputed
 
 # the output has x's dtype, for scale and shift of any one dtype
 MODULATED_LAYER_NORM = OpContract(
@@ -236,7 +243,7 @@ def modulated_layer_norm_reference(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """In plain PyTorch, right at fp64."""
-    h = x.to(wide(x.dtype, scale.dtype))
+    h = x.to(arithmetic_dtype(x.dtype, scale.dtype))
     centred = h - h.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return (normed * (1.0 + scale.to(h.dtype))[:, None] + shift.to(h.dtype)[:, None]).to(
@@ -251,7 +258,7 @@ def _normed(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class ModulatedLayerNorm(torch.autograd.Function):
-    """Saves its inputs alone (or what x is made from: `ops.remade`): not the normed rows, and
+    """Saves its inputs alone (or what x is made from: `ops.recomputable`): not the normed rows, and
     neither mean nor deviation of a row.
     """
 
@@ -265,7 +272,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
         out_dtype: torch.dtype,
         path: Path,
     ) -> Tensor:
-        ctx.make_x, kept_x = kept_for(x_BTH, x_BTH)
+        ctx.make_x, kept_x = saved_or_recomputed(x_BTH, x_BTH)
         ctx.save_for_backward(scale_BH, *kept_x)
         ctx.path = path
         ctx.eps = eps
@@ -279,8 +286,8 @@ class ModulatedLayerNorm(torch.autograd.Function):
                 return triton.modulated_layer_norm_forward(
                     x_BTH, scale_BH, shift_BH, eps, out_dtype
                 )
-        normed, _ = _normed(x_BTH, wide(x_BTH.dtype, scale_BH.dtype), eps)
-        return narrowed(
+        normed, _ = _normed(x_BTH, arithmetic_dtype(x_BTH.dtype, scale_BH.dtype), eps)
+        return cast_output(
             normed * (1.0 + scale_BH.to(normed.dtype))[:, None]
             + shift_BH.to(normed.dtype)[:, None],
             out_dtype,
@@ -290,7 +297,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("modulated_layer_norm")
         scale_BH, *kept_x = ctx.saved_tensors
-        x_BTH = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x)
+        x_BTH = kept_x[0] if ctx.make_x is None else recompute(ctx.make_x, kept_x)
         want = any(ctx.needs_input_grad[1:3])
         eps = ctx.eps
         path = ctx.path
@@ -307,7 +314,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
                     None,
                     None,
                 )
-        normed, factor = _normed(x_BTH, wide(x_BTH.dtype, scale_BH.dtype), eps)
+        normed, factor = _normed(x_BTH, arithmetic_dtype(x_BTH.dtype, scale_BH.dtype), eps)
         dy = dy_BTH.to(normed.dtype)
         g = dy * (1.0 + scale_BH.to(normed.dtype))[:, None]
         dx = (
@@ -346,9 +353,11 @@ def modulated_layer_norm(
     Source       adaLN of Peebles and Xie 2022, with the norm of Ba et al. 2016
     """
     _check_vectors(x, scale=scale, shift=shift)
-    path = path_for(KERNELS, x, scale, out_dtype=out_dtype)
-    made: Tensor = applied(ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path)
-    return remember(
+    path = choose_path(KERNELS, x, scale, out_dtype=out_dtype)
+    made: Tensor = apply_function(
+        ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path
+    )
+    return mark_recomputable(
         made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift
     )
 
@@ -358,8 +367,8 @@ def modulated_layer_norm(
 
 def gated_residual_reference(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """In plain PyTorch, right at fp64."""
-    dtype = wide(x.dtype, gate.dtype)
-    return narrowed(residual.to(dtype) + gate.to(dtype)[:, None] * x.to(dtype), residual.dtype)
+    dtype = arithmetic_dtype(x.dtype, gate.dtype)
+    return cast_output(residual.to(dtype) + gate.to(dtype)[:, None] * x.to(dtype), residual.dtype)
 
 
 class GatedResidual(torch.autograd.Function):
@@ -406,7 +415,7 @@ class GatedResidual(torch.autograd.Function):
                     *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want),
                     None,
                 )
-        dtype = wide(x_BTH.dtype, gate_BH.dtype)
+        dtype = arithmetic_dtype(x_BTH.dtype, gate_BH.dtype)
         dy = dy_BTH.to(dtype)
         dx = (dy * gate_BH.to(dtype)[:, None]).to(x_BTH.dtype)
         # summed in the wide dtype, and narrowed once
@@ -442,5 +451,5 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
             f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape",
             code="SH001",
         )
-    y: Tensor = applied(GatedResidual, residual, x, gate, path_for(KERNELS, x, gate))
+    y: Tensor = apply_function(GatedResidual, residual, x, gate, choose_path(KERNELS, x, gate))
     return y

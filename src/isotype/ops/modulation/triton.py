@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import multiprocessors, on_its_device, warps
+from ..launch import multiprocessors, on_tensor_device, warps
 from ..rms_norm.triton import PROGRAMS, tile_of
 from ..rms_norm.triton import fits as fits
 
@@ -74,7 +74,7 @@ def gated_residual_backward_kernel(
         )
 
 
-@on_its_device
+@on_tensor_device
 def gated_residual_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
     residual_BTH, x_BTH, gate_BH = (
         residual_BTH.contiguous(),
@@ -101,7 +101,7 @@ def gated_residual_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor)
     return out
 
 
-@on_its_device
+@on_tensor_device
 def gated_residual_backward(
     x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -216,7 +216,7 @@ def modulated_layer_norm_backward_kernel(
         tl.store(partial + to + hidden, tl.sum(dshift_fp32, 0), mask=h < hidden)
 
 
-@on_its_device
+@on_tensor_device
 def modulated_layer_norm_forward(
     x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype
 ) -> Tensor:
@@ -242,7 +242,7 @@ def modulated_layer_norm_forward(
     return out
 
 
-@on_its_device
+@on_tensor_device
 def modulated_layer_norm_backward(
     x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import cpp_runs, fused_runs
+from ..backend import uses_cpp, uses_fused_kernel
 from ..cpp import CppKernels
 from ..library import library_op
 from . import formats
@@ -116,7 +116,7 @@ def _widen_(
 ) -> None:
     rows, columns = out.shape
     packed = packed if packed.stride(-1) == 1 else packed.contiguous()
-    if cpp_runs(KERNELS, out):
+    if uses_cpp(KERNELS, out):
         strides = packed.stride(0), out.stride(0)
         KERNELS(
             "widen",
@@ -143,7 +143,7 @@ def _by_a_kernel(t: Tensors, rows: slice, of: Layout, out: Tensor) -> bool:
     """Writes these rows into the first K columns of `out`, whose columns are adjacent; False where
     no kernel does it.
     """
-    if not (cpp_runs(KERNELS, out) or fused_runs(out)):
+    if not (uses_cpp(KERNELS, out) or uses_fused_kernel(out)):
         return False
     made = ordered(t, rows, of)
     if made is not None:
@@ -325,7 +325,7 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     ->      dtype[O, K]
     """
     if (
-        fused_runs(packed)
+        uses_fused_kernel(packed)
         and dtype != torch.float64
         and packed.is_contiguous()
         and state.code is not None

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import on_its_device
+from ..launch import on_tensor_device
 from .formats import HALVES, KINDS
 
 BLOCK = 1024  # bytes of a program, in one row
@@ -109,7 +109,7 @@ def widen_kernel(
         )
 
 
-@on_its_device
+@on_tensor_device
 def widen_(
     out: Tensor,
     packed: Tensor,
@@ -194,7 +194,7 @@ def widen_4bit_kernel(
     tl.store(out + 2 * first + both, values_fp32.to(out.dtype.element_ty), mask=both < 2 * left)
 
 
-@on_its_device
+@on_tensor_device
 def widen_4bit(
     packed: Tensor,
     absmax: Tensor,

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..backend import Path, applied, narrowed, path_for, refuse_second_derivative, wide
+from ..backend import (
+    Path,
+    apply_function,
+    arithmetic_dtype,
+    cast_output,
+    choose_path,
+    refuse_second_derivative,
+)
 from ..contract import OpContract
 from ..cpp import CppKernels
 from ..library import library_op
@@ -41,7 +48,7 @@ def rms_norm_reference(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """In plain PyTorch, right at fp64."""
-    h = x.to(wide(x.dtype, weight.dtype))
+    h = x.to(arithmetic_dtype(x.dtype, weight.dtype))
     w = weight.to(h.dtype) + 1.0 if unit_offset else weight.to(h.dtype)
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w).to(out_dtype or x.dtype)
 
@@ -199,10 +206,10 @@ def _forward(
         if triton.fits(x):
             return triton.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     total = None if residual is None else x + residual
-    h = narrowed(x if total is None else total, wide(x.dtype, weight_H.dtype))
+    h = cast_output(x if total is None else total, arithmetic_dtype(x.dtype, weight_H.dtype))
     w = weight_H.to(h.dtype) + 1.0 if unit_offset else weight_H.to(h.dtype)
     scale = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
-    return narrowed(h * scale * w, out_dtype), scale, total
+    return cast_output(h * scale * w, out_dtype), scale, total
 
 
 def _backward(
@@ -288,8 +295,8 @@ def rms_norm(
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
-    path = path_for(KERNELS, x, weight, out_dtype=out_dtype)
-    y: Tensor = applied(RmsNorm, x, weight, eps, unit_offset, out_dtype, path)
+    path = choose_path(KERNELS, x, weight, out_dtype=out_dtype)
+    y: Tensor = apply_function(RmsNorm, x, weight, eps, unit_offset, out_dtype, path)
     return y
 
 
@@ -389,6 +396,6 @@ def add_rms_norm(
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
-    path = path_for(KERNELS, x, weight, out_dtype=out_dtype)
-    y, total = applied(AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype, path)
+    path = choose_path(KERNELS, x, weight, out_dtype=out_dtype)
+    y, total = apply_function(AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype, path)
     return y, total

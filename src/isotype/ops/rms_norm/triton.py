@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import multiprocessors, on_its_device, warps
+from ..launch import multiprocessors, on_tensor_device, warps
 
 # Values a tile has at least, so that every thread has 16: a row of 128 alone leaves threads with
 # one load of 2 bytes
@@ -125,7 +125,7 @@ def tile_of(hidden: int) -> tuple[int, int]:
     return max(1, TILE // block), block
 
 
-@on_its_device
+@on_tensor_device
 def rms_norm_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -162,7 +162,7 @@ def rms_norm_forward(
     return out, scale, total
 
 
-@on_its_device
+@on_tensor_device
 def rms_norm_backward(
     x: Tensor,
     weight_H: Tensor,

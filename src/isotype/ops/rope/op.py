@@ -12,13 +12,13 @@ from torch import Tensor
 from ...errors import ShapeError
 from ..backend import (
     Path,
-    applied,
+    apply_function,
+    arithmetic_dtype,
     autocast_off,
+    choose_path,
     empty_rows_like,
-    fused_runs,
-    path_for,
     refuse_second_derivative,
-    wide,
+    uses_fused_kernel,
 )
 from ..contract import OpContract
 from ..cpp import CppKernels
@@ -40,7 +40,7 @@ def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleav
     """`x` rotated by the tables, in plain PyTorch, right at fp64; the dimensions past 2R pass
     through.
     """
-    dtype = wide(x_BNSD.dtype, cos_BSR.dtype)
+    dtype = arithmetic_dtype(x_BNSD.dtype, cos_BSR.dtype)
     # torch.cat takes part in autocast, and raises for a dtype that is not autocast's
     with autocast_off(x_BNSD):
         cos = cos_BSR.unsqueeze(1).to(dtype)
@@ -219,9 +219,9 @@ def rope(
                 f" {2 * cos.shape[-1]}",
                 code="SH001",
             )
-    path = path_for(KERNELS, q, k)
-    if not q.is_cpu and path in ("plain", "cpp") and fused_runs(q):
+    path = choose_path(KERNELS, q, k)
+    if not q.is_cpu and path in ("plain", "cpp") and uses_fused_kernel(q):
         # a plan for a GPU: the pair is one library op with its own fake results
         path = "triton"
-    rotated_q, rotated_k = applied(Rotate, q, k, cos, sin, interleaved, False, path)
+    rotated_q, rotated_k = apply_function(Rotate, q, k, cos, sin, interleaved, False, path)
     return rotated_q, rotated_k

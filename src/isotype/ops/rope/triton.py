@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backend import empty_rows_like
-from ..launch import on_its_device
+from ..launch import on_tensor_device
 
 # Pairs a program has at most: 16 a thread at 4 warps, which is two loads of 16 bytes in bf16 for
 # each half
@@ -179,7 +179,7 @@ def rotate_kernel(
         )
 
 
-@on_its_device
+@on_tensor_device
 def rotate_pair(
     q_BNSD: Tensor,
     k_BMSD: Tensor,

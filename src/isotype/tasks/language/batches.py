@@ -153,7 +153,7 @@ def collate(
     counted = (
         (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
     )
-    documents = Documents.of(lengths) if packed else None
+    documents = Documents.from_lengths(lengths) if packed else None
     if pictures is not None and rows[0].pictures:
         shown = pictures.inputs(input_ids, mask, [row.pictures for row in rows])
     else:
@@ -200,7 +200,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         # pictures across (Llama 3.2 Vision)
         return inputs
     if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
-        documents = batch.documents or Documents.rows(
+        documents = batch.documents or Documents.from_rows(
             batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device
         )
         return inputs | {"attention_mask": DocumentMask(documents)}

@@ -192,7 +192,7 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
     # assumes one document per row: the number of documents changes only the size of the tensor of
     # their bounds
     if packing:
-        documents = Documents.rows(rows, length, device)._replace(whole_rows=False)
+        documents = Documents.from_rows(rows, length, device)._replace(whole_rows=False)
     else:
         documents = None
     return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)

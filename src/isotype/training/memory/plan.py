@@ -33,7 +33,7 @@ from ...dtypes import to_torch
 from ...environment.planned import planned_for
 from ...errors import UsageError
 from ...model.architecture import layer_settings
-from ...ops.backend import using
+from ...ops.backend import force_backend
 from ...ops.linear_cross_entropy.op import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import inner_model, is_quantised
@@ -432,7 +432,7 @@ def without_data(device_type: str) -> Iterator[None]:
             yield
         return
     # each op as one operator that makes its results, as its kernels do
-    with planned_for(device_type), using("cpp"):
+    with planned_for(device_type), force_backend("cpp"):
         yield
 
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from ...environment import planned
-from ...ops.recompute import RecomputedLayer
+from ...ops.recomputed_layer import RecomputedLayer
 
 
 def call_and_recompute(

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ..environment.planned import stands_for
 from ..errors import UsageError
-from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from .backend import (
+    apply_function,
+    arithmetic_dtype,
+    autocast_off,
+    product_dtype,
+    refuse_second_derivative,
+)
 from .contract import OpContract
 from .cross_entropy.op import rule_logits
 from .cross_entropy.rows import Again, Cpp, Source, row_paths
@@ -105,7 +111,7 @@ def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str, again: bool) -> Fo
     """Outputs of the right shapes and dtypes; ignored rows stay 0."""
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return Forward(
-        room(hidden_TH.shape[0], wide(hidden_TH.dtype), hidden_TH.device, wanted),
+        room(hidden_TH.shape[0], arithmetic_dtype(hidden_TH.dtype), hidden_TH.device, wanted),
         torch.zeros(
             hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device
         ),
@@ -168,7 +174,7 @@ def _forward(
     out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
     into, back = gradient_factors(
-        chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
+        chunks.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
     )
     compute = row_paths(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
@@ -230,7 +236,7 @@ def _backward(
     are upstream ones or None.
     """
     rule = LossRule.from_arguments(ignore_index, factors)
-    fp32 = wide(hidden_TH.dtype)
+    fp32 = arithmetic_dtype(hidden_TH.dtype)
     rows = rows_to_compute(targets_T, rule)
     ignored = targets_T[rows] == rule.ignore_index
     targets_N = targets_T[rows].masked_fill(ignored, 0)
@@ -399,7 +405,7 @@ def linear_log_probs(
     wanted = Wanted(
         *(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1"))
     )
-    log_probs, lse, entropy, squares, mean, top1 = applied(
+    log_probs, lse, entropy, squares, mean, top1 = apply_function(
         LinearLogProbs,
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
