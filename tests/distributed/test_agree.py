@@ -11,14 +11,17 @@ from torch import nn
 from isotype.config.schema import RunConfig, TrainSection
 from isotype.distributed import agree
 from isotype.distributed.agree import (
+    MODEL_SETTINGS,
     fingerprint_of_weights,
     lines_of,
     refuse_differences,
     refuse_folder_of_another_machine,
+    versions,
 )
 from isotype.distributed.rank import Batching, Rank, find_rank
 from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
+from isotype.training.base import setting_lines
 
 
 class Others(World):
@@ -52,6 +55,21 @@ def test_the_setting_that_differs_is_named():
         UsageError, match=r"different configuration: train\.seed: 1 and train\.seed: 0"
     ):
         refuse_differences(Others({"configuration": its}), configuration=mine)
+
+
+def test_the_settings_of_the_model_and_every_library_that_decides_are_compared(monkeypatch):
+    theirs, ours = (setting_lines({"rms_norm_eps": eps, "layers": 2}) for eps in (1e-5, 1e-6))
+    message = r"different settings of the model: rms_norm_eps: 1e-05 and rms_norm_eps: 1e-06"
+    with pytest.raises(UsageError, match=message):
+        refuse_differences(Others({MODEL_SETTINGS: theirs}), **{MODEL_SETTINGS: ours})
+    installed = {name: "1" for name in agree.DECIDING}
+    monkeypatch.setattr(agree.metadata, "version", installed.__getitem__)
+    ours = versions()
+    for package in ("tokenizers", "diffusers", "accelerate", "safetensors"):
+        installed[package] = "0"
+        with pytest.raises(UsageError, match=f"different versions: {package} 0 and {package} 1"):
+            refuse_differences(Others({"versions": versions()}), versions=ours)
+        installed[package] = "1"
 
 
 def test_another_seed_has_another_fingerprint():

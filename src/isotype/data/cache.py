@@ -155,7 +155,8 @@ def cached(
     notes = []
     try:
         block = read_entry(path)
-        os.utime(path)  # the last use, for whoever clears the folder by age
+        # the last use; the time of writing stays, by which a run notices that a file changed
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         if (gone := block.pictures_gone()) is None:
             block.facts["cache"] = f"from {path}"
             return block, []

@@ -24,17 +24,23 @@ LOOKED_AT = 64  # elements of each tensor
 # seconds in which a file of the first process must be seen by the others: network folders are late
 SEEN_WITHIN = 10.0
 
+DECIDING = (
+    "isotype", "torch", "transformers", "peft", "bitsandbytes", "numpy", "tokenizers", "diffusers", "accelerate", "safetensors",
+)  # fmt: skip
+MODEL_SETTINGS = "settings of the model"
+
 _FIXES = {
     "versions": "install the same versions on every machine: isotype doctor env shows them",
     "configuration": "give every process the same file and settings",
+    MODEL_SETTINGS: "the same config.json on every machine, or model.revision: COMMIT",
     "data": "the same files on every machine: compare their checksums",
     "weights": "the same model folder on every machine, or model.revision: COMMIT",
 }
 
 
 def refuse_differences(world: World, **facts: str) -> None:
-    """facts  a text for each of `versions`, `configuration`, `data`, `weights`. Raises UsageError
-    naming the ranks that differ.
+    """facts  a text for each of `versions`, `configuration`, `data`, `weights` and MODEL_SETTINGS.
+    Raises UsageError naming the ranks that differ.
     """
     found = world.gather({"host": socket.gethostname(), **facts})
     for name in facts:
@@ -42,7 +48,7 @@ def refuse_differences(world: World, **facts: str) -> None:
         if not others:
             continue
         said = ""
-        if name in ("versions", "configuration"):
+        if name in ("versions", "configuration", MODEL_SETTINGS):
             lines = (found[rank][name].splitlines() for rank in (others[0], 0))
             said = next(
                 f": {one} and {other}"
@@ -89,11 +95,16 @@ def fingerprint_of_weights(model: nn.Module) -> str:
 
 def versions() -> str:
     """Those that decide a run's numbers, one a line: `torch 2.13.0`."""
-    known = []
-    for name in ("isotype", "torch", "transformers", "peft", "bitsandbytes", "numpy"):
+    return version_lines(*DECIDING)
+
+
+def version_lines(*packages: str) -> str:
+    """Of those that are installed."""
+    lines: list[str] = []
+    for name in packages:
         with suppress(metadata.PackageNotFoundError):
-            known.append(f"{name} {metadata.version(name)}")
-    return "\n".join(known)
+            lines.append(f"{name} {metadata.version(name)}")
+    return "\n".join(lines)
 
 
 def lines_of(config: RunConfig) -> str:

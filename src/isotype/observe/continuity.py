@@ -255,6 +255,42 @@ class Continuity:
         ]
 
 
+class FrozenWeights:
+    """A sample of the weights that a run does not train, as they are when it starts; `changed` says
+    which are others now. One transfer from each device and dtype.
+
+    They may lie in files that are mapped into memory, into which another program can write.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._start = _sample(self._tensors())
+
+    def changed(self) -> list[str]:
+        """Names of those of which a sampled byte differs. A weight that is not here in the form
+        that it had at the start, as a part that was gathered, is left out.
+        """
+        now = self._tensors()
+        for key in [key for key in now if key not in self._start.tensors]:
+            del now[key]
+        current = {key: (dtype, values) for key, dtype, values in _sample(now).on_host()}
+        names: list[str] = []
+        for key, dtype, values in self._start.on_host():
+            sampled = current.get(key)
+            if sampled is None or (sampled[0], sampled[1].shape) != (dtype, values.shape):
+                continue
+            if not torch.equal(_bytes_of(sampled[1]), _bytes_of(values)):
+                names.append(key[1])
+        return names
+
+    def _tensors(self) -> dict[Key, Tensor]:
+        return {
+            (WEIGHT, full): parameter
+            for full, parameter in self._model.named_parameters()
+            if not parameter.requires_grad and _is_plain(parameter)
+        }
+
+
 def differing(
     observation: Observation, found: list[Difference], after: str, before: str, *, strict: bool
 ) -> None:

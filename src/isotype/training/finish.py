@@ -175,7 +175,8 @@ def _take_best(loop: Loop, world: World) -> int:
 def _free(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
-    loop.observer = loop.stepper = loop.model = loop.ema = loop.carried = None  # type: ignore[assignment]  # nothing reads them again
+    loop.mapped_files.close()
+    loop.observer = loop.stepper = loop.model = loop.ema = loop.carried = loop.frozen_weights = None  # type: ignore[assignment]  # nothing reads them again
     prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
     gc.collect()
     if torch.cuda.is_available():

@@ -34,6 +34,7 @@ from ..observe.continuity import (
     STATE,
     WEIGHT,
     Continuity,
+    FrozenWeights,
     Key,
     differing,
     of_few_bits,
@@ -51,6 +52,7 @@ from ..runs.checkpoint.snapshot import (
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import Metrics, RunFolder
+from ..runs.mapped_files import MappedFiles
 from ..runs.record import PrecisionRecord
 from .callbacks import Callback, Moment, call_back
 from .console import Interrupt, RunConsole
@@ -119,6 +121,7 @@ class Loop:
             self.model, self.stepper.optimizer, averages
         )
         self.stepper.judge_difference = self._judge_difference
+        self.frozen_weights, self.mapped_files = FrozenWeights(self.model), MappedFiles()
 
     @property
     def ended_early(self) -> bool:
@@ -274,8 +277,23 @@ class Loop:
         )
         of_few_bits(seen, self.carried.moved_with_few_bits(), f"after the update of step {step}")
         self.precision_record.add(seen)
+        self._refuse_changed_base(step)
         trim_freed_blocks()
         return result, sum(seen.promotions.values())
+
+    def _refuse_changed_base(self, step: int) -> None:
+        """Raises RunError CK004 where a file that the run reads, or a frozen weight, is not what it
+        was when the run started.
+        """
+        for path in self.mapped_files.refuse_changes(step):
+            self.console.say(f"warning   {path} was touched; its sampled content is as it was")
+        if names := self.frozen_weights.changed():
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RunError(
+                f"step {step}: {names[0]}{others} changed, and the run does not train it",
+                code="CK004",
+                fix="find what writes into it (a callback, a program), then resume",
+            )
 
     def _judge_difference(self, step: int) -> None:
         """Raises DtypeError DT003 where weights, states or averages are not what the last update
@@ -419,6 +437,7 @@ class Loop:
         if self.saved_step == self.progress.step and not best:
             return
         self._refuse_non_finite()
+        self._refuse_changed_base(self.progress.step)
         self.world.at(self.progress.step, "a checkpoint")
         random_tensors, random_json = gathered_random_state(self.world)
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)

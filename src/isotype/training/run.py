@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config.load import LoadedConfig
 from ..distributed.agree import (
+    MODEL_SETTINGS,
     lines_of,
     refuse_differences,
     refuse_folder_of_another_machine,
@@ -20,6 +21,7 @@ from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..runs.checkpoint.atomic_folder import refused, writable_again
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import LOG, RESOLVED, RunFolder, name_of, refuse_code_of
+from .base import model_settings, setting_lines
 from .callbacks import Callback, Objective, objective_name
 from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, say_result
@@ -29,6 +31,7 @@ from .preflight.check import RECORD, preflight
 from .setup import Prepared, Subject, prepare
 from .start import (
     Changed,
+    compare_base,
     compare_data,
     compare_objectives,
     compare_with_before,
@@ -193,7 +196,10 @@ class _Run:
                 configuration=lines_of(config),
                 data=data,
                 weights=weights,
+                **{MODEL_SETTINGS: setting_lines(model_settings(prepared.model))},
             )
+        if self.resuming and world.first:
+            changes = [*changes, *compare_base(loaded, prepared, folder, console)]
         if self.callbacks and prepared.sharding is not None:
             what = (
                 "callbacks are called by the first process, which has only a part of a shared model"
@@ -263,6 +269,7 @@ class _Run:
         try:
             status, result = self._to_the_end(loop, prepared)
         finally:
+            loop.mapped_files.close()
             if loop.trackers is not None:
                 loop.trackers.close(status)
         return status, result

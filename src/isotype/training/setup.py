@@ -35,6 +35,7 @@ from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
 from ..wording import shown
+from .base import fingerprint_of_base
 from .memory.blocks import (
     BLOCKS,
     KEY,
@@ -119,6 +120,7 @@ class Prepared(Basis):
     sharding: Sharding | None = None
     fingerprint: str = ""  # of the weights, where there are several processes
     parallel: Parallel = ONE_PROCESS
+    base: str = ""  # a fingerprint of the frozen weights, by which a resume compares them
 
 
 def settle(
@@ -247,10 +249,12 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         else:
             mesh = None
 
-    fingerprints = [""]
+    fingerprints, bases = [""], [""]
 
     def look(model: nn.Module) -> None:
-        fingerprints.append(fingerprint_of_weights(model))
+        if world.size > 1:
+            fingerprints.append(fingerprint_of_weights(model))
+        bases.append(fingerprint_of_base(model, precision, config.adapter))
 
     part = None if mesh is None else part_of(mesh, look)
 
@@ -280,9 +284,9 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     # machine's memory once
     if mesh is None:
         model, manifest, checkpointing, units = complete()
+        look(model)
     else:
         model, manifest, checkpointing, units = world.in_turn(complete)
-    if world.size > 1 and mesh is None:
         look(model)
     with world.exchanging():
         if mesh is None:
@@ -325,6 +329,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         sharding,
         fingerprints[-1],
         parallel,
+        bases[-1],
     )
 
 

@@ -35,6 +35,7 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
 from ..wording import counted, size
+from .base import BASE, compare_bases, describe_base
 from .console import RunConsole
 from .loop import Loop
 from .memory.device import returns_freed_blocks
@@ -63,7 +64,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Changed:
-    """`of`: settings, rows, evaluation rows or objective."""
+    """`of`: settings, rows, evaluation rows, objective or base."""
 
     of: str
     what: str
@@ -164,6 +165,16 @@ def compare_data(
             )
         )
     return found
+
+
+def compare_base(
+    loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, console: RunConsole
+) -> list[Changed]:
+    """The change of the base model, printed too; refuses another one."""
+    precision = prepared.resolved.precision
+    current = describe_base(prepared.base, prepared.model, precision)
+    message = compare_bases(folder.read_json("plan.json").get(BASE), current, loaded)
+    return [_changed(console, BASE, message)] if message else []
 
 
 def _changed(console: RunConsole, of: str, what: str) -> Changed:
@@ -328,6 +339,7 @@ def write_start(
         "trained": trainable,
         OBJECTIVE: objective,
         DATA: task.fingerprints(),
+        BASE: describe_base(prepared.base, prepared.model, prepared.resolved.precision),
         "processes": world.size,
         "machines": world.nodes,
         SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json"),

@@ -1,0 +1,142 @@
+"""Files that a run reads while it trains, since parts of them are mapped into memory: frozen
+weights, tokenised rows. Whoever writes into one changes the run.
+
+`MappedFiles` is made once everything is loaded. A file that is replaced by a rename, or removed, is
+no change: what is mapped stays as it was. A file that was only touched is told by its content, of
+which blocks at even distances are kept as a checksum.
+
+Source  proc_pid_maps(5)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import RunError
+
+MAPS = Path("/proc/self/maps")  # other systems have none: no file is watched there
+# what the system and Python's packages map is not the run's
+_OF_THE_SYSTEM = (
+    "/usr/lib", "/usr/share/locale/", "/lib/", "/lib64/", "/etc/", "/dev/", "/proc/", "/sys/", "/var/cache/", "/memfd:",
+)  # fmt: skip
+BLOCK = 4096  # bytes
+MOST_BLOCKS, MOST_BLOCKS_A_FILE, FEWEST_BLOCKS_A_FILE = 2048, 256, 8
+MOST_FILES = 400  # each keeps a descriptor, of the 1,024 that a process usually has
+
+
+@dataclass
+class _Mapped:
+    """One file: an open descriptor, which stays with the mapped content, and what it was."""
+
+    path: Path
+    handle: int
+    size: int
+    time: int
+    blocks: int
+    checksum: str
+
+
+class MappedFiles:
+    """The files of which this process has parts mapped now. `close` lets them go."""
+
+    def __init__(self) -> None:
+        self._files: list[_Mapped] = []
+        paths = mapped_paths()[:MOST_FILES]
+        blocks = MOST_BLOCKS // max(1, len(paths))
+        blocks = max(FEWEST_BLOCKS_A_FILE, min(MOST_BLOCKS_A_FILE, blocks))
+        for path, identity in paths:
+            with suppress(OSError):  # removed since, or no descriptor is left
+                handle = os.open(path, os.O_RDONLY)
+                status = os.fstat(handle)
+                if (status.st_dev, status.st_ino) != identity:  # another file by now
+                    os.close(handle)
+                    continue
+                checksum = _checksum(handle, status.st_size, blocks)
+                file = _Mapped(path, handle, status.st_size, status.st_mtime_ns, blocks, checksum)
+                self._files.append(file)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [file.path for file in self._files]
+
+    def refuse_changes(self, step: int) -> list[Path]:
+        """Raises RunError CK004 for a file whose size or content is not what it was; returns those
+        that were written without another content.
+        """
+        touched: list[Path] = []
+        for file in self._files:
+            status = os.fstat(file.handle)
+            if (status.st_size, status.st_mtime_ns) == (file.size, file.time):
+                continue
+            if status.st_size != file.size:
+                change = f"had {file.size:,} bytes, and has {status.st_size:,}"
+            elif _checksum(file.handle, file.size, file.blocks) != file.checksum:
+                change = "was written"
+            else:
+                file.time = status.st_mtime_ns
+                touched.append(file.path)
+                continue
+            raise RunError(
+                f"step {step}: {file.path} {change} while the run reads it",
+                code="CK004",
+                fix="put the file back as it was, then resume",
+            )
+        return touched
+
+    def close(self) -> None:
+        for file in self._files:
+            with suppress(OSError):
+                os.close(file.handle)
+        self._files = []
+
+
+def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
+    """(path, (device, inode)) of each file with data of the run that this process has mapped."""
+    try:
+        lines = MAPS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    identities: dict[str, tuple[int, int]] = {}
+    code: set[str] = set()
+    for line in lines:
+        fields = line.split(None, 5)
+        if len(fields) < 6 or not fields[5].startswith("/"):
+            continue
+        _, permissions, _, device, inode, name = fields
+        if "x" in permissions:
+            code.add(name)
+        if "s" in permissions and "w" in permissions:  # memory that processes share
+            continue
+        major, _, minor = device.partition(":")
+        identities[name] = os.makedev(int(major, 16), int(minor, 16)), int(inode)
+    outside = (*_OF_THE_SYSTEM, f"{sys.prefix}/", f"{sys.base_prefix}/")
+    return [
+        (Path(name), _identity(name, identity))
+        for name, identity in sorted(identities.items())
+        if name not in code and not name.startswith(outside)
+    ]
+
+
+def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
+    """The device as `stat` has it: file systems with subvolumes show another one in the maps."""
+    with suppress(OSError):
+        status = os.stat(name)
+        if stat.S_ISREG(status.st_mode) and status.st_ino == identity[1]:
+            return status.st_dev, status.st_ino
+    return identity
+
+
+def _checksum(handle: int, size: int, blocks: int) -> str:
+    """Of blocks at even distances, the first and the last among them."""
+    digest = hashlib.sha256()
+    last = max(0, size - BLOCK)
+    count = min(blocks, last // BLOCK + 2)
+    for index in range(count):
+        digest.update(os.pread(handle, BLOCK, last * index // max(1, count - 1)))
+    return digest.hexdigest()

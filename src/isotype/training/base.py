@@ -1,0 +1,114 @@
+"""What a run starts from besides its configuration: the frozen weights and the model's own settings,
+so that a resume with another base is refused.
+
+`plan.json` keeps them. Weights that are packed, or that `adapter.start` has changed, are left out:
+another device may pack or decompose them to other bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.load import LoadedConfig
+from ..config.schema import AdapterSection
+from ..distributed.agree import LOOKED_AT, version_lines
+from ..dtypes import to_torch
+from ..errors import UsageError
+from ..model.starts import OFF_THE_BASE
+from ..precision.apply import declared_dtype, inner_model, is_quantised
+from ..precision.precision import Precision
+
+BASE = "base"  # in plan.json, and of a change
+# what a library, an installation or a run writes into the settings of a loaded model
+_NOT_OF_THE_MODEL = (
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config", "name_or_path",
+)  # fmt: skip
+
+
+def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: AdapterSection) -> str:
+    """A hash of some elements of every frozen weight, in the dtype that the run gives it: the same
+    before and after it is cast. "" where `adapter.start` changes them.
+    """
+    if adapter.start in OFF_THE_BASE:
+        return ""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or is_quantised(parameter):
+            continue
+        flat = parameter.detach().flatten()
+        values = flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].cpu()
+        if parameter.is_floating_point():
+            values = values.to(to_torch(declared_dtype(model, name, parameter, precision)))
+        digest.update(f"{name} {values.dtype} {list(parameter.shape)}".encode())
+        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def model_settings(model: nn.Module) -> dict[str, Any]:
+    """The model's `config.json` as its library read it, flat: `rope_parameters.rope_theta`."""
+    config: Any = getattr(inner_model(model), "config", None)
+    if config is None:
+        return {}
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return dict(_flat(json.loads(json.dumps(values, default=str)), ""))
+
+
+def setting_lines(settings: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key}: {value!r}" for key, value in sorted(settings.items()))
+
+
+def describe_base(fingerprint: str, model: nn.Module, precision: Precision) -> dict[str, Any]:
+    """For plan.json."""
+    return {
+        "weights": fingerprint,
+        "precision": precision.base,
+        "libraries": version_lines("transformers", "diffusers").splitlines(),
+        "settings": model_settings(model),
+    }
+
+
+def compare_bases(recorded: Any, current: dict[str, Any], loaded: LoadedConfig) -> str:
+    """How the base differs from the one that the run was last started with, or "".
+
+    recorded  of plan.json; a run from before it was recorded is not compared
+    Raises    UsageError unless the user accepts changes. With other versions of the libraries,
+              which may read a file in another way, a difference is named and not refused
+    """
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict):
+        return ""
+    differences: list[str] = []
+    settings = current["settings"]
+    for key, value in recorded["settings"].items():
+        if key in settings and settings[key] != value:
+            differences.append(f"{key}: {value!r} -> {settings[key]!r}")
+    is_comparable = recorded.get("precision") == current["precision"]
+    fingerprint = recorded.get("weights")
+    if is_comparable and fingerprint and fingerprint != current["weights"]:
+        differences.append("its weights are others")
+    if not differences:
+        return ""
+    message = f"the base model is not that of the run's last start ({'; '.join(differences[:5])})"
+    if recorded.get("libraries") == current["libraries"] and not loaded.consent:
+        raise UsageError(
+            f"resuming would be another run: {message}",
+            fix=(
+                "give the model as it was (model.revision, or its folder), start a new run, or"
+                " accept it: --yes (from Python: accept_changes=True)"
+            ),
+        )
+    return message
+
+
+def _flat(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, dict):
+        yield prefix, values
+        return
+    for key, value in values.items():
+        if not key.startswith("_") and key not in _NOT_OF_THE_MODEL:
+            yield from _flat(value, f"{prefix}.{key}" if prefix else key)
