@@ -17,7 +17,8 @@ from isotype.inference.loaded import load_run
 from isotype.model.adapter import load_adapter
 from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision.precision import PRESETS
-from isotype.report.record import read_run
+from isotype.report import live
+from isotype.report.record import picture_of, read_run
 from isotype.runs.checkpoint.atomic_folder import write_text
 from isotype.runs.folder import CONSENT, RunFolder
 from isotype.tasks.choose import train
@@ -174,6 +175,49 @@ def test_nothing_is_written_through_a_link(tmp_path):
     write_text(tmp_path / "result.json", "{}")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "result.json").read_text() == "{}"
+
+
+LINKED = (
+    "metrics.jsonl", "resolved.yaml", "precision.json", "result.json", "plan.json", "examples.json", "samples", "log.txt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_nothing_is_read_through_a_link_out_of_the_folder(name, tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    secret = "a secret of the reader"
+    row = {"step": 1, "status": secret, "loss": 1.0, "text": secret}
+    sample = {"prompt": secret, "text": secret, "file": "samples/step_1_0.png"}
+    content = {
+        "metrics.jsonl": json.dumps(row),
+        "resolved.yaml": f"model:\n  name: {secret}\n",
+        "examples.json": json.dumps({"before": {}, "examples": [{"text": secret}]}),
+        "log.txt": secret,
+    }
+    outside.mkdir()
+    run.mkdir()
+    (run / "config.yaml").write_text("model:\n  name: a\n")
+    if name == "samples":
+        (outside / name).mkdir()
+        (outside / name / "step_1.json").write_text(json.dumps({"step": 1, "samples": [sample]}))
+        (outside / name / "step_1_0.png").write_bytes(b"\x89PNG\r\n\x1a\n" + secret.encode())
+    else:
+        (outside / name).write_text(content.get(name, json.dumps(row)))
+    (run / name).symlink_to(outside / name)
+    record = read_run(run)
+    everything = repr(record) + repr(RunFolder(run).read_json(name)) + live._last_lines(run)
+    assert secret not in everything
+    assert picture_of(run, sample) is None
+    assert name in ("log.txt", "samples") or any(
+        "a link out of the run's folder" in line for line in record.damaged
+    )
+    # a link inside the folder is one of its files, and the folder itself may be a link
+    (run / name).unlink()
+    (outside / name).rename(run / "kept")
+    (run / name).symlink_to("kept")
+    (tmp_path / "again").symlink_to(run)
+    again = read_run(tmp_path / "again")
+    assert secret in repr(again) + live._last_lines(run)
 
 
 def test_a_pipe_in_a_run_folder_does_not_block(tmp_path):

@@ -35,6 +35,7 @@ from .conversations import (
 )
 from .formats import Example, Message
 from .read import existing_file, read_text
+from .render import TemplateLimitError, TemplateRefusal, render_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
+_ANOTHER = "data.chat_template: FILE.jinja, or a name, takes another template"
 _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt")
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in no text
@@ -199,11 +201,9 @@ class ChatTemplate:
 
     def _writes(self, messages: Sequence[Message]) -> bool:
         try:
-            return _SENTINEL in str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), chat_template=self.text, tokenize=False
-                )
-            )
+            return _SENTINEL in render_text(self.tokenizer, messages, chat_template=self.text)
+        except TemplateLimitError as error:
+            raise UsageError(f"chat template ({self.source}): {error}", fix=_ANOTHER) from None
         except Exception:  # a template may refuse one form with any error
             return False
 
@@ -225,14 +225,13 @@ class ChatTemplate:
         ):
             messages = hidden(messages)
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                in_parts(messages) if self.in_parts else list(messages),
+            text = render_text(
+                self.tokenizer,
+                in_parts(messages) if self.in_parts else messages,
                 chat_template=self.text,
                 tools=tools,
-                tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-            text.encode()
             return shown(text) if hides else text
         except UnicodeEncodeError:
             raise UsageError(
@@ -240,9 +239,10 @@ class ChatTemplate:
             ) from None
         except (RecursionError, jinja2.TemplateSyntaxError) as error:
             raise _broken(self.source, error) from None
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            said = (str(error).splitlines() or [repr(error)])[0].strip("'")
-            raise UsageError(f"{place}: the chat template refuses the row: {said}") from None
+        except TemplateLimitError as error:
+            raise UsageError(f"{place}: the chat template {error}", fix=_ANOTHER) from None
+        except TemplateRefusal as error:
+            raise UsageError(f"{place}: the chat template refuses the row: {error}") from None
 
     def thoughtful(self, messages: Sequence[Message], place: str) -> Sequence[Message]:
         """The turns with the thoughts that `data.thoughts` keeps."""

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..errors import IsotypeError, UsageError
-from ..runs.folder import LOCK, LOG, holder, is_held
+from ..runs.folder import LOCK, LOG, holder, is_held, open_inside
 from .page import STEPS, Live, render
 from .record import RunRecord, picture_of, read_run
 
@@ -96,7 +96,7 @@ class WatchServer(ThreadingHTTPServer):
     def _live(self, record: RunRecord) -> Live:
         process = holder(self.folder) if record.status == "running" else None
         return Live(
-            _last_lines(self.folder / LOG), process, process is not None and process == self._asked
+            _last_lines(self.folder), process, process is not None and process == self._asked
         )
 
     def _tag(self) -> str:
@@ -114,13 +114,14 @@ class WatchServer(ThreadingHTTPServer):
         return f'"{hash((tuple(sorted(found)), is_held(self.folder), self._asked)):x}"'
 
 
-def _last_lines(file: Path) -> str:
-    """Empty where the run keeps no log."""
-    if not file.is_file():
+def _last_lines(folder: Path) -> str:
+    """Of the run's log. Empty where there is none, and where it is a link out of the folder."""
+    try:
+        with open_inside(folder, folder / LOG) as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL))
+            return "\n".join(log.read(TAIL).decode("utf-8", "replace").splitlines()[-LINES:])
+    except OSError:
         return ""
-    with file.open("rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL))
-        return "\n".join(log.read(TAIL).decode("utf-8", "replace").splitlines()[-LINES:])
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..runs.folder import is_held, rows_in
+from ..runs.folder import is_held, open_inside, read_inside, rows_in
 from ..wording import first_line
 
 FILES = (
@@ -193,10 +193,7 @@ def _number(value: Any) -> float | None:
 
 def _text(path: Path, record: RunRecord) -> str | None:
     try:
-        if path.exists() and not path.is_file():  # reading a pipe would wait forever
-            record.damaged.append(f"{path.name}: not a file")
-            return None
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_inside(record.folder, path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -226,12 +223,11 @@ def picture_of(folder: Path, sample: dict[str, Any]) -> bytes | None:
         return None
     path = folder / name
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST:
-            return None
-        content = path.read_bytes()
+        with open_inside(folder, path) as file:
+            content = file.read(_LARGEST + 1)
     except OSError:
         return None
-    return content if content.startswith(_PNG) else None
+    return content if len(content) <= _LARGEST and content.startswith(_PNG) else None
 
 
 AVERAGE = " (average of the weights)"

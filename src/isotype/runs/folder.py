@@ -4,14 +4,16 @@ metrics; checks of an untrusted one.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
@@ -64,7 +66,7 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """What a file of the run holds; empty where it cannot be read, or holds something else."""
         try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+            found = json.loads(read_inside(self.path, self.path / name))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -162,6 +164,32 @@ class Metrics:
             row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step
         ]
         write_text(self.file, "".join(json.dumps(row) + "\n" for row in remaining))
+
+
+def open_inside(folder: Path, path: Path) -> IO[bytes]:
+    """Opens a file of a run folder, which may come from a stranger: nothing outside is read.
+
+    Raises  OSError for a link that leads out of the folder, and for a pipe or a device. The folder
+            itself may be a link
+    """
+    resolved = path.resolve()
+    if not resolved.is_relative_to(folder.resolve()):
+        raise OSError(errno.ELOOP, "a link out of the run's folder: not followed", str(path))
+    # a link that took its place meanwhile is not followed, a pipe is not waited for
+    flags = os.O_RDONLY
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has them
+        flags |= getattr(os, name, 0)
+    handle = os.open(resolved, flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_inside(folder: Path, path: Path) -> str:
+    """The text of a file of a run folder, as `open_inside`."""
+    with open_inside(folder, path) as file:
+        return file.read().decode("utf-8", "replace")
 
 
 def rows_in(text: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -275,7 +303,7 @@ def is_held(path: Path) -> bool:
         import fcntl
 
         # a pipe of that name is not waited for
-        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK)
+        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (ImportError, OSError):
         return False
     try:
