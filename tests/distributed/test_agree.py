@@ -62,7 +62,7 @@ def test_the_settings_of_the_model_and_every_library_that_decides_are_compared(m
     message = r"different settings of the model: rms_norm_eps: 1e-05 and rms_norm_eps: 1e-06"
     with pytest.raises(UsageError, match=message):
         refuse_differences(Others({MODEL_SETTINGS: theirs}), **{MODEL_SETTINGS: ours})
-    installed = {name: "1" for name in agree.DECIDING}
+    installed = dict.fromkeys(agree.DECIDING, "1")
     monkeypatch.setattr(agree.metadata, "version", installed.__getitem__)
     ours = versions()
     for package in ("tokenizers", "diffusers", "accelerate", "safetensors"):
