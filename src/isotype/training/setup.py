@@ -287,7 +287,6 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         look(model)
     else:
         model, manifest, checkpointing, units = world.in_turn(complete)
-        look(model)
     with world.exchanging():
         if mesh is None:
             sharding = None
