@@ -1,12 +1,10 @@
 """What the comparison between steps costs (`isotype.observe.continuity`), as a share of a step.
 
-    python benchmarks/continuity.py                      # LoRA and full fine-tuning of a 4-layer
-                                                         Llama of width 512
+    python benchmarks/continuity.py                      # LoRA and full fine-tuning of a 4-layer Llama of width 512
     python benchmarks/continuity.py --hidden 256 --steps 5
 
-Both are timed in the same steps, in CPU time of one thread: `begin` and `take`, and the whole step
-around them. On a GPU the host's time is the cost, as the step waits for its device once with and
-without it.
+Both are timed in the same steps, in CPU time of one thread: `begin` and `take`, and the whole step around them. On a GPU the host's time is
+the cost, as the step waits for its device once with and without it.
 """
 
 from __future__ import annotations

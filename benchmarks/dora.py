@@ -1,12 +1,10 @@
 """One linear layer with DoRA beside PEFT's own code, and with LoRA: time, memory, errors.
 
-    python benchmarks/dora.py                   # 768 -> 2048, rank 16, 1024 tokens, bf16, one
-                                                thread
+    python benchmarks/dora.py                   # 768 -> 2048, rank 16, 1024 tokens, bf16, one thread
     python benchmarks/dora.py --device cuda --json
 
-Contenders take turns in one process, in an order that alternates; ratios are between medians of one
-run. Memory is the process's highest resident size during a step (allocator's peak on a GPU) less
-what it held before it. Errors are relative, against PEFT's layer in fp64.
+Contenders take turns in one process, in an order that alternates; ratios are between medians of one run. Memory is the process's highest
+resident size during a step (allocator's peak on a GPU) less what it held before it. Errors are relative, against PEFT's layer in fp64.
 """
 
 from __future__ import annotations

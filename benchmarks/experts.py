@@ -1,16 +1,12 @@
-"""Stacked experts with LoRA on them beside PEFT's own code over transformers' grouped products:
-time, memory, errors.
+"""Stacked experts with LoRA on them beside PEFT's own code over transformers' grouped products: time, memory, errors.
 
-    python benchmarks/experts.py                          # one layer, 8 experts of which 2 a token,
-                                                          and 32 of which 4; routing fixed
-    python benchmarks/experts.py --part model             # a whole step of a small Qwen3-MoE:
-                                                          AdamW, two layers
+    python benchmarks/experts.py                          # one layer, 8 experts of which 2 a token, and 32 of which 4; routing fixed
+    python benchmarks/experts.py --part model             # a whole step of a small Qwen3-MoE: AdamW, two layers
     python benchmarks/experts.py --device cuda --json
 
-Contenders take turns in one process, in an order that alternates, on the same weights and inputs;
-ratios are between medians of one run. Memory is the process's highest resident size during a step
-(allocator's peak on a GPU) less what it held before it. Errors are relative, against the same layer
-in fp64 with the same routing: with free routing most of an error is rows that took another expert.
+Contenders take turns in one process, in an order that alternates, on the same weights and inputs; ratios are between medians of one run.
+Memory is the process's highest resident size during a step (allocator's peak on a GPU) less what it held before it. Errors are relative,
+against the same layer in fp64 with the same routing: with free routing most of an error is rows that took another expert.
 
     PEFT            transformers' experts_implementation="grouped_mm" under PEFT's ParamWrapper
     Isotype         isotype.optimize(model)

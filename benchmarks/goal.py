@@ -1,26 +1,17 @@
-"""One training step of a whole model with random weights: tokens a second, peak memory, back ends,
-and where its time goes.
+"""One training step of a whole model with random weights: tokens a second, peak memory, back ends, and where its time goes.
 
-    python benchmarks/goal.py --who isotype --base nf4 --tokens 4096 16384 --recompute
-    layers+offload --keep attention python benchmarks/goal.py --who peft --base nf4 --tokens 4096
-    16384
-    python benchmarks/goal.py --who isotype --layers 4 --tokens 4096 --profile --ledger    # a
-    profile, beside what the ledger counts
-    python benchmarks/goal.py --who isotype --model tiny --tokens 64 --device cpu          # the
-    same code, to see that it runs
+    python benchmarks/goal.py --who isotype --base nf4 --tokens 4096 16384 --recompute layers+offload --keep attention
+    python benchmarks/goal.py --who peft --base nf4 --tokens 4096 16384
+    python benchmarks/goal.py --who isotype --layers 4 --tokens 4096 --profile --ledger    # a profile, beside what the ledger counts
+    python benchmarks/goal.py --who isotype --model tiny --tokens 64 --device cpu          # the same code, to see that it runs
 
-One process a contender. Weights are made on the device; LoRA of rank 16 on every projection, fp32
-adapters, bf16 compute, AdamW, one row.
+One process a contender. Weights are made on the device; LoRA of rank 16 on every projection, fp32 adapters, bf16 compute, AdamW, one row.
 
-    isotype  the step of `isotype train`: its ops, `--recompute` and `--keep` as
-             `train.gradient_checkpointing` and `train.keep_attention`
-    peft     transformers and PEFT under bf16 autocast, with transformers' gradient checkpointing
-             unless `--recompute none`
-    unsloth  Unsloth with its own checkpointing, where it is installed; else a line that says why
-             not
+    isotype  the step of `isotype train`: its ops, `--recompute` and `--keep` as `train.gradient_checkpointing` and `train.keep_attention`
+    peft     transformers and PEFT under bf16 autocast, with transformers' gradient checkpointing unless `--recompute none`
+    unsloth  Unsloth with its own checkpointing, where it is installed; else a line that says why not
 
-A row is printed for each length as soon as it is measured: the median of `--steps` steps, each
-waited for, after `--warmup` ones.
+A row is printed for each length as soon as it is measured: the median of `--steps` steps, each waited for, after `--warmup` ones.
 """
 
 from __future__ import annotations

@@ -1,41 +1,28 @@
-"""Everything there is to run on a GPU, part by part, and resumed where it stopped. One command does
-all in the order of its worth:
+"""Everything there is to run on a GPU, part by part, and resumed where it stopped. One command does all in the order of its worth:
 
-    python benchmarks/gpu.py visit --minutes 25 --out gpu    # then gpu/visit.md is one table of all
-    that was found
-    python benchmarks/gpu.py visit --out /tmp/tiny --device cpu --tiny    # the same at sizes of a
-    test, without a GPU
+    python benchmarks/gpu.py visit --minutes 25 --out gpu    # then gpu/visit.md is one table of all that was found
+    python benchmarks/gpu.py visit --out /tmp/tiny --device cpu --tiny    # the same at sizes of a test, without a GPU
 
 or, one kind at a time:
 
-    python benchmarks/gpu.py probe --out gpu         # versions, compiler, which attention wins,
-                                                     products, copies: a minute
-    python benchmarks/gpu.py tests --out gpu         # the tests marked gpu: kernels, then ops,
-                                                     models, LoRA, runs
-    python benchmarks/gpu.py profile --out gpu       # 4 layers of Llama-3.1-8B at 4k and 16k
-                                                     tokens, beside what the ledger counts
-    python benchmarks/gpu.py goal --out gpu          # whole steps of 8B LoRA and QLoRA and
-                                                     Gemma-2-2B beside PEFT and Unsloth
-    python benchmarks/gpu.py ops --out gpu           # ops and heads beside their peers, and the
-                                                     floors
+    python benchmarks/gpu.py probe --out gpu         # versions, compiler, which attention wins, products, copies: a minute
+    python benchmarks/gpu.py tests --out gpu         # the tests marked gpu: kernels, then ops, models, LoRA, runs
+    python benchmarks/gpu.py profile --out gpu       # 4 layers of Llama-3.1-8B at 4k and 16k tokens, beside what the ledger counts
+    python benchmarks/gpu.py goal --out gpu          # whole steps of 8B LoRA and QLoRA and Gemma-2-2B beside PEFT and Unsloth
+    python benchmarks/gpu.py ops --out gpu           # ops and heads beside their peers, and the floors
     python benchmarks/gpu.py benchmarks --out gpu    # LoRA's blocks and steps in more detail
     python benchmarks/gpu.py ops --out gpu --part elementwise --again
-    python benchmarks/gpu.py goal --out new --before gpu                     # what gpu/goal.jsonl
-    has done is not run again
-    python benchmarks/gpu.py ops --out /tmp/tiny --device cpu --tiny         # the same commands at
-    sizes of a test
+    python benchmarks/gpu.py goal --out new --before gpu                     # what gpu/goal.jsonl has done is not run again
+    python benchmarks/gpu.py ops --out /tmp/tiny --device cpu --tiny         # the same commands at sizes of a test
 
-Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone.
-Its command, exit code, seconds, output and rows are one line of OUT/COMMAND.jsonl, written as soon
-as it ends; a part that has a line with exit code 0 is not run again. A part that misses a package
-(bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time.
-`visit` goes on with the parts of the other commands, and their lines, and writes its table after
-each part. While a part runs, its output is in OUT/running.log, which stays where this command is
-killed. A part is begun only if it should fit in what is left of --minutes. Exit code: 0 all done, 1
-a part failed, 2 nothing could be run, with the reason in a line, 3 some parts are left, 4 all done
+Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone. Its command, exit code, seconds, output
+and rows are one line of OUT/COMMAND.jsonl, written as soon as it ends; a part that has a line with exit code 0 is not run again. A part
+that misses a package (bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time. `visit` goes on with
+the parts of the other commands, and their lines, and writes its table after each part. While a part
+runs, its output is in OUT/running.log, which stays where this command is killed. A part is begun only if it should fit in what is left of
+--minutes. Exit code: 0 all done, 1 a part failed, 2 nothing could be run, with the reason in a line, 3 some parts are left, 4 all done
 but what misses a package.
-Nothing is fetched. Nothing need be installed but the libraries of pyproject.toml's train and quant
-extras: src/ is put on the path.
+Nothing is fetched. Nothing need be installed but the libraries of pyproject.toml's train and quant extras: src/ is put on the path.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The ledger of one step of Llama-3.1-8B QLoRA on an H200, counted without a GPU, beside Unsloth's
-published code at the same shapes.
+"""The ledger of one step of Llama-3.1-8B QLoRA on an H200, counted without a GPU, beside Unsloth's published code at the same shapes.
 
-    python benchmarks/ledger.py --tokens 4096 --host-ms 171 --out
-    benchmarks/results/2026-11-24-ledger-4096.md
+    python benchmarks/ledger.py --tokens 4096 --host-ms 171 --out benchmarks/results/2026-11-24-ledger-4096.md
 
-Ours is recorded from a step on meta tensors, launch by launch; Unsloth's is `unsloth_step`. One row
-of so many tokens, every linear layer adapted, and the kind of recomputation given. No weights are
-made; a minute or two on a CPU.
+Ours is recorded from a step on meta tensors, launch by launch; Unsloth's is `unsloth_step`. One row of so many tokens, every linear layer
+adapted, and the kind of recomputation given. No weights are made; a minute or two on a CPU.
 """
 
 from __future__ import annotations

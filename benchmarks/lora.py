@@ -1,35 +1,27 @@
-"""The fused LoRA beside PEFT's own code: tokens a second, what the adapters cost, blocks alone, and
-memory of the step.
+"""The fused LoRA beside PEFT's own code: tokens a second, what the adapters cost, blocks alone, and memory of the step.
 
     python benchmarks/lora.py --part blocks          # a linear, Q/K/V and a gated MLP alone
     python benchmarks/lora.py --part model           # the whole step
     python benchmarks/lora.py --part checkpointing   # the same with gradient checkpointing
     python benchmarks/lora.py --part memory          # a process for each contender
-    python benchmarks/lora.py --part host --threads 1    # CPU time and calls where there is next to
-                                                         nothing to compute: a layer, a step
-    python benchmarks/lora.py --part model --base nf4 --profile operators.txt    # QLoRA, with the
-    operators of a step of each contender
-    python benchmarks/lora.py --part model --rows PEFT Isotype Unsloth --device cuda    # Unsloth: a
-    process of its own, on a GPU python benchmarks/lora.py --device cuda --hidden 4096
-    --intermediate 14336 --layers 4 --length 1024 --json
+    python benchmarks/lora.py --part host --threads 1    # CPU time and calls where there is next to nothing to compute: a layer, a step
+    python benchmarks/lora.py --part model --base nf4 --profile operators.txt    # QLoRA, with the operators of a step of each contender
+    python benchmarks/lora.py --part model --rows PEFT Isotype Unsloth --device cuda    # Unsloth: a process of its own, on a GPU
+    python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --length 1024 --json
 
-A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512
-tokens, rank 16 on every linear layer, fp32 adapters over frozen bf16 weights, bf16 autocast, AdamW.
-Contenders take turns in one process, in an order that alternates, on the same weights and inputs;
-ratios are between medians of one run.
+A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512 tokens, rank 16 on every linear layer, fp32
+adapters over frozen bf16 weights, bf16 autocast, AdamW. Contenders take turns in one process, in an order that alternates, on the same
+weights and inputs; ratios are between medians of one run.
 
     PEFT           plain transformers and PEFT
     PEFT, our ops  the model optimized, LoRA layers left to PEFT
     Isotype        isotype.optimize(model)
-    no adapter     the same optimized model without adapters; its first norm is trained so that
-                   backward runs through all of it
-    Unsloth        Unsloth's own Llama with its own checkpointing, after the others and in a process
-                   of its own, since importing it patches torch and transformers; where it cannot
-                   run, its row says why not
+    no adapter     the same optimized model without adapters; its first norm is trained so that backward runs through all of it
+    Unsloth        Unsloth's own Llama with its own checkpointing, after the others and in a process of its own, since importing it
+                   patches torch and transformers; where it cannot run, its row says why not
 
-Memory of the step is the process's highest resident size during a step (allocator's peak on a GPU)
-less what it held before it, weights and optimizer states, after one step has warmed everything up;
-beside it, what autograd holds for backward, weights left out.
+Memory of the step is the process's highest resident size during a step (allocator's peak on a GPU) less what it held before it, weights
+and optimizer states, after one step has warmed everything up; beside it, what autograd holds for backward, weights left out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Every Triton kernel of the ops, compiled to machine code for GPUs that are not here: registers,
-spills and shared memory of each.
+"""Every Triton kernel of the ops, compiled to machine code for GPUs that are not here: registers, spills and shared memory of each.
 
-    python benchmarks/machine_code.py                                  # all, for sm_80, sm_90,
-    sm_100 and gfx942 python benchmarks/machine_code.py --targets sm_90 --only rms_norm --markdown
-    benchmarks/results/kernels.md
+    python benchmarks/machine_code.py                                  # all, for sm_80, sm_90, sm_100 and gfx942
+    python benchmarks/machine_code.py --targets sm_90 --only rms_norm --markdown benchmarks/results/kernels.md
 
-Each kernel is compiled with every flag that the ops give it, for every dtype of its tensors in the
-front end, and to machine code for one signature a dtype. Exit status 1 where anything fails or is
-noted. The cases are those of the tests.
+Each kernel is compiled with every flag that the ops give it, for every dtype of its tensors in the front end, and to machine code for one
+signature a dtype. Exit status 1 where anything fails or is noted. The cases are those of the tests.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""Preference methods and distillation beside TRL, on a CPU: CPU time of one thread as a ratio, and
-peak memory.
+"""Preference methods and distillation beside TRL, on a CPU: CPU time of one thread as a ratio, and peak memory.
 
     python benchmarks/methods.py            all parts, about three minutes
-    python benchmarks/methods.py logits     log-probabilities of peaked rows with and without the
-                                            logits that are made again in fp32
+    python benchmarks/methods.py logits     log-probabilities of peaked rows with and without the logits that are made again in fp32
     python benchmarks/methods.py distil     `linear_divergence` beside TRL's op
-    python benchmarks/methods.py dpo        a DPO step in `isotype train` beside TRL with `attach`
-                                            and TRL alone
+    python benchmarks/methods.py dpo        a DPO step in `isotype train` beside TRL with `attach` and TRL alone
 
-CPU time is what a busy machine disturbs least. Memory is the highest resident size in a step less
-that before it. Each peer of `distil` and `dpo` runs in a process of its own.
+CPU time is what a busy machine disturbs least. Memory is the highest resident size in a step less that before it. Each peer of
+`distil` and `dpo` runs in a process of its own.
 """
 
 from __future__ import annotations

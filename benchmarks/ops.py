@@ -1,14 +1,12 @@
-"""Each op forward and backward beside its peers, in one run: time as a ratio, peak memory, gradient
-error against fp64, and the floor.
+"""Each op forward and backward beside its peers, in one run: time as a ratio, peak memory, gradient error against fp64, and the floor.
 
-    python benchmarks/ops.py --op linear_cross_entropy --tokens 2048 --hidden 2048 --vocabulary
-    32000 --head frozen python benchmarks/ops.py --op all --threads 2
+    python benchmarks/ops.py --op linear_cross_entropy --tokens 2048 --hidden 2048 --vocabulary 32000 --head frozen
+    python benchmarks/ops.py --op all --threads 2
 
-Peers: plain PyTorch, the head and loss of transformers under accelerate, `F.linear_cross_entropy`
-where torch has it, `torch.compile`d PyTorch, and on a GPU Liger-Kernel where installed.
-Rounds alternate between the peers, so that another process's load falls on all of them; the ratio
-is of medians. On a CPU `--clock cpu` counts the process's own time, which a busy machine disturbs
-less than the wall clock.
+Peers: plain PyTorch, the head and loss of transformers under accelerate, `F.linear_cross_entropy` where torch has it, `torch.compile`d
+PyTorch, and on a GPU Liger-Kernel where installed.
+Rounds alternate between the peers, so that another process's load falls on all of them; the ratio is of medians. On a CPU `--clock cpu`
+counts the process's own time, which a busy machine disturbs less than the wall clock.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
-"""The ops on a GPU beside every peer that is installed: the curve of the head over its logits'
-budget, and shares of bandwidth.
+"""The ops on a GPU beside every peer that is installed: the curve of the head over its logits' budget, and shares of bandwidth.
 
     python benchmarks/ops_gpu.py                           # every case, an H200's sizes
     python benchmarks/ops_gpu.py --case rope --case rms_norm --json rows.json
-    python benchmarks/ops_gpu.py --case unsloth            # alone: importing Unsloth patches torch,
-                                                           transformers and TRL
-    python benchmarks/ops_gpu.py --device cpu --tiny       # the same code at sizes of a test, to
-                                                           see that it runs
+    python benchmarks/ops_gpu.py --case unsloth            # alone: importing Unsloth patches torch, transformers and TRL
+    python benchmarks/ops_gpu.py --device cpu --tiny       # the same code at sizes of a test, to see that it runs
 
-Heads: (8192 tokens, hidden 4096, V 128256) and Gemma's (8192, 2304, 256000, softcap 30), frozen and
-trainable, isotype's with 64, 256 and 1024 MiB of logits. Logits are trained-like: each token's
-target stands out, as a trained model's does. Elementwise ops run on tensors of 512 MiB,
-cross-entropy on 1 GiB; their share is of the measured copy bandwidth.
+Heads: (8192 tokens, hidden 4096, V 128256) and Gemma's (8192, 2304, 256000, softcap 30), frozen and trainable, isotype's with 64, 256
+and 1024 MiB of logits. Logits are trained-like: each token's target stands out, as a trained model's does. Elementwise ops run on tensors
+of 512 MiB, cross-entropy on 1 GiB; their share is of the measured copy bandwidth.
 
-A time is the median of rounds of several runs each between two events of the device, so that
-launches overlap as in training. The gradient's error is against fp64 on the same values, for a
-random upstream gradient, taken from a first run on copies of the inputs: some peers overwrite them.
-A peer that is missing, or fails, has its line with the reason.
+A time is the median of rounds of several runs each between two events of the device, so that launches overlap as in training. The
+gradient's error is against fp64 on the same values, for a random upstream gradient, taken from a first run on copies of the inputs: some
+peers overwrite them. A peer that is missing, or fails, has its line with the reason.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What `isotype doctor trace` costs a step: the same training with and without it, in turns, as a
-ratio.
+"""What `isotype doctor trace` costs a step: the same training with and without it, in turns, as a ratio.
 
-    python benchmarks/trace.py                       # a step of small tensors (all Python) and one
-                                                     of matrix products
+    python benchmarks/trace.py                       # a step of small tensors (all Python) and one of matrix products
     python benchmarks/trace.py --size small --steps 64 --rounds 3
 
-The first steps are watched op by op, later ones now and then (`docs/doctor/trace.md`), so both are
-given, and the whole run. Time is the process's own (one thread), the smallest of the rounds for
-each step; `modes` is a run under the two modes of PyTorch that a trace of every op needs, with
-nothing in them.
+The first steps are watched op by op, later ones now and then (`docs/doctor/trace.md`), so both are given, and the whole run.
+Time is the process's own (one thread), the smallest of the rounds for each step; `modes` is a run under the two modes of PyTorch
+that a trace of every op needs, with nothing in them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Tokens a second and peak memory of `isotype`'s step beside HF Trainer with PEFT: the same model,
-rows, batch, adapter, learning rate.
+"""Tokens a second and peak memory of `isotype`'s step beside HF Trainer with PEFT: the same model, rows, batch, adapter, learning rate.
 
     python benchmarks/train.py                      # CPU: a 20M Llama, 4 x 256 tokens, rank 16
     python benchmarks/train.py --layers 12 --hidden 768 --length 512 --steps 6 --json out.json
 
-Each contender runs in its own process, the order alternates, and the ratio is taken between medians
-of the same run. Losses are compared too: a faster step that computes something else is no result.
-Peak memory is the process's highest resident size (allocator peak on a GPU) less what it had before
-the first step.
+Each contender runs in its own process, the order alternates, and the ratio is taken between medians of the same run. Losses are
+compared too: a faster step that computes something else is no result. Peak memory is the process's highest resident size (allocator
+peak on a GPU) less what it had before the first step.
 """
 
 from __future__ import annotations

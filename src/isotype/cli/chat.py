@@ -137,8 +137,7 @@ def sample(
 
         isotype sample runs/qwen --prompts questions.txt
 
-        isotype sample runs/qwen --prompts questions.txt --temperature 0.7 --top-p 0.9 --seed 3
-        --json
+        isotype sample runs/qwen --prompts questions.txt --temperature 0.7 --seed 3 --json
     """
     texts: list[str] = [text for text in prompt or [] if text.strip()]
     if prompt and len(texts) < len(prompt):

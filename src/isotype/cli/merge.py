@@ -45,8 +45,7 @@ def merge(
 
         isotype merge runs/qwen --dtype fp32 --out merged
 
-        isotype merge someones-adapter --out merged      # a PEFT folder; its adapter_config.json
-                                                         names the base
+        isotype merge someones-adapter --out merged      # a PEFT folder, which names its base
     """
     from ..dtypes import parse
     from ..errors import UsageError
@@ -141,20 +140,15 @@ def export(
 
     Examples:
 
-        isotype export runs/qwen --to vllm                 # the adapter, and the line that serves
-                                                           it
+        isotype export runs/qwen --to vllm                 # the adapter, and the line to serve it
 
-        isotype export runs/qwen --to gguf                 # the adapter as one file for
-                                                           llama-server --lora
+        isotype export runs/qwen --to gguf                 # one file for llama-server --lora
 
-        isotype export runs/qwen --to gguf --type Q8_0     # merged into its base, the whole model
-                                                           as one file
+        isotype export runs/qwen --to gguf --type Q8_0     # merged: the whole model in one file
 
-        isotype export runs/qwen --to ollama               # a folder with a Modelfile: ollama
-                                                           create NAME -f Modelfile
+        isotype export runs/qwen --to ollama               # a folder with a Modelfile
 
-        isotype export runs/dog/adapters/step_1500 --to comfyui --out
-        ComfyUI/models/loras/dog.safetensors
+        isotype export runs/dog/adapters/step_1500 --to comfyui --out dog.safetensors
     """
     from ..config.kind import DIFFUSION
     from ..runs.folder import kind_of_run, require_run, run_and_result, without_run

@@ -61,8 +61,7 @@ def watch(
 
         isotype watch runs/qwen
 
-        isotype watch runs/qwen --port 8000      # on a remote machine: ssh -L 8000:127.0.0.1:8000
-                                                 HOST, then open the address here
+        isotype watch runs/qwen --port 8000      # remote: ssh -L 8000:127.0.0.1:8000 HOST
     """
     from ..report.live import WatchServer
 

@@ -122,8 +122,7 @@ def train(
 
         isotype train --resume runs/qwen train.steps=2000     # for longer
 
-        isotype train run.yaml --gpus 4                       # the same run on 4 GPUs; --processes
-        4 on a CPU
+        isotype train run.yaml --gpus 4                       # the same run on 4 GPUs
 
         isotype train run.yaml --skip PF004="a shared disk that grows"
 

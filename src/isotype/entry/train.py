@@ -73,8 +73,8 @@ def train(
     """Trains, and returns the run; Ctrl-C (in a notebook: interrupt) saves and returns a run whose
     status is `interrupted`.
 
-        run = isotype.train(model="Qwen/Qwen2.5-0.5B", data="chats.jsonl", train={"learning_rate":
-        1e-4}) run.metrics, run.adapter, run.chat("What is a bf16?")
+        run = isotype.train(model="Qwen/Qwen2.5-0.5B", data="chats.jsonl", train={"steps": 200})
+        run.metrics, run.adapter, run.chat("What is a bf16?")
 
     config     a RunConfig, or a YAML file; sections given beside it win
     model ...  each section as a name (model.name, data.train, images.train, adapter.kind,
