@@ -19,7 +19,7 @@ from isotype.quickstart.pictures import (
     SIDE,
     draw,
     draw_at_random,
-    judged,
+    classify_picture,
     write_pictures,
 )
 
@@ -64,7 +64,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 def test_it_names_every_shape_and_colour():
     chance = random.Random(0)
     for shape, colour in [*product(SHAPES, COLOURS)] * 10:
-        assert judged(np.array(draw_at_random(shape, colour, chance))) == f"a {colour} {shape}"
+        assert classify_picture(np.array(draw_at_random(shape, colour, chance))) == f"a {colour} {shape}"
 
 
 def test_other_pictures_are_no_shape():
@@ -83,7 +83,7 @@ def test_other_pictures_are_no_shape():
         np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8),
         moon.astype(np.uint8),
     ):
-        assert judged(other) == "no shape"
+        assert classify_picture(other) == "no shape"
 
 
 def test_pictures_are_written_with_captions_and_by_seed(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from isotype.data import stdlib
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart, stages
-from isotype.quickstart.stages import EndsInTime, Stage
+from isotype.quickstart.stages import StopAtDeadline, Stage
 from isotype.training.callbacks import Moment
 from tests.results import metrics
 
@@ -82,7 +82,7 @@ def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_stage_ends_in_its_time(monkeypatch):
     for step, done in ((0.1, 1000), (1.0, 101), (9.0, 40)):  # idle, slow, the least steps
-        now, clock = 0.0, EndsInTime(Stage("first", "", 1000, seconds=100.0, least=40))
+        now, clock = 0.0, StopAtDeadline(Stage("first", "", 1000, seconds=100.0, least=40))
         for number in range(1, 1001):
             now += step
             monkeypatch.setattr(stages.time, "monotonic", lambda now=now: now)

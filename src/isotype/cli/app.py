@@ -43,7 +43,7 @@ _COMMANDS = {
     "ls": ("report.ls", RUNS),
 }
 # what people type by habit -> what to type
-INSTEAD = {
+RENAMED_COMMANDS = {
     verb: f"isotype doctor {verb}"
     for verb in ("check", "explain", "trace", "kernels", "conform", "env")
 } | {
@@ -92,8 +92,8 @@ class _Commands(TyperGroup):
     """An old or habitual name is answered with the one to use."""
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        if arguments and (instead := INSTEAD.get(arguments[0])):
-            raise UsageError(f"{arguments[0]} is not a command of its own: {instead}")
+        if arguments and (replacement := RENAMED_COMMANDS.get(arguments[0])):
+            raise UsageError(f"{arguments[0]} is not a command of its own: {replacement}")
         return super().resolve_command(context, arguments)
 
     def invoke(self, context: Any) -> Any:
@@ -117,12 +117,12 @@ class _Commands(TyperGroup):
                 fix = _FORMS.get(command)
             if fix is None:
                 raise
-            what = f" has no option {option}" if option else f": {error.format_message()}"  # type: ignore[attr-defined]
-            raise UsageError(f"isotype {command}{what}", fix=fix) from None
+            complaint = f" has no option {option}" if option else f": {error.format_message()}"  # type: ignore[attr-defined]
+            raise UsageError(f"isotype {command}{complaint}", fix=fix) from None
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         print(f"isotype {__version__}")
         raise typer.Exit
 
@@ -151,8 +151,8 @@ def build_app() -> typer.Typer:
     ) -> None:
         prepare(context.invoked_subcommand or "")
 
-    for name, (place, panel) in _COMMANDS.items():
-        module, _, function = place.partition(".")
+    for name, (location, panel) in _COMMANDS.items():
+        module, _, function = location.partition(".")
         app.command(name=name, rich_help_panel=panel)(
             getattr(import_module(f"{__package__}.{module}"), function)
         )
@@ -165,13 +165,13 @@ def prepare(command: str) -> None:
     if command not in LINUX_ONLY:
         return
     if not sys.platform.startswith("linux"):
-        here = _SYSTEMS.get(sys.platform, sys.platform)
+        system = _SYSTEMS.get(sys.platform, sys.platform)
         if sys.platform == "win32":
             linux = "WSL 2, a container or a remote machine"
         else:
             linux = "a container or a remote machine"
         raise UsageError(
-            f"isotype {command} runs on Linux only; this is {here}",
+            f"isotype {command} runs on Linux only; this is {system}",
             fix=(
                 f"{linux}; init, import, doctor, doctor check, doctor explain and doctor env run"
                 " here"

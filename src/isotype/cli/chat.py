@@ -83,29 +83,29 @@ def chat(
         print(f"{run} ({loaded.taken}). /reset forgets, /quit ends, Ctrl-C stops an answer.")
     while True:
         try:
-            said = input(prompt).strip()
+            line = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
             if prompt:
                 print()
             return
-        if said in ("/quit", "/exit"):
+        if line in ("/quit", "/exit"):
             return
-        if said in ("/reset", "/clear"):
+        if line in ("/reset", "/clear"):
             conversation.clear()
-        elif said.startswith("/") and said[1:].isalpha():
-            print(f"{said}: no such command: /reset, /quit", file=sys.stderr)
-        elif said:
-            _answer(conversation, said, json_output=json_output)
+        elif line.startswith("/") and line[1:].isalpha():
+            print(f"{line}: no such command: /reset, /quit", file=sys.stderr)
+        elif line:
+            _answer(conversation, line, json_output=json_output)
 
 
-def _answer(conversation: Conversation, said: str, *, json_output: bool) -> None:
+def _answer(conversation: Conversation, question: str, *, json_output: bool) -> None:
     try:
-        answer = conversation.say(said)
+        answer = conversation.say(question)
     except KeyboardInterrupt:
         print("\n(stopped; this question is not part of the conversation)", file=sys.stderr)
         return
     if json_output:
-        print(json.dumps({"prompt": said, "answer": answer}), flush=True)
+        print(json.dumps({"prompt": question, "answer": answer}), flush=True)
 
 
 def sample(
@@ -172,21 +172,21 @@ def sample(
     from ..tasks.language.sample import sample as answer
 
     loaded = load_run(run)
-    own: list[Any] = texts or list(loaded.config.run.samples)
+    prompts_to_answer: list[Any] = texts or list(loaded.config.run.samples)
     alone = without_run(run) is not None
     # without a run that records its kind of rows, a prompt is a user's message in a chat
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
-    if not own and alone:
+    if not prompts_to_answer and alone:
         raise UsageError(
             f"{run}: not the folder of a run, so it has no prompts of its own",
             fix=f'isotype sample {run} "a question"',
         )
     pictures = None
-    if own:
-        asked = prompts_from(own, loaded.tokenizer, chat_template=template)
+    if prompts_to_answer:
+        rendered = prompts_from(prompts_to_answer, loaded.tokenizer, chat_template=template)
     else:
         pictures = pictures_of(loaded.config.model, loaded.config.data, loaded.tokenizer)
-        asked = list(
+        rendered = list(
             load_data(
                 loaded.config.data,
                 loaded.tokenizer,
@@ -198,7 +198,7 @@ def sample(
     answers = answer(
         loaded.model,
         loaded.tokenizer,
-        asked,
+        rendered,
         max_new_tokens=tokens,
         device=loaded.device,
         temperature=temperature,
@@ -213,8 +213,8 @@ def sample(
         )
         return
     print(f"{run} ({loaded.taken})")
-    for one in answers:
-        print(f"\n> {one.prompt}\n{printable(one.answer) or '(nothing)'}")
+    for reply in answers:
+        print(f"\n> {reply.prompt}\n{printable(reply.answer) or '(nothing)'}")
 
 
 def _draw(
@@ -243,21 +243,21 @@ def _draw(
     from ..training.console import quiet_libraries
 
     quiet_libraries()
-    taken, pictures = draw_with(run, texts, seed=seed, control=control)
+    weights_name, pictures = draw_with(run, texts, seed=seed, control=control)
     folder = run_and_result(run)[0] / "drawn"
     folder.mkdir(exist_ok=True)
     first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
-    made: list[dict[str, str]] = []
+    drawn: list[dict[str, str]] = []
     for number, picture in enumerate(pictures, start=first):
         file = folder / f"{number}.png"
         file.write_bytes(picture.png)
-        made.append({"prompt": picture.prompt, "file": str(file)})
+        drawn.append({"prompt": picture.prompt, "file": str(file)})
     if json_output:
-        print(json.dumps({"run": str(run), "taken": taken, "samples": made}))
+        print(json.dumps({"run": str(run), "taken": weights_name, "samples": drawn}))
         return
-    print(f"{run} ({taken})")
-    for one in made:
-        print(f"\n> {one['prompt']}\n{one['file']}")
+    print(f"{run} ({weights_name})")
+    for picture_row in drawn:
+        print(f"\n> {picture_row['prompt']}\n{picture_row['file']}")
 
 
 def _chats(run: Path) -> bool:
@@ -348,9 +348,9 @@ def evaluate(
             " of its own pairs, in eval_rewards/...",
             fix=f"isotype eval {run} FILE, with rows of one answer each",
         )
-    other: dict[str, Any] = {"packing": False}
+    overrides: dict[str, Any] = {"packing": False}
     if data is not None:
-        other |= {
+        overrides |= {
             "train": data,
             "eval": None,
             "eval_split": 0.0,
@@ -359,8 +359,8 @@ def evaluate(
             "stream": False,
         }
     if on_bad_row is not None:
-        other["on_bad_row"] = on_bad_row
-    section = DataSection(**{**loaded.config.data.model_dump(), **other})
+        overrides["on_bad_row"] = on_bad_row
+    section = DataSection(**{**loaded.config.data.model_dump(), **overrides})
     try:
         pictures = pictures_of(loaded.config.model, section, loaded.tokenizer)
         read = load_data(
@@ -387,7 +387,7 @@ def evaluate(
     data = data or "its own evaluation rows"
     left_out = sum(side["bad_rows"].values()) + sum(dropped["rows"] for dropped in side["dropped"])
     size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
-    found = measure(
+    evaluation = measure(
         loaded.model,
         rows,
         batch_size=size,
@@ -396,22 +396,22 @@ def evaluate(
         loss_dtype=loaded.precision.loss,
         objective=NextToken(loaded.config, read.pictures),
     )
-    perplexity = math.exp(min(found.loss, 700.0))
+    perplexity = math.exp(min(evaluation.loss, 700.0))
     answer = {
         "run": str(run),
         "taken": loaded.taken,
         "data": data,
         "rows": len(rows),
         "left_out": left_out,
-        "tokens": found.weight,
+        "tokens": evaluation.weight,
     }
-    answer["loss"] = found.loss
+    answer["loss"] = evaluation.loss
     if json_output:
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
-            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f},"
-            f" {counted(len(rows), 'row')}, {counted(found.weight, 'token')}"
+            f"{run} ({loaded.taken}) on {data}: loss {evaluation.loss:.4f}, perplexity {perplexity:.2f},"
+            f" {counted(len(rows), 'row')}, {counted(evaluation.weight, 'token')}"
             + (f"; {counted(left_out, 'row')} left out" if left_out else "")
         )
 
@@ -421,21 +421,21 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
     from ..training.console import quiet_libraries
 
     quiet_libraries()
-    taken, found = evaluate_with(run, data, batch_size=batch_size)
+    weights_name, evaluation = evaluate_with(run, data, batch_size=batch_size)
     answer = {
         "run": str(run),
-        "taken": taken,
+        "taken": weights_name,
         "data": data,
-        "rows": found.weight,
-        "loss": found.loss,
-        "parts": dict(found.parts),
+        "rows": evaluation.weight,
+        "loss": evaluation.loss,
+        "parts": dict(evaluation.parts),
     }
     if json_output:
         print(json.dumps(answer))
         return
-    parts = ", ".join(f"{name} {loss:.4f}" for name, loss in found.parts.items())
+    parts = ", ".join(f"{name} {loss:.4f}" for name, loss in evaluation.parts.items())
     print(
-        f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {counted(found.weight, 'picture')}"
+        f"{run} ({weights_name}) on {data}: loss {evaluation.loss:.4f} of {counted(evaluation.weight, 'picture')}"
         f" ({parts})"
     )
 

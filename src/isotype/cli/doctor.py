@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +22,9 @@ from ..errors import UsageError
 from ..finding import Severity, answer, threshold, worst_first
 from ..wording import counted
 from .app import DOCTOR, prepare
+
+if TYPE_CHECKING:
+    from ..doctor.examination import Visit
 
 CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -93,75 +96,89 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    from ..doctor.examination import Visit, visit, visit_log
-
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
-    visits: list[Visit]
     if CODE.match(subject) and not Path(subject).exists():
         show_page(subject.upper(), json_output)
         return
-    if subject == "-":
-        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
-        subject = "standard input"
-        visits = [visit_log(sys.stdin)]
-    elif (
-        what
-        and what[0].isidentifier()
-        and not Path(what[0]).exists()
-        and (len(what) == 1 or any(Path(one).exists() for one in what))
-    ):
-        commands = "check, explain, env, trace, conform and kernels"
-        raise UsageError(
-            f"{what[0]}: no such file or folder, and no command of isotype doctor, which has"
-            f" {commands}"
-        )
-    elif " " in subject and not Path(subject[:200]).exists():
-        if what and len(what) > 1 and any(Path(one).exists() for one in what):
-            raise UsageError(
-                f"one path at a time, got {len(what)}",
-                fix="isotype doctor check PATH PATH, or the folder that holds them",
-            )
-        subject, visits = "the text", [visit_log(subject.splitlines())]
-    else:
-        visits = visit(Path(subject))
-    findings = [finding for one in visits for finding in one.findings]
-    # of one log alone notes are told too
-    whole = json_output or [one.part for one in visits] == ["explain"]
-    shown = findings if whole else [f for f in findings if f.severity > Severity.NOTE]
+    subject, visits = _examine(subject, what or [])
+    findings = [finding for visit in visits for finding in visit.findings]
+    # the notes of one log alone are printed too
+    with_notes = json_output or [visit.part for visit in visits] == ["explain"]
+    visible = findings
+    if not with_notes:
+        visible = [finding for finding in findings if finding.severity > Severity.NOTE]
     if not json_output:
-        for table in filter(None, (one.shown for one in visits)):
+        for table in filter(None, (visit.shown for visit in visits)):
             print(table + "\n")
     parts = [
-        {"part": one.part, "subject": one.subject, "findings": len(one.findings)} for one in visits
+        {"part": visit.part, "subject": visit.subject, "findings": len(visit.findings)}
+        for visit in visits
     ]
-    status = answer(shown, subject=subject, json_output=json_output, fail_on=least, parts=parts)
+    status = answer(visible, subject=subject, json_output=json_output, fail_on=least, parts=parts)
     if not json_output:
-        for one in visits:
-            notes = sum(f.severity == Severity.NOTE for f in one.findings)
-            told = counted(len(one.findings) - notes, "finding")
-            codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
-            told += (
-                f" ({', '.join(f'{number} {code}' for code, number in codes.items())})"
-                if len(one.findings) > 1 and codes
-                else ""
-            )
-            told += (
-                f", {counted(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}"
-                if notes
-                else ""
-            )
-            print(
-                f"  {one.part:9}{one.subject}: {told}"
-                if one.looked_at
-                else f"  {one.part:9}{one.subject}"
-            )
-        if not any(one.looked_at for one in visits):
+        for visit in visits:
+            print(_summary_line(visit, with_notes=with_notes))
+        if not any(visit.looked_at for visit in visits):
             print(
                 "  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a"
                 " Triton kernel"
             )
     raise typer.Exit(status)
+
+
+def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Visit]]:
+    """The name and the examinations of standard input, a path, or an error's text.
+
+    Raises  UsageError for what is neither, and for several paths
+    """
+    from ..doctor.examination import visit, visit_log
+
+    if subject == "-":
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
+        return "standard input", [visit_log(sys.stdin)]
+    names_a_path = any(Path(argument[:200]).exists() for argument in arguments)
+    if _is_unknown_command(arguments, names_a_path=names_a_path):
+        raise UsageError(
+            f"{arguments[0]}: no such file or folder, and no command of isotype doctor, which has"
+            " check, explain, env, trace, conform and kernels"
+        )
+    if " " not in subject or Path(subject[:200]).exists():
+        return subject, visit(Path(subject))
+    if len(arguments) > 1 and names_a_path:
+        raise UsageError(
+            f"one path at a time, got {len(arguments)}",
+            fix="isotype doctor check PATH PATH, or the folder that holds them",
+        )
+    return "the text", [visit_log(subject.splitlines())]
+
+
+def _is_unknown_command(arguments: list[str], *, names_a_path: bool) -> bool:
+    """Whether the first argument was meant as a command: a bare word, alone or before a path."""
+    first = arguments[0]
+    if not first.isidentifier() or Path(first).exists():
+        return False
+    return len(arguments) == 1 or names_a_path
+
+
+def _summary_line(visit: Visit, *, with_notes: bool) -> str:
+    """One line a part: its subject and how much it found."""
+    heading = f"  {visit.part:9}{visit.subject}"
+    if not visit.looked_at:
+        return heading
+    notes = sum(finding.severity == Severity.NOTE for finding in visit.findings)
+    summary = counted(len(visit.findings) - notes, "finding")
+    codes = Counter(
+        finding.code for finding in worst_first(visit.findings) if finding.severity > Severity.NOTE
+    )
+    if len(visit.findings) > 1 and codes:
+        listed = ", ".join(f"{number} {code}" for code, number in codes.items())
+        summary += f" ({listed})"
+    if notes:
+        summary += f", {counted(notes, 'note')}"
+        if not with_notes:
+            summary += f" (isotype doctor {visit.part} shows them)"
+    return f"{heading}: {summary}"
 
 
 def check(
@@ -194,8 +211,8 @@ def check(
     findings = [*checked.findings, *([nothing] if nothing else [])]
     if not json_output:
         for record in checked.records:
-            if shown := table(record):
-                print(shown + "\n")
+            if text := table(record):
+                print(text + "\n")
     subject = f"{counted(checked.files, 'file')}, {counted(len(checked.records), 'run')}"
     records = [as_json(record) for record in checked.records]
     raise typer.Exit(
@@ -316,18 +333,20 @@ def env(
     from ..environment import versions
     from ..environment.versions import faults
 
-    here = versions.environment()
+    system = versions.environment()
     if not json_output:
-        print(_as_text(here) + "\n")
+        print(_format_environment(system) + "\n")
     raise typer.Exit(
-        answer(faults(here), subject="environment", json_output=json_output, environment=here)
+        answer(faults(system), subject="environment", json_output=json_output, environment=system)
     )
 
 
-def _as_text(here: dict[str, Any]) -> str:
-    torch = here["torch"]
-    lines = [f"isotype   {here['isotype']}, Python {here['python']}, {here['platform']}"]
-    for device in here["devices"]:
+def _format_environment(environment: dict[str, Any]) -> str:
+    torch = environment["torch"]
+    lines = [
+        f"isotype   {environment['isotype']}, Python {environment['python']}, {environment['platform']}"
+    ]
+    for device in environment["devices"]:
         facts = [
             (
                 f"bf16 {device.get('bf16')}, fp16 {device.get('fp16')}"
@@ -352,11 +371,14 @@ def _as_text(here: dict[str, Any]) -> str:
             f"torch     {torch['version']}, built for {build}, {torch['threads']} threads,"
             f" {torch['cpu_capability']}"
         )
-    others = [f"{name} {version}" for name, version in here["packages"].items() if name != "torch"]
-    lines.append("packages  " + ", ".join(others))
-    if here["variables"]:
+    packages = [
+        f"{name} {version}" for name, version in environment["packages"].items() if name != "torch"
+    ]
+    lines.append("packages  " + ", ".join(packages))
+    if environment["variables"]:
         lines.append(
-            "variables " + " ".join(f"{name}={value}" for name, value in here["variables"].items())
+            "variables "
+            + " ".join(f"{name}={value}" for name, value in environment["variables"].items())
         )
     return "\n".join(lines)
 
@@ -401,13 +423,13 @@ def trace(
                     f"{target}: a function takes no arguments, got {' '.join(inner.args)}"
                 )
             # compared by name: newer versions of typer have their own copy of click's enum
-            given = {
+            options = {
                 key: value
                 for key, value in inner.params.items()
                 if _source(inner, key) != "DEFAULT"
             }
-        json_output = given.get("json_output", json_output)
-        fail_on = given.get("fail_on", fail_on)
+        json_output = options.get("json_output", json_output)
+        fail_on = options.get("fail_on", fail_on)
         arguments = []
     least = threshold(fail_on)
     with stdout_to_stderr() if json_output else contextlib.nullcontext():
@@ -503,7 +525,9 @@ def kernels(
     import warnings
 
     least = threshold(fail_on)
-    targets = [word.strip() for word in arch.split(",") if word.strip()] or None
+    targets = [
+        architecture.strip() for architecture in arch.split(",") if architecture.strip()
+    ] or None
     warnings.filterwarnings("ignore", module="triton")
     # what imported code prints must not end up in the JSON
     with contextlib.redirect_stdout(sys.stderr):
@@ -514,14 +538,14 @@ def kernels(
         f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else ""
     )
     subject = f"{counted(len(report.kernels), 'kernel')} ({names}), {report.compiled} compilations"
-    shown = report.findings
+    visible = report.findings
     if not json_output:
-        hidden = [f for f in shown if f.severity == Severity.NOTE]
-        shown = [f for f in shown if f not in hidden]
+        hidden = [f for f in visible if f.severity == Severity.NOTE]
+        visible = [f for f in visible if f not in hidden]
         for remark in dict.fromkeys(report.remarks):
             print(f"  {remark}")
         if hidden:
             subject += f"; {counted(len(hidden), 'note')} not shown (--json)"
     facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
-    status = answer(shown, subject=subject, json_output=json_output, fail_on=least, **facts)
+    status = answer(visible, subject=subject, json_output=json_output, fail_on=least, **facts)
     raise typer.Exit(status)

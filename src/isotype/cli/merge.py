@@ -62,10 +62,10 @@ def merge(
         merged = _merged(run, out, dtype)
     except KeyboardInterrupt:
         if (out / SEAL).is_file():
-            left = "was written"
+            outcome = "was written"
         else:
-            left = "was not written, and the same command starts again"
-        print(f"interrupted: {out} {left}", file=sys.stderr)
+            outcome = "was not written, and the same command starts again"
+        print(f"interrupted: {out} {outcome}", file=sys.stderr)
         raise
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
@@ -162,10 +162,10 @@ def export(
     pictures = without_run(folder) is None and kind_of_run(require_run(folder)) == DIFFUSION
     if pictures != (to == "comfyui"):
         if pictures:
-            what = "a run on pictures: --to comfyui"
+            advice = "a run on pictures: --to comfyui"
         else:
-            what = f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
-        raise UsageError(f"{run}: {what}")
+            advice = f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
+        raise UsageError(f"{run}: {advice}")
     name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
     alone = (
         on_the_way or (folder / "adapter").is_dir() or (folder / "adapter_config.json").is_file()

@@ -131,7 +131,7 @@ def train(
     """
     from ..training.preflight.codes import parse_skips
 
-    with _said_once():
+    with _first_process_reports():
         skips = parse_skips(skip or [])
         loaded = _loaded(
             settings,
@@ -201,12 +201,12 @@ def plan(
     )
     from ..tasks.choose import plan as make
 
-    made = make(loaded, device=device, gpus=gpus)
-    print(json.dumps(made.to_dict(), indent=1) if json_output else made.as_text())
+    run_plan = make(loaded, device=device, gpus=gpus)
+    print(json.dumps(run_plan.to_dict(), indent=1) if json_output else run_plan.as_text())
 
 
 @contextmanager
-def _said_once() -> Iterator[None]:
+def _first_process_reports() -> Iterator[None]:
     """For mistakes in the command, which every process of a launcher finds: only the first process
     prints them at once.
 
@@ -237,17 +237,17 @@ def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> 
             f"--gpus {gpus} and model.device: cpu contradict each other",
             fix=f"--processes {gpus} shares the steps on a CPU",
         )
-    asked, option = (gpus, "--gpus") if gpus else (processes, "--processes")
-    seat = find_rank()
-    if asked and seat.size not in (1, asked):
+    requested_size, option = (gpus, "--gpus") if gpus else (processes, "--processes")
+    position = find_rank()
+    if requested_size and position.size not in (1, requested_size):
         raise UsageError(
-            f"{option} {asked}, and {seat.launcher} has started {seat.size} processes",
+            f"{option} {requested_size}, and {position.launcher} has started {position.size} processes",
             fix=f"leave {option} away",
         )
-    size = max(seat.size, asked or 1)
+    size = max(position.size, requested_size or 1)
     if size > 1:
         Batching.of(loaded.config.train, size=size)
-    if size == seat.size:
+    if size == position.size:
         return None
     from ..distributed.launch import launch
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ..training.console import RunConsole
 
 
-Given: TypeAlias = str | Path | Mapping[str, Any] | Section | None
+SectionLike: TypeAlias = str | Path | Mapping[str, Any] | Section | None
 SOURCE = "isotype.train()"
 HOW_TO_CHANGE = "give changes as sections: train={'steps': 200}"
 # what a plain name or path means for each section
-NAMED = {
+SHORTHAND_KEYS = {
     "model": "model.name",
     "data": "data.train",
     "images": "images.train",
@@ -52,17 +52,17 @@ NAMED = {
 def train(
     config: RunConfig | str | Path | None = None,
     *,
-    model: Given = None,
+    model: SectionLike = None,
     data: Any = None,
-    images: Given | list[str] = None,
-    diffusion: Given = None,
-    adapter: Given = None,
-    precision: Given = None,
-    preference: Given = None,
-    distil: Given = None,
-    train: Given = None,
-    run: Given = None,
-    parallel: Given = None,
+    images: SectionLike | list[str] = None,
+    diffusion: SectionLike = None,
+    adapter: SectionLike = None,
+    precision: SectionLike = None,
+    preference: SectionLike = None,
+    distil: SectionLike = None,
+    train: SectionLike = None,
+    run: SectionLike = None,
+    parallel: SectionLike = None,
     preset: str | None = None,
     resume: str | Path | None = None,
     accept_changes: bool = False,
@@ -112,7 +112,7 @@ def train(
         }
     else:
         data = as_source(data)
-    given = {
+    sections = {
         "model": model,
         "data": data,
         "images": images,
@@ -129,16 +129,16 @@ def train(
     if isinstance(config, RunConfig):
         flags |= {
             f"{name}.{key}": value
-            for name in NAMED
+            for name in SHORTHAND_KEYS
             for key, value in _set_keys(getattr(config, name)).items()
         }
-    for name, value in given.items():
+    for name, value in sections.items():
         flags |= _flags(name, value)
     file = None if config is None or isinstance(config, RunConfig) else Path(config)
-    before = None if resume is None else Path(resume)
-    if before is not None and preset is not None:
+    resumed_folder = None if resume is None else Path(resume)
+    if resumed_folder is not None and preset is not None:
         raise UsageError("preset: a resumed run has its own", fix=HOW_TO_CHANGE)
-    if accept_changes and before is None:
+    if accept_changes and resumed_folder is None:
         raise UsageError(
             "accept_changes has no effect without resume",
             fix="isotype.train(resume=..., accept_changes=True)",
@@ -147,21 +147,23 @@ def train(
         file,
         flags=flags,
         preset=preset,
-        resume=before,
+        resume=resumed_folder,
         how_to_change=HOW_TO_CHANGE,
         source=SOURCE,
         consent=accept_changes,
     )
 
-    with process_state_restored():
-        ended = start(loaded, resume=before, skips=skip, callbacks=callbacks, objective=objective)
-    if not ended.begun:
+    with restore_process_state():
+        outcome = start(
+            loaded, resume=resumed_folder, skips=skip, callbacks=callbacks, objective=objective
+        )
+    if not outcome.begun:
         raise KeyboardInterrupt("before step 1: there is no run")
-    return Run(ended.folder)
+    return Run(outcome.folder)
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunOutcome:
     """How a run ended.
 
     status  the exit status: 0 done, 130 interrupted
@@ -183,7 +185,7 @@ def start(
     skips: Mapping[str, str] | None = None,
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
-) -> Ended:
+) -> RunOutcome:
     """Runs to the end, or saves on Ctrl-C. Raises IsotypeError.
 
     resume     the folder of the run to go on with
@@ -210,7 +212,7 @@ def start(
         from ..inference.push import push
 
         console.say(push(folder, loaded.config, repository))
-    return Ended(status, folder, RunFolder(folder).is_run)
+    return RunOutcome(status, folder, RunFolder(folder).is_run)
 
 
 def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
@@ -237,7 +239,7 @@ def _flags(name: str, value: Any) -> dict[str, Any]:
         return {f"{name}.{key}": v for key, v in _set_keys(value).items()}
     if isinstance(value, Mapping):
         return {f"{name}.{key}": v for key, v in value.items()}
-    key = NAMED[name]
+    key = SHORTHAND_KEYS[name]
     if key is None:
         raise UsageError(
             f"isotype.train({name}={value!r}): expected a mapping or a {name.capitalize()}Section",
@@ -309,15 +311,15 @@ class Run:
         """
         return self._saved("model")
 
-    def _saved(self, what: str) -> Path:
-        folder = self.folder / what
+    def _saved(self, kind: str) -> Path:
+        folder = self.folder / kind
         if not folder.is_dir():
-            other = {"adapter": "model", "model": "adapter"}[what]
-            if (self.folder / other).is_dir():
-                hint = f"run.{other} is what it saved"
+            other_kind = {"adapter": "model", "model": "adapter"}[kind]
+            if (self.folder / other_kind).is_dir():
+                hint = f"run.{other_kind} is what it saved"
             else:
                 hint = f"its status is {self.status}"
-            raise UsageError(f"{self.folder}: no {what} there: {hint}")
+            raise UsageError(f"{self.folder}: no {kind} there: {hint}")
         return folder
 
     def load(self) -> LoadedRun:
@@ -373,7 +375,7 @@ LIBRARIES = ("peft", "bitsandbytes")
 
 
 @contextmanager
-def process_state_restored() -> Iterator[None]:
+def restore_process_state() -> Iterator[None]:
     """Sets the default dtype to fp32, records gradients, and leaves the caller's autocast. Restores
     everything on exit.
     """
@@ -382,8 +384,8 @@ def process_state_restored() -> Iterator[None]:
     import transformers
 
     levels = {name: logging.getLogger(name).level for name in LIBRARIES}
-    said = transformers.utils.logging.get_verbosity()
-    bars = transformers.utils.logging.is_progress_bar_enabled()
+    verbosity = transformers.utils.logging.get_verbosity()
+    progress_bars = transformers.utils.logging.is_progress_bar_enabled()
     dtype = torch.get_default_dtype()
     workspace = os.environ.get(WORKSPACE)
     strict = torch.are_deterministic_algorithms_enabled()
@@ -395,7 +397,7 @@ def process_state_restored() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(callers_autocast_left())
+        stack.enter_context(disable_autocast())
         try:
             torch.set_default_dtype(torch.float32)
             yield
@@ -405,8 +407,8 @@ def process_state_restored() -> Iterator[None]:
             random.setstate(python)
             np.random.set_state(numpy)
             _set_or_remove(WORKSPACE, workspace)
-            transformers.utils.logging.set_verbosity(said)
-            if bars:
+            transformers.utils.logging.set_verbosity(verbosity)
+            if progress_bars:
                 transformers.utils.logging.enable_progress_bar()
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
@@ -420,7 +422,7 @@ def _set_or_remove(name: str, value: str | None) -> None:
 
 
 @contextmanager
-def callers_autocast_left() -> Iterator[None]:
+def disable_autocast() -> Iterator[None]:
     """Switches the caller's autocast off. In its block PyTorch would keep each weight as it was
     first cast, and every step would compute with the first step's weights: there nothing is kept.
     """
@@ -488,18 +490,18 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     from ..data.sources import refuse_absent
 
     config = loaded.config
-    where = f"{loaded.path} " if loaded.path else ""
+    folder_name = f"{loaded.path} " if loaded.path else ""
     missing = missing_trackers(config.run.trackers)
     if config.model.name is None and is_denoiser(config.model.config):
         missing.append(
-            f"{where}model.name: missing: the pipeline whose VAE, text encoders and scheduler"
+            f"{folder_name}model.name: missing: the pipeline whose VAE, text encoders and scheduler"
             " model.config is trained with"
         )
     elif config.model.name is None and (
         config.model.init == "pretrained" or config.model.config is None
     ):
         missing.append(
-            f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init"
+            f"{folder_name}model.name: missing: --model FOLDER, or model.name in a file (isotype init"
             " writes one)"
         )
     for key, name in (
@@ -507,22 +509,24 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
         ("model.tokenizer", config.model.tokenizer),
     ):
         if name is not None and is_folder_name(name) and not Path(name).exists():
-            what = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
+            missing_part = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
             missing.append(
                 f"{loaded.sources[key]} {key}: {name}: no such"
-                f" {what}{near_model(name) or where_looked(name, loaded.path)}"
+                f" {missing_part}{near_model(name) or where_looked(name, loaded.path)}"
             )
     refuse_inapplicable(config, loaded.sources)
     diffusion = kind_of(config) == DIFFUSION
     if diffusion and str(config.model.name).endswith(".gguf"):
-        missing.append(f"{where}model.name: {config.model.name}: {NO_GGUF}: take {INSTEAD_OF_GGUF}")
+        missing.append(
+            f"{folder_name}model.name: {config.model.name}: {NO_GGUF}: take {INSTEAD_OF_GGUF}"
+        )
     if diffusion and config.images.train is None:
         missing.append(
-            f"{where}images.train: missing: a folder of pictures with captions, or a JSONL file"
+            f"{folder_name}images.train: missing: a folder of pictures with captions, or a JSONL file"
         )
     if not diffusion and config.data.train is None:
         missing.append(
-            f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions"
+            f"{folder_name}data.train: missing: --data FILE, or --data stdlib for the built-in questions"
             " and answers"
         )
     if missing:
@@ -541,9 +545,9 @@ def missing_trackers(trackers: Sequence[str]) -> list[str]:
     """A line for each tracker whose package is not installed; the packages and the extras have the
     trackers' names.
     """
-    gone = [name for name in dict.fromkeys(trackers) if find_spec(name) is None]
+    missing = [name for name in dict.fromkeys(trackers) if find_spec(name) is None]
     return [
         f"run.trackers: {name} is not installed: pip install 'isotype[{name}]', or leave it out of"
         " run.trackers"
-        for name in gone
+        for name in missing
     ]

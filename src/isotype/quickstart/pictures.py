@@ -42,10 +42,10 @@ _OUTLINES: dict[str, list[list[tuple[float, float]]]] = {
 }
 _FINER = 4  # drawn so many times larger, then scaled down: smooth edges
 # share of pixels that differ from the template: above it the picture shows no shape
-MOST_APART = 0.3
+MAX_DISTANCE = 0.3
 MOST_OFF = 50  # of 255, the mean difference of the shape's pixels from its colour
 _INK = 0.35  # between white (0) and the colour (1)
-WORDS = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
+VOCABULARY = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
 TEXT_LENGTH = 6  # tokens of a caption, padded
 CLIP_WIDTH = 32
 T5_WIDTH = 64
@@ -90,7 +90,7 @@ def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int)
     return len(names)
 
 
-def judged(picture_HWC: NDArray[np.uint8]) -> str:
+def classify_picture(picture_HWC: NDArray[np.uint8]) -> str:
     """`a red circle`, or `no shape`: the nearest template in place, size and shape; the colour by
     the mean of the shape's pixels.
 
@@ -115,11 +115,11 @@ def judged(picture_HWC: NDArray[np.uint8]) -> str:
         for grown in (-1.0, -0.5, 0.0)
     }
     # 1 - intersection over union
-    apart, shape = min(
-        (1.0 - float((ink & one).sum()) / float((ink | one).sum()), shape)
-        for (shape, _), one in templates.items()
+    distance, shape = min(
+        (1.0 - float((ink & template).sum()) / float((ink | template).sum()), shape)
+        for (shape, _), template in templates.items()
     )
-    if apart <= MOST_APART:
+    if distance <= MAX_DISTANCE:
         return f"a {colour} {shape}"
     return "no shape"
 
@@ -154,7 +154,7 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
             axes_dims_rope=(8, 12, 12),
         )
         clip = CLIPTextConfig(
-            vocab_size=len(WORDS),
+            vocab_size=len(VOCABULARY),
             hidden_size=CLIP_WIDTH,
             intermediate_size=2 * CLIP_WIDTH,
             num_hidden_layers=1,
@@ -166,14 +166,14 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
             pad_token_id=0,
         )
         t5 = T5Config(
-            vocab_size=len(WORDS),
+            vocab_size=len(VOCABULARY),
             d_model=T5_WIDTH,
             d_kv=16,
             d_ff=T5_WIDTH,
             num_layers=1,
             num_heads=4,
         )
-        made: Any = FluxPipeline(
+        pipeline: Any = FluxPipeline(
             transformer=transformer,
             vae=vae,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
@@ -182,7 +182,7 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
             text_encoder_2=T5EncoderModel(t5),
             tokenizer_2=_tokenizer(),
         )
-        made.save_pretrained(folder)
+        pipeline.save_pretrained(folder)
     return error
 
 
@@ -244,27 +244,33 @@ def _tokenizer() -> Any:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner = Tokenizer(WordLevel({text: i for i, text in enumerate(VOCABULARY)}, unk_token="<unk>"))
     inner.pre_tokenizer = Whitespace()
     inner.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    named = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=TEXT_LENGTH, **named)
+    special_tokens = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, model_max_length=TEXT_LENGTH, **special_tokens
+    )
 
 
-BEFORE = ("circle", "square", "triangle")
-NEW = "cross"
-ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
+PRETRAINED_SHAPES = ("circle", "square", "triangle")
+NEW_SHAPE = "cross"
+SAMPLE_PROMPTS = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
 PIPELINE = "flux"
 BASE = "base"
 PICTURES = "pictures"
 SHEET = "drawn.png"
 STAGES = (
     Stage(
-        "full", f"every weight, on pictures of {', '.join(BEFORE)}", 2000, seconds=140, least=100
+        "full",
+        f"every weight, on pictures of {', '.join(PRETRAINED_SHAPES)}",
+        2000,
+        seconds=140,
+        least=100,
     ),
     Stage(
         "lora",
-        f"LoRA on pictures of a {NEW}, new to that model; the others keep it from forgetting",
+        f"LoRA on pictures of a {NEW_SHAPE}, new to that model; the others keep it from forgetting",
         900,
         seconds=70,
         least=50,
@@ -311,32 +317,32 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
     print("\ndrawing and judging, by the pixels alone")
     right: dict[str, dict[str, int]] = {}
     step = SIDE + 2
-    sheet = Image.new("RGB", (step * draws, step * 2 * len(ASKED)), (200, 200, 200))
+    sheet = Image.new("RGB", (step * draws, step * 2 * len(SAMPLE_PROMPTS)), (200, 200, 200))
     for i, stage in enumerate(STAGES):
         _, pictures = draw_with(
-            folder / stage.name, [prompt for prompt in ASKED for _ in range(draws)]
+            folder / stage.name, [prompt for prompt in SAMPLE_PROMPTS for _ in range(draws)]
         )
-        right[stage.name] = dict.fromkeys(ASKED, 0)
+        right[stage.name] = dict.fromkeys(SAMPLE_PROMPTS, 0)
         for j, picture in enumerate(pictures):
             image = Image.open(io.BytesIO(picture.png)).convert("RGB")
-            right[stage.name][picture.prompt] += judged(np.array(image)) == picture.prompt
-            sheet.paste(image, (step * (j % draws), step * (i * len(ASKED) + j // draws)))
+            right[stage.name][picture.prompt] += classify_picture(np.array(image)) == picture.prompt
+            sheet.paste(image, (step * (j % draws), step * (i * len(SAMPLE_PROMPTS) + j // draws)))
     sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.NEAREST).save(folder / SHEET)
     return {
         "before": right["full"],
         "after": right["lora"],
         "draws": draws,
-        "share": sum(right["lora"].values()) / (draws * len(ASKED)),
+        "share": sum(right["lora"].values()) / (draws * len(SAMPLE_PROMPTS)),
         "sheet": str(folder / SHEET),
         "report": str(folder / "lora" / "report.html"),
     }
 
 
 def _write(folder: Path, vae_steps: int) -> None:
-    count = write_pictures(folder / PICTURES / "before", BEFORE, each=32, seed=1)
-    count += write_pictures(folder / PICTURES / "new", (NEW,), each=32, seed=2)
+    count = write_pictures(folder / PICTURES / "before", PRETRAINED_SHAPES, each=32, seed=1)
+    count += write_pictures(folder / PICTURES / "new", (NEW_SHAPE,), each=32, seed=2)
     print(
-        f"pictures  {count} of {len(BEFORE) + 1} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE}"
+        f"pictures  {count} of {len(PRETRAINED_SHAPES) + 1} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE}"
         " pixels, each with a caption"
     )
     error = write_pipeline(folder / PIPELINE, vae_steps=vae_steps)
@@ -361,7 +367,7 @@ def _make_base(folder: Path) -> None:
 
 def _show(folder: Path, summary: dict[str, Any]) -> None:
     print(f"\nright of {summary['draws']} pictures      before LoRA  after")
-    for prompt in ASKED:
+    for prompt in SAMPLE_PROMPTS:
         print(f"  {prompt:<20}  {summary['before'][prompt]:>11}  {summary['after'][prompt]:>5}")
     print(f"\nall together {summary['share']:.0%} after LoRA")
     print(
@@ -373,7 +379,7 @@ def _show(folder: Path, summary: dict[str, Any]) -> None:
         f"adapter   {folder / 'lora' / 'adapter' / 'pytorch_lora_weights.safetensors'}  on "
         f" {folder / BASE}"
     )
-    print(f'draw      isotype sample {folder / "lora"} "a blue {NEW}"')
+    print(f'draw      isotype sample {folder / "lora"} "a blue {NEW_SHAPE}"')
     print(
         f"again     isotype train {folder / 'lora.yaml'} run.folder=runs/mine"
         " images.train=YOUR_PICTURES"

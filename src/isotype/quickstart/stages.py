@@ -29,23 +29,23 @@ class Stage:
     """
 
     name: str
-    what: str
+    description: str
     steps: int
     seconds: float
     least: int
 
 
-class EndsInTime(Callback):
+class StopAtDeadline(Callback):
     """Stops a stage when its time is over."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.until = 0.0
+        self.deadline = 0.0
 
     def on_step(self, moment: Moment) -> None:
-        now = time.monotonic()
-        self.until = self.until or now + self.stage.seconds
-        if now >= self.until and self.stage.least <= moment.step < moment.total:
+        current_time = time.monotonic()
+        self.deadline = self.deadline or current_time + self.stage.seconds
+        if current_time >= self.deadline and self.stage.least <= moment.step < moment.total:
             print(
                 f"speed     ends at step {moment.step} of {moment.total}, to take about five"
                 " minutes in all"
@@ -127,9 +127,9 @@ def run_stages(
 ) -> bool:
     """Both stages as their files say; False when one was interrupted and saved."""
     for number, stage in enumerate(stages, start=1):
-        print(f"\n{number}/{len(stages)}  {stage.what}  ({folder / stage.name}.yaml)")
+        print(f"\n{number}/{len(stages)}  {stage.description}  ({folder / stage.name}.yaml)")
         run = folder / stage.name
-        clock = [EndsInTime(stage)]
+        clock = [StopAtDeadline(stage)]
         if RunFolder(run).read_json("result.json").get("status") == "done":
             print(f"done before: {run}")
         elif (run / "resolved.yaml").is_file():

@@ -58,18 +58,18 @@ def summarise(folder: Path) -> dict[str, Any]:
     from ..report.record import read_run
 
     runs = {stage.name: read_run(folder / stage.name) for stage in STAGES}
-    samples = [one["samples"] for one in runs["tune"].samples] or [[]]
+    samples = [round_["samples"] for round_ in runs["tune"].samples] or [[]]
     return {
         "loss": {name: run.curve("loss") for name, run in runs.items()},
         "evaluations": {name: run.curve("eval_loss") for name, run in runs.items()},
         "samples": [
             {
-                "prompt": before["prompt"],
-                "before": before["answer"],
-                "after": after["answer"],
-                "reference": before["reference"],
+                "prompt": first["prompt"],
+                "before": first["answer"],
+                "after": last["answer"],
+                "reference": first["reference"],
             }
-            for before, after in zip(samples[0], samples[-1])
+            for first, last in zip(samples[0], samples[-1])
         ],
         "report": str(folder / "tune" / "report.html"),
     }
@@ -106,10 +106,10 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
 
     special = [END_OF_TEXT, TURN, END_OF_TURN]
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+    pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.Split(pattern, behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -121,15 +121,15 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    made = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = NAMED["chatml"].text
-    made.add_special_tokens({"additional_special_tokens": [TURN]})
-    return made
+    fast_tokenizer.chat_template = NAMED["chatml"].text
+    fast_tokenizer.add_special_tokens({"additional_special_tokens": [TURN]})
+    return fast_tokenizer
 
 
 def small_config(
@@ -165,8 +165,8 @@ def _show(folder: Path, summary: dict[str, Any]) -> None:
     print("\nanswers to questions that were not trained on, before and after LoRA")
     for sample in summary["samples"]:
         print(f"\n  > {sample['prompt']}")
-        for what in ("before", "after", "reference"):
-            print(f"    {what:<9}  {_short(sample[what] or '')}")
+        for key in ("before", "after", "reference"):
+            print(f"    {key:<9}  {_short(sample[key] or '')}")
     print(f"\nreport    {summary['report']}")
     print(f"adapter   {folder / 'tune' / 'adapter'}  on  {folder / 'pretrain' / 'model'}")
     print(
