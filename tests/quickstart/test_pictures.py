@@ -17,9 +17,9 @@ from isotype.quickstart.pictures import (
     COLOURS,
     SHAPES,
     SIDE,
+    classify_picture,
     draw,
     draw_at_random,
-    classify_picture,
     write_pictures,
 )
 
@@ -64,7 +64,10 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 def test_it_names_every_shape_and_colour():
     chance = random.Random(0)
     for shape, colour in [*product(SHAPES, COLOURS)] * 10:
-        assert classify_picture(np.array(draw_at_random(shape, colour, chance))) == f"a {colour} {shape}"
+        assert (
+            classify_picture(np.array(draw_at_random(shape, colour, chance)))
+            == f"a {colour} {shape}"
+        )
 
 
 def test_other_pictures_are_no_shape():

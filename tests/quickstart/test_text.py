@@ -11,7 +11,7 @@ import torch
 from isotype.data import stdlib
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart, stages
-from isotype.quickstart.stages import StopAtDeadline, Stage
+from isotype.quickstart.stages import Stage, StopAtDeadline
 from isotype.training.callbacks import Moment
 from tests.results import metrics
 
