@@ -37,7 +37,7 @@ from isotype.errors import UsageError
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
-from isotype.training.console import without_warnings
+from isotype.training.console import silence_library_warnings
 from isotype.training.memory.plan import MemoryPlan, make_fake, plan_memory, without_data
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
@@ -242,7 +242,7 @@ def recorded(
     """
     device = torch.device("meta")
     apply_checkpointing(made.model, checkpointing)
-    with without_data("cuda"), without_warnings():
+    with without_data("cuda"), silence_library_warnings():
         make_fake(made.model, device)
         accumulator = GradientAccumulator(
             made.model.parameters(), dtype=precision.grads, reduce=precision.reduce

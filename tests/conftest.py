@@ -186,7 +186,7 @@ def subject(configured, tmp_path):
     """`subject(folder, **sections)`: a prepared run, as `train` would hand it to the preflight."""
     from isotype.runs.folder import RunFolder
     from isotype.tasks.choose import task_of
-    from isotype.training.schedule import Milestones
+    from isotype.training.schedule import RunSchedule
     from isotype.training.setup import Subject, prepare
 
     def make(folder_name: str = "run", **sections: Any) -> Subject:
@@ -195,7 +195,7 @@ def subject(configured, tmp_path):
         folder.mkdir(exist_ok=True)
         task = task_of(loaded.config)
         prepared = prepare(task, loaded.sources, RunFolder(folder).base)
-        plan = Milestones.of(loaded.config, rows=task.rows, eval_rows=task.eval_rows)
+        plan = RunSchedule.from_config(loaded.config, rows=task.rows, eval_rows=task.eval_rows)
         return Subject(config=loaded.config, task=task, prepared=prepared, plan=plan, folder=folder)
 
     return make

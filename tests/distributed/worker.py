@@ -56,7 +56,7 @@ def with_fault(rank: int, step: int, what: str) -> None:
         if int(os.environ["RANK"]) == rank:
             shutil.disk_usage = lambda _: SimpleNamespace(free=0)
         return
-    steps, samples, takes = Loop._step, Loop._sample, loop_module.batches_of_rank
+    steps, samples, takes = Loop._step, Loop._sample, loop_module.load_local_batches
     at = (-1, -1)
 
     def one_step(loop, number):
@@ -76,7 +76,7 @@ def with_fault(rank: int, step: int, what: str) -> None:
             act(what)
         return samples(loop)
 
-    Loop._step, Loop._sample, loop_module.batches_of_rank = one_step, sample, batches
+    Loop._step, Loop._sample, loop_module.load_local_batches = one_step, sample, batches
 
 
 def main() -> int:

@@ -211,7 +211,7 @@ def start(
     if repository is not None and status == 0:
         from ..inference.push import push
 
-        console.say(push(folder, loaded.config, repository))
+        console.print_line(push(folder, loaded.config, repository))
     return RunOutcome(status, folder, RunFolder(folder).is_run)
 
 

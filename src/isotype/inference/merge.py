@@ -41,7 +41,7 @@ from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_filled, without_run
 from ..tasks.language.objective import NextToken
 from ..tasks.language.result import evaluate, load_result
-from ..training.finish import ROWS
+from ..training.finish import CHECKED_ROWS
 from .loaded import LoadedRun
 
 # relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less
@@ -329,7 +329,7 @@ def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
         only=FORMATS.get(run.config.train.objective),
         pictures=pictures_of(run.config.model, section, run.tokenizer),
     )
-    return list((loaded.eval or loaded.train)[:ROWS]), loaded.pictures
+    return list((loaded.eval or loaded.train)[:CHECKED_ROWS]), loaded.pictures
 
 
 def _loss(model: nn.Module, run: LoadedRun, rows: tuple[list, Pictures | None]) -> float:

@@ -46,10 +46,10 @@ from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from ..training.preflight.static import vanishing_updates
-from ..training.schedule import Milestones
+from ..training.schedule import RunSchedule
 from ..training.setup import Prepared, Subject
 from ..training.step import LossScale, gradient_norm
-from ..training.task import Check, Evaluation, eval_mode, random_state_restored
+from ..training.task import Check, Evaluation, eval_mode, preserve_random_state
 from ..wording import counted
 from .attachment import Attachment, Methods
 
@@ -221,7 +221,7 @@ class TrainerStepper:
             self.model,
             passes,
             step=step,
-            what=what,
+            quantity=what,
             gradient=self.accumulator.gradient,
             learning_rate=args.learning_rate,
             clip=args.max_grad_norm or None,
@@ -312,7 +312,7 @@ class TrainerTask:
         ids = torch.tensor(
             [row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device
         )
-        with eval_mode(model), random_state_restored():
+        with eval_mode(model), preserve_random_state():
             model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         return []
 
@@ -355,7 +355,7 @@ def subject_of(attached: Attachment, folder: Path, *, resuming: bool) -> Subject
         folder=folder,
         resuming=resuming,
         prepared=cast(Prepared, prepared),
-        plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
+        plan=RunSchedule(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )
 
 
@@ -475,7 +475,7 @@ def _trainer_restored(trainer: Any) -> Iterator[None]:
                 )
             )
     methods = Methods(trainer)
-    with random_state_restored():
+    with preserve_random_state():
         methods.wrap("log", lambda *_, **__: None)
         try:
             yield

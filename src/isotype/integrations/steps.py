@@ -187,7 +187,7 @@ class Guards(TrainerCallback):
             self.trainer.model,
             passes,
             step=self.trainer.state.global_step + 1,
-            what=what,
+            quantity=what,
             gradient=self.attached.gradient,
             learning_rate=args.learning_rate,
             clip=args.max_grad_norm or None,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
 from ..observe.continuity import BUFFER, STATE, Continuity
-from .task import modes_restored, random_state_restored
+from .task import preserve_modes, preserve_random_state
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """A user's own loss in place of the task's: the summed losses of a micro-batch."""
@@ -42,13 +42,13 @@ class Moment:
     row: Mapping[str, Any]
     model: nn.Module
     folder: Path
-    _asked: list[bool] = field(default_factory=list, repr=False)
+    _stop_requests: list[bool] = field(default_factory=list, repr=False)
 
     def stop(self) -> None:
         """Asks the run to save and end after this step, as early stopping does. The run still
         writes its result.
         """
-        self._asked.append(True)
+        self._stop_requests.append(True)
 
 
 class Callback:
@@ -66,7 +66,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raises UsageError for what `call_back` could not call: a class, no Callback, a method that
+    """Raises UsageError for what `run_callbacks` could not call: a class, no Callback, a method that
     does not take one Moment.
     """
     for callback in callbacks:
@@ -91,7 +91,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 ) from error
 
 
-def call_back(
+def run_callbacks(
     callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer
 ) -> bool:
     """Calls `on_NAME` of each callback; returns whether one asked to stop. Gradients that a
@@ -102,19 +102,21 @@ def call_back(
     """
     dtype = torch.get_default_dtype()
     for callback in callbacks:
-        before = _versions(moment.model, optimizer)
-        sample = Continuity(moment.model, optimizer)
-        sample.take("the call")
+        versions = _tensor_versions(moment.model, optimizer)
+        continuity = Continuity(moment.model, optimizer)
+        continuity.take("the call")
         with (
-            random_state_restored(),
-            modes_restored(moment.model),
+            preserve_random_state(),
+            preserve_modes(moment.model),
             torch.set_grad_enabled(torch.is_grad_enabled()),
         ):
             try:
                 getattr(callback, f"on_{name}")(moment)
             finally:
                 torch.set_default_dtype(dtype)
-        if (changed := _changed(before, _versions(moment.model, optimizer), sample)) is not None:
+        if (
+            changed := _find_change(versions, _tensor_versions(moment.model, optimizer), continuity)
+        ) is not None:
             raise RunError(
                 f"step {moment.step}: {type(callback).__name__}.on_{name} changed {changed}",
                 code="CB001",
@@ -123,44 +125,58 @@ def call_back(
                     " or make it part of the objective"
                 ),
             )
-    return bool(moment._asked)
+    return bool(moment._stop_requests)
 
 
-def _changed(
-    before: dict[str, tuple[int, ...]], now: dict[str, tuple[int, ...]], sample: Continuity
+def _find_change(
+    previous: dict[str, tuple[int, ...]],
+    current: dict[str, tuple[int, ...]],
+    continuity: Continuity,
 ) -> str | None:
     """The first parameter, whether it is trained, or state of the optimizer that was written or
     exchanged; of buffers, which a generation may write, the first that was rounded.
     """
-    found = next(
-        (key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None
+    changed_name = next(
+        (key for key in previous.keys() | current.keys() if previous.get(key) != current.get(key)),
+        None,
     )
-    if found is not None:
-        return found
+    if changed_name is not None:
+        return changed_name
     # what PyTorch does not count as a write: `p.data`, NumPy
-    written = (one for one in sample.differences() if one.kind != BUFFER or one.narrower)
+    differences = (
+        difference
+        for difference in continuity.differences()
+        if difference.kind != BUFFER or difference.narrower
+    )
     return next(
-        (f"the optimizer's {one.tensor}" if one.kind == STATE else one.tensor for one in written),
+        (
+            f"the optimizer's {difference.tensor}"
+            if difference.kind == STATE
+            else difference.tensor
+            for difference in differences
+        ),
         None,
     )
 
 
-def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, ...]]:
+def _tensor_versions(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, tuple[int, ...]]:
     """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among
     the optimizer's states; of parameters whether they are trained too.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, tuple[int, ...]] = {
+    versions: dict[str, tuple[int, ...]] = {
         name: (id(p), p._version, p.requires_grad) for name, p in model.named_parameters()
     }
     for p, states in optimizer.state.items():
         for key, state in states.items():
             if isinstance(state, Tensor):
-                found[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (
+                versions[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (
                     id(state),
                     state._version,
                 )
-    return found
+    return versions
 
 
 def objective_name(objective: Objective | None) -> str | None:

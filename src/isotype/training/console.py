@@ -25,19 +25,23 @@ from rich.live import Live
 from rich.text import Text
 
 from ..wording import printable
-from .task import Sample, Words
+from .task import MetricNames, Sample
 
-PLAIN_LINES = 60  # about so many progress lines in a whole run where there is no terminal
-
-
-def duration(seconds: float) -> str:
-    minutes, s = divmod(int(seconds + 0.5), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+PLAIN_PROGRESS_LINES = 60  # about so many progress lines in a whole run where there is no terminal
 
 
-def progress_line(
-    step: int, total: int, row: dict[str, Any], eta: float | None, words: Words
+def format_duration(seconds: float) -> str:
+    minutes, remaining_seconds = divmod(int(seconds + 0.5), 60)
+    hours, remaining_minutes = divmod(minutes, 60)
+    return (
+        f"{hours}:{remaining_minutes:02d}:{remaining_seconds:02d}"
+        if hours
+        else f"{remaining_minutes}:{remaining_seconds:02d}"
+    )
+
+
+def format_progress(
+    step: int, total: int, row: dict[str, Any], seconds_left: float | None, names: MetricNames
 ) -> str:
     """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB  ETA 0:42`"""
     parts = [
@@ -46,12 +50,12 @@ def progress_line(
         f"lr {row['learning_rate']:.1e}",
         f"grad {row['grad_norm']:.3g}",
     ]
-    parts[2:2] = [f"{name} {row[name]:.3g}" for name in words.live if row.get(name) is not None]
+    parts[2:2] = [f"{name} {row[name]:.3g}" for name in names.live if row.get(name) is not None]
     if row.get("share_changed") is not None:
         parts.append(f"changed {row['share_changed']:.0%}")
     parts.append(
-        f"{row[f'{words.units}_per_second']:,.{0 if row[f'{words.units}_per_second'] >= 100 else 2}f}"
-        f" {words.unit}/s"
+        f"{row[f'{names.units}_per_second']:,.{0 if row[f'{names.units}_per_second'] >= 100 else 2}f}"
+        f" {names.unit}/s"
     )
     if row.get("memory_bytes"):
         parts.append(f"{row['memory_bytes'] / 1e9:.2f} GB")
@@ -59,12 +63,12 @@ def progress_line(
         parts.append(f"{row['promotions']} promotions")
     if row.get("overflow"):
         parts.append(f"overflow at loss scale {row['loss_scale']:,.0f}: step skipped, scale halved")
-    if eta is not None:
-        parts.append(f"ETA {duration(eta)}")
+    if seconds_left is not None:
+        parts.append(f"ETA {format_duration(seconds_left)}")
     return "  ".join(parts)
 
 
-class _OutlivedOutput(Console):
+class _PipeSafeConsole(Console):
     """A console whose reader may go away (`| head`): the run goes on without it, as its files have
     what would be printed.
 
@@ -73,32 +77,32 @@ class _OutlivedOutput(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        _into_nothing(self.file.fileno())
-        said = (
+        _redirect_to_null(self.file.fileno())
+        message = (
             "warning   the output is no longer read: the run goes on, and metrics.jsonl in its"
             " folder has the steps"
         )
         try:
-            print(said, file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
         except BrokenPipeError:  # `2>&1 |`
-            _into_nothing(sys.stderr.fileno())
+            _redirect_to_null(sys.stderr.fileno())
 
 
-def _into_nothing(*streams: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _redirect_to_null(*streams: int) -> None:
+    null_device = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
+        os.dup2(null_device, stream)
+    os.close(null_device)
 
 
 class RunConsole:
     """Prints to stdout, or to stderr when stdout belongs to `--json`.
 
-    result  how the run ended: its status, its folder and more; empty until `ended`
+    result  how the run ended: its status, its folder and more; empty until `report_result`
     """
 
     def __init__(self, *, json_output: bool = False) -> None:
-        self.console = _OutlivedOutput(
+        self.console = _PipeSafeConsole(
             file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True
         )
         self.result: Mapping[str, Any] = {}
@@ -107,22 +111,22 @@ class RunConsole:
         self._live: Live | None = None
         self._last_plain = 0
         self._log: Path | None = None
-        self._before: list[str] = []  # lines from before the run had a log
+        self._unlogged_lines: list[str] = []  # lines from before the run had a log
 
     def silence(self) -> None:
         """Prints nothing from here on: another process of the run has the terminal."""
         self._silent = self.console.quiet = True
 
-    def keep_log(self, file: Path) -> None:
+    def start_log(self, file: Path) -> None:
         """Appends every line to `file`, also those that were printed before."""
         self._log = file
-        before = self._before
-        self._before = []
-        self._keep("\n".join(before))
+        lines = self._unlogged_lines
+        self._unlogged_lines = []
+        self._write_log("\n".join(lines))
 
-    def _keep(self, text: str) -> None:
+    def _write_log(self, text: str) -> None:
         if self._log is None:
-            self._before.append(text)
+            self._unlogged_lines.append(text)
         elif not self._silent:
             try:
                 with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
@@ -131,7 +135,7 @@ class RunConsole:
             except OSError:
                 self._log = Path(os.devnull)
 
-    def ended(self, result: Mapping[str, Any]) -> None:
+    def report_result(self, result: Mapping[str, Any]) -> None:
         """Stores the result, and prints it as one JSON object on stdout where that was asked for."""
         self.result = result
         if self._json and not self._silent:
@@ -141,97 +145,102 @@ class RunConsole:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.settle()
+        self.end_live_line()
 
-    def say(self, text: str = "", style: str | None = None) -> None:
+    def print_line(self, text: str = "", style: str | None = None) -> None:
         self.console.print(Text(text), style=style)
-        self._keep(printable(text))
+        self._write_log(printable(text))
 
-    def header(self, rows: list[tuple[str, str]]) -> None:
+    def print_header(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
             lines = f"{label:<10}{text}".replace("\n", f"\n{'':<10}")
             self.console.print(Text.assemble((lines[:10], "bold"), lines[10:]))
-            self._keep(printable(lines))
+            self._write_log(printable(lines))
 
-    def progress(
-        self, step: int, total: int, row: dict[str, Any], eta: float | None, words: Words
+    def print_progress(
+        self,
+        step: int,
+        total: int,
+        row: dict[str, Any],
+        seconds_left: float | None,
+        names: MetricNames,
     ) -> None:
         if self._silent:
             return
-        line = progress_line(step, total, row, eta, words)
-        self._keep(line)
+        line = format_progress(step, total, row, seconds_left, names)
+        self._write_log(line)
         if self.console.is_terminal or self.console.is_jupyter:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=False)
                 self._live.start()
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-        elif step in (1, total) or step - self._last_plain >= total / PLAIN_LINES:
+        elif step in (1, total) or step - self._last_plain >= total / PLAIN_PROGRESS_LINES:
             self._last_plain = step
             self.console.print(Text(line))
 
-    def settle(self) -> None:
+    def end_live_line(self) -> None:
         """Ends the live line, so that later output begins on a new line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self.say(f"  samples at step {step}", style="dim")
-        for one in samples[:3]:
-            asked, made = one.lines()
-            self.say(f"    > {_short(asked)}", style="dim")
-            self.say(f"    {_short(made) or '(nothing)'}")
+    def print_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self.print_line(f"  samples at step {step}", style="dim")
+        for sample in samples[:3]:
+            prompt, output = sample.lines()
+            self.print_line(f"    > {_shorten(prompt)}", style="dim")
+            self.print_line(f"    {_shorten(output) or '(nothing)'}")
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     flat = printable(" ".join(text.split()))
     return flat if len(flat) <= 160 else flat[:159] + "…"
 
 
 class Interrupt:
     """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets
-    `asked`.
+    `requested`.
 
     While `training` is true, the loop saves after its step and stops; a second signal stops it at
     once. Before that a signal raises KeyboardInterrupt, since tokenising may take hours.
     """
 
     def __init__(self) -> None:
-        self.asked = self.training = False
-        self._before: dict[int, Any] = {}
+        self.requested = self.training = False
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
+                self._previous_handlers[number] = signal.signal(number, self._handle)
             if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
-                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
+                self._previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def begin(self) -> None:
         """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by
         a `__del__` or a library.
         """
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
         self.training = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        at_once = self.asked or not self.training
-        self.asked = True
-        if at_once:
+        is_immediate = self.requested or not self.training
+        self.requested = True
+        if is_immediate:
             raise KeyboardInterrupt
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         """Handles SIGHUP. It may arrive twice, from the kernel and from the shell, and printing to
         the closed terminal would fail.
         """
-        _into_nothing(*(stream for stream in (1, 2) if stat.S_ISCHR(os.fstat(stream).st_mode)))
-        if not self.asked:
+        _redirect_to_null(*(stream for stream in (1, 2) if stat.S_ISCHR(os.fstat(stream).st_mode)))
+        if not self.requested:
             self._handle(number, frame)
 
 
@@ -245,9 +254,9 @@ def quiet_libraries() -> None:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    downloads_are_shown = not are_progress_bars_disabled()
+    has_download_bars = not are_progress_bars_disabled()
     transformers.utils.logging.disable_progress_bar()  # its own, and the hub's
-    if downloads_are_shown:
+    if has_download_bars:
         enable_progress_bars()
     for library in ("peft", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -272,16 +281,16 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def without_warnings() -> Iterator[None]:
+def silence_library_warnings() -> Iterator[None]:
     """Hides the warnings of libraries about a model without data, and the traceback of an operator
     that needs data.
     """
     operators = logging.getLogger("torch._subclasses.fake_tensor")
-    before = operators.disabled
+    was_disabled = operators.disabled
     operators.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        operators.disabled = before
+        operators.disabled = was_disabled

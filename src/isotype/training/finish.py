@@ -22,11 +22,11 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
 from ..runs.folder import rows_in
 from ..wording import counted
-from .console import RunConsole, duration
+from .console import RunConsole, format_duration
 from .loop import Loop
 from .optimizer import FOLDER_SUFFIX, SCHEDULE_FREE, averages_in_place
 from .setup import Prepared
-from .task import Evaluation, Task, same_draws
+from .task import Evaluation, Task, fix_random_state
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
@@ -39,47 +39,50 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     loop.world.at(loop.progress.step, "the result")
     if prepared.sharding is not None:
         with loop.world.exchanging():
-            return _finish(loop, prepared, loop.world)
+            return _save_and_verify(loop, prepared, loop.world)
     if not loop.world.first:
-        _free(loop, prepared)
-    return loop.world.first_does(lambda: _finish(loop, prepared, ALONE), patiently=True)
+        _free_model(loop, prepared)
+    return loop.world.first_does(lambda: _save_and_verify(loop, prepared, ALONE), patiently=True)
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedResult:
     """A written result, and what it must give when it is loaded."""
 
     folder: Path
     dtype: torch.dtype
-    trained: Evaluation
-    weights: Digests
+    evaluation: Evaluation
+    weight_digests: Digests
 
 
-def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
+def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     """world  the processes that call this together"""
     config = loop.config
     progress = loop.progress
     precision = prepared.resolved.precision
     task = loop.task
-    taken = _take_best(loop, world) if saves_best(config) else progress.step
+    result_step = _load_best_weights(loop, world) if saves_best(config) else progress.step
     kind = "model" if config.adapter.kind == "none" else "adapter"
     with averages_in_place(loop.stepper.optimizer):
-        saved = [_save(loop, loop.folder.path / kind, world)]
+        saved_results = [_save_result(loop, loop.folder.path / kind, world)]
     if loop.ema is not None:
         with loop.ema.in_place():
-            saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world))
-    _free(loop, prepared)
+            saved_results.append(
+                _save_result(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world)
+            )
+    _free_model(loop, prepared)
     reloaded = [
-        _verify(task, one, precision, prepared.device, world, prepared.sharding) for one in saved
+        _verify_result(task, saved_result, precision, prepared.device, world, prepared.sharding)
+        for saved_result in saved_results
     ]
     result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
-        kind: str(saved[0].folder),
+        kind: str(saved_results[0].folder),
         "base": task.base_name if kind == "adapter" else None,
         "steps": progress.step,
-        "of_step": taken,
-        "eval_loss": _loss_of(loop, taken),
+        "of_step": result_step,
+        "eval_loss": _loss_of(loop, result_step),
         "eval_set": evaluation_set(config),
         "best_eval_loss": (
             progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None
@@ -88,15 +91,18 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
         task.words.units: progress.units,
         "trained_seconds": round(progress.trained_seconds, 2),
         "check": {
-            "rows": min(ROWS, task.eval_rows or task.rows),
-            "trained_loss": saved[0].trained.loss,
+            "rows": min(CHECKED_ROWS, task.eval_rows or task.rows),
+            "trained_loss": saved_results[0].evaluation.loss,
             "reloaded_loss": reloaded[0].loss,
-            "tensors": len(saved[0].weights),
+            "tensors": len(saved_results[0].weight_digests),
         },
     }
-    if len(saved) > 1:
-        losses = {"averaged_loss": saved[1].trained.loss, "reloaded_loss": reloaded[1].loss}
-        result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved[1].folder), **losses}
+    if len(saved_results) > 1:
+        losses = {
+            "averaged_loss": saved_results[1].evaluation.loss,
+            "reloaded_loss": reloaded[1].loss,
+        }
+        result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved_results[1].folder), **losses}
     return result
 
 
@@ -134,7 +140,7 @@ def _loss_of(loop: Loop, step: int) -> float | None:
     return losses[-1] if losses else None
 
 
-def _save(loop: Loop, target: Path, world: World) -> _Saved:
+def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
     """Writes the model's weights as they are now, and looks at the files. `weights` of the result
     are known to the first process.
     """
@@ -142,25 +148,29 @@ def _save(loop: Loop, target: Path, world: World) -> _Saved:
     if world.first:
         loop.observe_saved(target)
     dtype = to_torch(loop.saved_dtype)
-    with same_draws():
-        trained = loop.task.evaluate(
-            loop.model, loop.device, dtype=loop.resolved.precision.loss, most=ROWS, world=world
+    with fix_random_state():
+        evaluation = loop.task.evaluate(
+            loop.model,
+            loop.device,
+            dtype=loop.resolved.precision.loss,
+            most=CHECKED_ROWS,
+            world=world,
         )
-    return _Saved(target, dtype, trained, digests(tensors, dtype))
+    return _SavedResult(target, dtype, evaluation, digests(tensors, dtype))
 
 
-def _take_best(loop: Loop, world: World) -> int:
+def _load_best_weights(loop: Loop, world: World) -> int:
     """Puts the weights of the best evaluation into the model; returns their step."""
-    best: int | None = world.first_does(lambda: loop.store.best)
-    if best is None or best == loop.progress.step:
+    best_step: int | None = world.first_does(lambda: loop.store.best)
+    if best_step is None or best_step == loop.progress.step:
         return loop.progress.step
-    if reason := world.first_does(lambda: loop.store.fault(best)):
-        loop.console.say(
-            f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the"
+    if reason := world.first_does(lambda: loop.store.fault(best_step)):
+        loop.console.print_line(
+            f"warning   the best checkpoint, step_{best_step}, is damaged ({reason}): the result is the"
             " last step's weights"
         )
         return loop.progress.step
-    checkpoint = loop.store.load(best, rows_here(loop.model))
+    checkpoint = loop.store.load(best_step, rows_here(loop.model))
     restore_model(loop.model, checkpoint.tensors)
     if loop.config.train.optimizer == SCHEDULE_FREE:  # its averages follow from its states
         restore_optimizer(
@@ -168,11 +178,11 @@ def _take_best(loop: Loop, world: World) -> int:
         )
     if loop.ema is not None:
         loop.ema.restore(checkpoint.tensors)
-    loop.console.say(f"taking the weights of step {best}, the best evaluation")
-    return best
+    loop.console.print_line(f"taking the weights of step {best_step}, the best evaluation")
+    return best_step
 
 
-def _free(loop: Loop, prepared: Prepared) -> None:
+def _free_model(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
     loop.mapped_files.close()
@@ -183,12 +193,12 @@ def _free(loop: Loop, prepared: Prepared) -> None:
         torch.cuda.empty_cache()
 
 
-ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
+CHECKED_ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
 
-def _verify(
+def _verify_result(
     task: Task,
-    saved: _Saved,
+    saved: _SavedResult,
     precision: Precision,
     device: torch.device,
     world: World,
@@ -204,7 +214,7 @@ def _verify(
 
     def compare(model: nn.Module) -> None:
         if world.first:
-            refuse_difference(saved.folder, saved.weights, model, saved.dtype)
+            refuse_difference(saved.folder, saved.weight_digests, model, saved.dtype)
 
     def load() -> tuple[nn.Module, list[nn.Module]]:
         part = None if mesh is None else part_of(mesh, look=compare)
@@ -216,29 +226,31 @@ def _verify(
     model, units = world.in_turn(load)
     if sharding is not None:
         Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
-    with same_draws():
-        reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
+    with fix_random_state():
+        reloaded = task.evaluate(
+            model, device, dtype=precision.loss, most=CHECKED_ROWS, world=world
+        )
     # what rounding to the saved dtype changes; a start that was taken off the base stands beside a
     # residual, which the base's dtype rounded
-    exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
-    allowed = 1e-6 if exact else torch.finfo(saved.dtype).eps
+    is_exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
+    tolerance = 1e-6 if is_exact else torch.finfo(saved.dtype).eps
     adapter = task.config.adapter
     if adapter.kind != "none" and adapter.start in OFF_THE_BASE and precision.base != "fp32":
-        allowed = max(eps(precision.base), torch.finfo(saved.dtype).eps)
-    trained = saved.trained.loss
-    if not abs(reloaded.loss - trained) <= allowed * max(1.0, abs(trained)):
+        tolerance = max(eps(precision.base), torch.finfo(saved.dtype).eps)
+    trained_loss = saved.evaluation.loss
+    if not abs(reloaded.loss - trained_loss) <= tolerance * max(1.0, abs(trained_loss)):
         raise RunError(
             f"{saved.folder} was saved, but loaded into a fresh base its loss is"
-            f" {reloaded.loss:.6f} where training had {trained:.6f}",
+            f" {reloaded.loss:.6f} where training had {trained_loss:.6f}",
             code="SV001",
             fix="the checkpoints are untouched; report this with env.json",
         )
     return reloaded
 
 
-def say_result(result: dict[str, Any], console: RunConsole) -> None:
-    where = result.get("adapter") or result.get("model")
-    console.say()
+def print_result(result: dict[str, Any], console: RunConsole) -> None:
+    path = result.get("adapter") or result.get("model")
+    console.print_line()
     best, step, of = result["best_eval_loss"], result["best_step"], result["eval_set"]
     # of the rows that there are now; an earlier part of the run may have had others
     if best is None:
@@ -247,17 +259,17 @@ def say_result(result: dict[str, Any], console: RunConsole) -> None:
         evaluated = f", best evaluation loss {best:.4f} ({of}) at step {step}"
     else:
         evaluated = f", no evaluation lower than {best:.4f} ({of}), that before step 1"
-    console.say(
+    console.print_line(
         f"done      {counted(result['steps'], 'step')} in"
-        f" {duration(result['trained_seconds'])}{evaluated}"
+        f" {format_duration(result['trained_seconds'])}{evaluated}"
     )
-    console.say(f"saved     {where}: {saved_weights(result)}")
+    console.print_line(f"saved     {path}: {saved_weights(result)}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
-    equal = f"{counted(check['tensors'], 'tensor')} equal"
+    equal_text = f"{counted(check['tensors'], 'tensor')} equal"
     rows = "evaluation row" if best is not None else "training row"
-    console.say(
-        f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], rows)}; {equal}"
+    console.print_line(
+        f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], rows)}; {equal_text}"
     )
 
 

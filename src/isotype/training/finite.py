@@ -19,28 +19,29 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
     """Runs forward pass and loss again, and names the innermost module whose output is the first
     non-finite one.
     """
-    found: list[str] = []
-    inner = inner_model(model)
+    names: list[str] = []
+    inner_module = inner_model(model)
 
-    def hook(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: object, output: object) -> None:
-            if not found and any(not bool(t.isfinite().all()) for t in floating_tensors(output)):
-                found.append(f"{name} ({type(module).__name__})")
+            if not names and any(not bool(t.isfinite().all()) for t in floating_tensors(output)):
+                names.append(f"{name} ({type(module).__name__})")
 
         return look
 
     # inner modules finish before the ones around them, so the first to be found is the innermost
-    hooks = [
-        m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()
+    handles = [
+        m.register_forward_hook(make_hook(n or type(inner_module).__name__))
+        for n, m in inner_module.named_modules()
     ]
     try:
         with torch.no_grad():
             forward()
     finally:
-        for h in hooks:
-            h.remove()
+        for handle in handles:
+            handle.remove()
         settle(model)
-    return found[0] if found else None
+    return names[0] if names else None
 
 
 def non_finite_parameters(model: nn.Module) -> list[str]:
@@ -74,10 +75,10 @@ def non_finite_gradients(
     return bad[::-1]
 
 
-_WIDER = ", or precision.compute: bf16, whose range is fp32's"
+_WIDER_RANGE_ADVICE = ", or precision.compute: bf16, whose range is fp32's"
 
 
-def calmer_steps(learning_rate: float, clip: float | None) -> str:
+def smaller_update_advice(learning_rate: float, clip: float | None) -> str:
     """Advice for smaller updates that the settings do not follow yet."""
     return f"lower train.learning_rate (it is {learning_rate:g})" + (
         "" if clip else ", or set train.clip"
@@ -89,7 +90,7 @@ def non_finite_error(
     passes: Sequence[Callable[[], object]],
     *,
     step: int,
-    what: str,
+    quantity: str,
     gradient: Callable[[nn.Parameter], Tensor | None],
     learning_rate: float,
     clip: float | None,
@@ -100,49 +101,47 @@ def non_finite_error(
     passes  the forward pass of each micro-batch, to be run again
     step    0 in the preflight: nothing was trained, so that smaller updates cannot help
     """
-    weights = non_finite_parameters(model)
+    bad_parameters = non_finite_parameters(model)
     # all of them, whatever the first one shows: the forward of a sharded model is one of all
     # processes
     modules = [first_non_finite_module(model, forward) for forward in passes]
     module = next(filter(None, modules), None)
-    gradients = non_finite_gradients(model, gradient)
-    if weights:
-        where = f"parameter {weights[0]} is not finite"
+    bad_gradients = non_finite_gradients(model, gradient)
+    if bad_parameters:
+        location = f"parameter {bad_parameters[0]} is not finite"
         if step:
             fix = (
                 "it was so before this step: resume from an earlier checkpoint, and"
-                f" {calmer_steps(learning_rate, clip)}"
+                f" {smaller_update_advice(learning_rate, clip)}"
             )
         else:
             fix = "it was so in the base: fetch its files again, or take another base"
     elif not step and (
-        buffers := [
+        bad_buffers := [
             name
             for name, b in model.named_buffers()
             if b.is_floating_point() and bool(b.isnan().any())
         ]
     ):
-        where = f"buffer {buffers[0]} is not a number"
+        location = f"buffer {bad_buffers[0]} is not a number"
         fix = "look at the model's code that fills it"
     elif module:
-        where = f"first in the output of {module}"
+        location = f"first in the output of {module}"
         if step:
             fix = (
                 "activations overflow:"
-                f" {calmer_steps(learning_rate, clip)}{_WIDER * (compute == 'fp16')}"
+                f" {smaller_update_advice(learning_rate, clip)}{_WIDER_RANGE_ADVICE * (compute == 'fp16')}"
             )
         else:
-            fix = (
-                f"look at that module with this base, without Isotype{_WIDER * (compute == 'fp16')}"
-            )
-    elif gradients:
+            fix = f"look at that module with this base, without Isotype{_WIDER_RANGE_ADVICE * (compute == 'fp16')}"
+    elif bad_gradients:
         if step:
-            advice = f"{calmer_steps(learning_rate, clip)}, or look at this step's rows"
+            advice = f"{smaller_update_advice(learning_rate, clip)}, or look at this step's rows"
         else:
             advice = "look at the longest rows"
-        where = f"first in the gradient of {gradients[0]}"
+        location = f"first in the gradient of {bad_gradients[0]}"
         fix = advice
     else:
-        where = "in the loss itself"
+        location = "in the loss itself"
         fix = "look at this step's rows"
-    return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)
+    return RunError(f"step {step}: {quantity} is not finite, {location}", code="NF001", fix=fix)

@@ -54,15 +54,15 @@ from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import Metrics, RunFolder
 from ..runs.mapped_files import MappedFiles
 from ..runs.record import PrecisionRecord
-from .callbacks import Callback, Moment, call_back
+from .callbacks import Callback, Moment, run_callbacks
 from .console import Interrupt, RunConsole
-from .finite import calmer_steps, first_non_finite_trained
+from .finite import first_non_finite_trained, smaller_update_advice
 from .memory.device import trim_freed_blocks
 from .optimizer import Ema, adopt_states, averages_in_place, group_numbers
-from .schedule import Milestones, Pace, learning_rate
+from .schedule import Pace, RunSchedule, learning_rate
 from .setup import Prepared
 from .step import LossScale, peak_memory
-from .task import Averaged, Batch, Feed, Task, batches_of_rank
+from .task import AveragedSample, Batch, Feed, Task, load_local_batches
 from .trackers import Trackers
 
 
@@ -101,7 +101,7 @@ class Loop:
                 "run.save: best: there are no evaluation rows to choose by",
                 fix="data.eval, or a share in data.eval_split; run.save: last",
             )
-        self.plan = Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows)
+        self.plan = RunSchedule.from_config(config, rows=task.rows, eval_rows=task.eval_rows)
         self.store = CheckpointStore(folder.checkpoints, keep=config.run.keep)
         self.metrics = Metrics(folder.metrics)
         self.trackers: Trackers | None = None
@@ -147,18 +147,18 @@ class Loop:
             with self._errors_told():
                 self._step(step)
                 stopping = self._between(
-                    evaluating=self.plan.due(self.plan.eval_every, step),
-                    sampling=self.plan.due(self.plan.sample_every, step),
-                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                    evaluating=self.plan.is_due(self.plan.eval_every, step),
+                    sampling=self.plan.is_due(self.plan.sample_every, step),
+                    saving=self.plan.is_due(self.plan.save_every, step) or step == self.plan.total,
                 )
             interrupted, stopped = (
-                count > 0 for count in self.world.sum([interrupt.asked, self.stop_asked])
+                count > 0 for count in self.world.sum([interrupt.requested, self.stop_asked])
             )
             if interrupted and step < self.plan.total:
-                self.console.settle()
+                self.console.end_live_line()
                 self.save()
                 return False
-            if self.plan.adapter_due(step):
+            if self.plan.is_adapter_due(step):
                 with self._errors_told():
                     self.save_adapter()
             if stopping or stopped:
@@ -167,14 +167,14 @@ class Loop:
                 sampling = (
                     not stopping
                     and bool(self.plan.sample_every)
-                    and not self.plan.due(self.plan.sample_every, step)
+                    and not self.plan.is_due(self.plan.sample_every, step)
                 )
                 with self._errors_told():
                     self._between(
                         evaluating=False, sampling=sampling, saving=self.saved_step != step
                     )
                 break
-        self.console.settle()
+        self.console.end_live_line()
         return True
 
     @contextmanager
@@ -205,7 +205,9 @@ class Loop:
         together = self.stepper.sharding is not None
         batches = [
             batch.to(self.device)
-            for batch in batches_of_rank(self.task, self.stream, self.batching, together=together)
+            for batch in load_local_batches(
+                self.task, self.stream, self.batching, is_shared=together
+            )
         ]
         batches = list(
             self.task.before_step(
@@ -252,7 +254,7 @@ class Loop:
             "loss_scale": result.loss_scale,
         }
         self._write(row)
-        self.console.progress(
+        self.console.print_progress(
             step,
             self.plan.total,
             row | {"grad_norm": result.gradient_norm},
@@ -322,7 +324,7 @@ class Loop:
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
         if self.callbacks and self.world.first:
             moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
-            self.stop_asked |= call_back(self.callbacks, name, moment, self.stepper.optimizer)
+            self.stop_asked |= run_callbacks(self.callbacks, name, moment, self.stepper.optimizer)
             self.stepper.accumulator.zero()  # a backward of a callback's own left gradients
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -383,8 +385,8 @@ class Loop:
             **{f"eval_{name}": value for name, value in result.measures.items()},
         }
         self._write(row)
-        self.console.settle()
-        self.console.say(
+        self.console.end_live_line()
+        self.console.print_line(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
             + "".join(
                 f"  {name} {loss:.4f}"
@@ -400,7 +402,7 @@ class Loop:
         )
         self._tell("evaluation", row)
         if stop := self.ended_early:
-            self.console.say(
+            self.console.print_line(
                 f"no better evaluation for {progress.without_gain}: stopping early (train.patience)"
             )
         return best and progress.step > 0, stop
@@ -418,7 +420,7 @@ class Loop:
         if self.ema is not None:
             with self.ema.in_place():
                 samples += map(
-                    Averaged, self.task.sample(self.model, self.device, world=self._sharing)
+                    AveragedSample, self.task.sample(self.model, self.device, world=self._sharing)
                 )
         if not self.world.first:
             return
@@ -426,8 +428,8 @@ class Loop:
         made = self.folder.write_samples(step, [(one.to_dict(), one.file) for one in samples])
         if self.trackers is not None:
             self.trackers.samples(step, samples)
-        self.console.settle()
-        self.console.samples(step, samples)
+        self.console.end_live_line()
+        self.console.print_samples(step, samples)
         self._tell("samples", {"samples": made})
 
     def save(self, *, best: bool = False) -> None:
@@ -475,7 +477,7 @@ class Loop:
                 " saved",
                 code="NF001",
                 fix=(
-                    f"{calmer_steps(self.config.train.learning_rate, self.config.train.clip)}, and"
+                    f"{smaller_update_advice(self.config.train.learning_rate, self.config.train.clip)}, and"
                     " resume"
                 ),
             )
@@ -543,7 +545,7 @@ class Loop:
                 )
                 adopt_states(self.stepper.optimizer, state.get("optimizer_groups", []))
             else:
-                self.console.say(
+                self.console.print_line(
                     "resume    the checkpoint has the states of another optimizer"
                     " (train.optimizer): they begin anew"
                 )

@@ -19,7 +19,7 @@ from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.device import less_memory
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, Checkpointing
-from .schedule import Milestones, learning_rate, repeats_in_a_step, warmup_steps
+from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
 from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
 from .start import attention_line
 from .step import peak_memory
@@ -267,7 +267,7 @@ def _schedule(
     config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int
 ) -> dict[str, Any]:
     train = config.train
-    when = Milestones.of(config, rows=rows, eval_rows=eval_rows)
+    when = RunSchedule.from_config(config, rows=rows, eval_rows=eval_rows)
     per_step = train.batch_size * train.accumulate
     return {
         "steps": when.total,
@@ -280,7 +280,7 @@ def _schedule(
         "eval_every": when.eval_every,
         "save_every": when.save_every,
         "sample_every": when.sample_every if samples else 0,
-        "note": None if stream else repeats_in_a_step(per_step, rows),
+        "note": None if stream else repeated_rows_warning(per_step, rows),
     }
 
 

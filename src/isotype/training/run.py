@@ -24,7 +24,7 @@ from ..runs.folder import LOG, RESOLVED, RunFolder, name_of, refuse_code_of
 from .base import model_settings, setting_lines
 from .callbacks import Callback, Objective, objective_name
 from .console import Interrupt, RunConsole, quiet_libraries
-from .finish import finish, say_result
+from .finish import finish, print_result
 from .loop import Loop
 from .memory.device import less_memory
 from .preflight.check import RECORD, preflight
@@ -141,7 +141,7 @@ class _Run:
             try:
                 status, result = self._train(changes)
             except KeyboardInterrupt:
-                console.settle()
+                console.end_live_line()
                 world.failed(KeyboardInterrupt())
                 status = INTERRUPTED
                 result = self._stopped_at_once()
@@ -149,7 +149,7 @@ class _Run:
                 # nothing was started: the folder holds only the record, and the same command may be
                 # given again
                 if world.first:
-                    console.ended(
+                    console.report_result(
                         {
                             "status": "refused",
                             "folder": str(folder.path),
@@ -158,7 +158,7 @@ class _Run:
                     )
                 raise
             except Exception as error:
-                console.settle()
+                console.end_live_line()
                 explained = self._explained(error)
                 if folder.is_run and world.first:
                     # on a full disk the error itself matters more than its record
@@ -175,7 +175,7 @@ class _Run:
                 if explained is error:
                     raise
                 raise explained from error
-        console.ended(result)
+        console.report_result(result)
         return status
 
     def _train(self, changes: list[Changed]) -> tuple[int, dict[str, Any]]:
@@ -238,19 +238,19 @@ class _Run:
                 loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming
             )
         )
-        console.keep_log(folder.path / LOG)
+        console.start_log(folder.path / LOG)
         if name is None:
             rows = []
         else:
             rows = [
                 ("objective", f"{name} instead of the loss of the task, which evaluation keeps")
             ]
-        console.header(
+        console.print_header(
             [*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()]
         )
         with world.exchanging():
             dtype = prepared.resolved.precision.loss
-            console.header(
+            console.print_header(
                 task.before_training(
                     prepared.model, prepared.device, folder.path, world, dtype=dtype
                 )
@@ -259,11 +259,11 @@ class _Run:
         del subject, checked  # its observer holds the model, which `finish` frees
         if self.resuming:
             for reason in passed:
-                console.say(f"resume    {reason}: passed over")
+                console.print_line(f"resume    {reason}: passed over")
             restore(loop, step, console)
         if world.first and config.run.trackers:
             loop.trackers = Trackers(
-                config.run.trackers, folder.path, config.model_dump(), console.say
+                config.run.trackers, folder.path, config.model_dump(), console.print_line
             )
         status = 1
         try:
@@ -284,7 +284,7 @@ class _Run:
             result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
             if first:
                 folder.write_json("result.json", result)
-                console.say(
+                console.print_line(
                     f"interrupted: saved at step {step}. Go on with: isotype train --resume"
                     f" {folder.path}"
                 )
@@ -298,7 +298,7 @@ class _Run:
             raise loop.with_last_good(error) from error
         if first:
             folder.write_json("result.json", result)
-            say_result(result, console)
+            print_result(result, console)
             if page := self._report():
                 result["report"] = page
         return 0, result
@@ -311,7 +311,7 @@ class _Run:
         console = self.console
         step, _ = CheckpointStore(folder.checkpoints).newest_whole()
         if not folder.is_run:
-            console.say(
+            console.print_line(
                 "interrupted before step 1: nothing was begun, and the same command starts again"
             )
         else:
@@ -323,7 +323,7 @@ class _Run:
                 what = "interrupted at once, without a save"
             else:
                 what = "interrupted before it went on"
-            console.say(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
+            console.print_line(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         # a result that is there is of the part that is resumed, or of this one, which has ended
         if folder.is_run and self.world.first and not (folder.path / "result.json").exists():
@@ -377,9 +377,9 @@ class _Run:
         try:
             page = str(write_report(self.folder.path))
         except Exception as error:
-            self.console.say(
+            self.console.print_line(
                 f"warning   no report: {error}; isotype report {self.folder.path} makes it"
             )
             return None
-        self.console.say(f"report    {page}")
+        self.console.print_line(f"report    {page}")
         return page

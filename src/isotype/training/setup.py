@@ -62,7 +62,7 @@ from .memory.recomputation import (
     checkpointable,
 )
 from .optimizer import build_optimizer, check_optimizer
-from .schedule import Milestones
+from .schedule import RunSchedule
 from .step import Stepper
 from .task import Batch, Outline, Task
 
@@ -553,7 +553,7 @@ class Subject:
     config: RunConfig
     task: Any
     prepared: Prepared
-    plan: Milestones
+    plan: RunSchedule
     folder: Path
     resuming: bool = False
     micro_batch: int | None = None

@@ -39,7 +39,7 @@ from .base import BASE, compare_bases, describe_base
 from .console import RunConsole
 from .loop import Loop
 from .memory.device import returns_freed_blocks
-from .schedule import Milestones
+from .schedule import RunSchedule
 from .setup import Prepared
 from .task import Task
 
@@ -84,7 +84,9 @@ def compare_with_before(
     )
     edited = [c.key for c in changes if c.key not in loaded.given]
     if edited and loaded.path == folder.path / RESOLVED:
-        console.say(f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}")
+        console.print_line(
+            f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}"
+        )
     forbidden = [c for c in changes if not c.allowed and not loaded.consent]
     if forbidden:
         raise UsageError(
@@ -178,7 +180,7 @@ def compare_base(
 
 
 def _changed(console: RunConsole, of: str, what: str) -> Changed:
-    console.say(f"changed   {what}")
+    console.print_line(f"changed   {what}")
     return Changed(of, what)
 
 
@@ -279,7 +281,7 @@ def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
         if world.first:
             loop.store.tidy(None)
             loop.metrics.cut_after(-1)
-        console.say("resume    no whole checkpoint: starting from the beginning")
+        console.print_line("resume    no whole checkpoint: starting from the beginning")
         return
     wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
     if world.first:
@@ -290,7 +292,7 @@ def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
             f"saved by {of_then}, goes on with {now}: the same rows; dropout, where the model has"
             " any, draws differently"
         )
-        console.say(f"resume    {said}")
+        console.print_line(f"resume    {said}")
     ended = ""
     if step >= loop.plan.total:
         ended = f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
@@ -299,14 +301,14 @@ def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
             f", where early stopping ended the run: train.patience={2 * loop.progress.without_gain}"
             " goes on"
         )
-    console.say(f"resume    from step {step}{ended}")
+    console.print_line(f"resume    from step {step}{ended}")
 
 
 def write_start(
     loaded: LoadedConfig,
     task: Task,
     prepared: Prepared,
-    plan: Milestones,
+    plan: RunSchedule,
     folder: RunFolder,
     world: World,
     objective: str | None,
@@ -389,7 +391,7 @@ def _with(loaded: LoadedConfig, section: str, key: str, value: str, source: str)
 
 
 def header_rows(
-    task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World
+    task: Task, prepared: Prepared, plan: RunSchedule, folder: RunFolder, world: World
 ) -> list[tuple[str, str]]:
     """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
     config = task.config

@@ -269,7 +269,7 @@ class Stepper:
             self.model,
             passes,
             step=step,
-            what=what,
+            quantity=what,
             gradient=self.accumulator.gradient,
             learning_rate=self.train.learning_rate,
             clip=self.train.clip,

@@ -25,11 +25,11 @@ from ..precision.parts import Part, settle
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import random_state, restore_random_state, seed_generators
 
-Yielded = TypeVar("Yielded", covariant=True)
+Row = TypeVar("Row", covariant=True)
 
 
 @dataclass(frozen=True)
-class Words:
+class MetricNames:
     """The words in which the output describes the task: `units` are counted for the speed, losses
     are divided by `weight`.
 
@@ -94,12 +94,12 @@ class Idle:
         return Idle(self.batch.to(device))
 
 
-class Feed(Protocol[Yielded]):
+class Feed(Protocol[Row]):
     """An endless feed of training rows. `state` is all that is needed to continue at the same
     position.
     """
 
-    def take(self, count: int) -> Sequence[Yielded]: ...
+    def take(self, count: int) -> Sequence[Row]: ...
 
     @property
     def epochs(self) -> float: ...
@@ -123,7 +123,7 @@ class Sample(Protocol):
 
 
 @dataclass(frozen=True)
-class Averaged:
+class AveragedSample:
     """A sample that was made with the averages of the weights in the model's place; a round has it
     beside the trained weights' own.
     """
@@ -138,8 +138,8 @@ class Averaged:
         return {**self.sample.to_dict(), "weights": "average"}
 
     def lines(self) -> tuple[str, str]:
-        asked, made = self.sample.lines()
-        return f"{asked} (average of the weights)", made
+        prompt, output = self.sample.lines()
+        return f"{prompt} (average of the weights)", output
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,9 @@ class Evaluation:
     measures: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of_sets(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
+    def combine(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
         """That of all sets together; `parts` are the losses of each."""
-        weight = sum(one.weight for one in sets.values())
+        weight = sum(evaluation.weight for evaluation in sets.values())
 
         def mean(value: Callable[[Evaluation], float]) -> float:
             return sum(value(one) * one.weight for one in sets.values()) / max(1, weight)
@@ -164,13 +164,13 @@ class Evaluation:
         common = [
             name
             for name in next(iter(sets.values())).measures
-            if all(name in one.measures for one in sets.values())
+            if all(name in evaluation.measures for evaluation in sets.values())
         ]
         measures = {name: mean(lambda one, name=name: one.measures[name]) for name in common}  # type: ignore[misc]  # mypy does not infer a lambda with a default
         return cls(
             mean(lambda one: one.loss),
             weight,
-            {name: one.loss for name, one in sets.items()},
+            {name: evaluation.loss for name, evaluation in sets.items()},
             measures,
         )
 
@@ -237,7 +237,7 @@ class Task(Protocol):
         """Its name, also that of its folder: `language`."""
 
     @property
-    def words(self) -> Words: ...
+    def words(self) -> MetricNames: ...
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -403,7 +403,7 @@ class Task(Protocol):
         once.
         """
 
-    def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
+    def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
         """The architecture's name, and the plan's notes about the base. Raises UsageError as
         `build_model` would.
         """
@@ -420,32 +420,35 @@ def micro_batch(train: TrainSection) -> int:
     return train.eval_batch_size or train.batch_size
 
 
-def batches_of_rank(
-    task: Task, stream: Feed[object], batching: Batching, *, together: bool
+def load_local_batches(
+    task: Task, stream: Feed[object], batching: Batching, *, is_shared: bool
 ) -> list[Batch]:
     """Takes the rows of a step and collates those of this process; those of others are skipped.
 
-    together  the processes share a model, whose forward is one of all: each makes as many passes as
+    is_shared  the processes share a model, whose forward is one of all: each makes as many passes as
               the one that has most
     """
-    taken: list[Sequence[Sequence[object]]] = [
+    micro_batches: list[Sequence[Sequence[object]]] = [
         task.one_shape_each(stream.take(batching.rows)) for _ in range(batching.total)
     ]
-    own = [rows for number in batching.own for rows in taken[number]]
-    batches = [task.collate(rows) for rows in own]
-    if not together:
+    local_parts = [rows for number in batching.own for rows in micro_batches[number]]
+    batches = [task.collate(rows) for rows in local_parts]
+    if not is_shared:
         return batches
-    each = len(batching.own)
-    most = max(
-        sum(map(len, taken[first : first + each])) for first in range(0, batching.total, each)
+    batches_per_rank = len(batching.own)
+    most_passes = max(
+        sum(map(len, micro_batches[first : first + batches_per_rank]))
+        for first in range(0, batching.total, batches_per_rank)
     )
-    return batches + [Idle(task.collate(own[0][:1])) for _ in range(most - len(own))]
+    return batches + [
+        Idle(task.collate(local_parts[0][:1])) for _ in range(most_passes - len(local_parts))
+    ]
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients; afterwards every module has the mode it had."""
-    with modes_restored(model), torch.no_grad():
+    with preserve_modes(model), torch.no_grad():
         model.eval()
         try:
             yield
@@ -454,7 +457,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def modes_restored(model: nn.Module) -> Iterator[None]:
+def preserve_modes(model: nn.Module) -> Iterator[None]:
     """Puts every module back into training or evaluation mode on exit, as it was."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -465,17 +468,17 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_draws() -> Iterator[None]:
+def fix_random_state() -> Iterator[None]:
     """Every block under it draws the same numbers, so that two evaluations of a model that draws in
     its forward can be compared.
     """
-    with random_state_restored():
+    with preserve_random_state():
         seed_generators(0)
         yield
 
 
 @contextmanager
-def random_state_restored() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restores all random state on exit."""
     tensors, state = random_state()
     try:

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from ..config.yaml_text import write_value
 from ..runs.checkpoint.atomic_folder import write_text
 from ..wording import first_line
-from .task import Sample, random_state_restored
+from .task import Sample, preserve_random_state
 
 Say = Callable[[str], None]
-ID = "wandb_id"
-TIMEOUT = 30  # seconds to wait for the service before going on without it
+WANDB_ID_FILE = "wandb_id"
+INIT_TIMEOUT = 30  # seconds to wait for the service before going on without it
 
 
 class Trackers:
@@ -35,39 +35,39 @@ class Trackers:
     ) -> None:
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
         self._say = say
-        with random_state_restored():
+        with preserve_random_state():
             for name in dict.fromkeys(names):
-                made = (
+                tracker = (
                     TensorBoard(folder, settings)
                     if name == TensorBoard.name
                     else WeightsAndBiases(folder, settings, say)
                 )
-                self._trackers.append(made)
-                say(f"tracker   {made.name}: {made.address}")
+                self._trackers.append(tracker)
+                say(f"tracker   {tracker.name}: {tracker.address}")
 
-    def row(self, facts: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl."""
-        side = "eval" if facts.get("event") == "evaluation" else "train"
+        prefix = "eval" if row.get("event") == "evaluation" else "train"
         values = {
-            f"{side}/{key.removeprefix('eval_')}": float(value)
-            for key, value in facts.items()
+            f"{prefix}/{key.removeprefix('eval_')}": float(value)
+            for key, value in row.items()
             if key != "step" and isinstance(value, int | float)
         }
         if values:
-            self._each(lambda tracker: tracker.scalars(int(facts["step"]), values))
+            self._call_each(lambda tracker: tracker.scalars(int(row["step"]), values))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._each(lambda tracker: tracker.samples(step, samples))
+        self._call_each(lambda tracker: tracker.samples(step, samples))
 
     def close(self, exit_status: int) -> None:
-        self._each(lambda tracker: tracker.close(exit_status))
+        self._call_each(lambda tracker: tracker.close(exit_status))
         self._trackers.clear()
 
-    def _each(self, tell: Callable[[Any], None]) -> None:
-        with random_state_restored():
+    def _call_each(self, call: Callable[[Any], None]) -> None:
+        with preserve_random_state():
             for tracker in list(self._trackers):
                 try:
-                    tell(tracker)
+                    call(tracker)
                 except Exception as error:  # an error of a service must not stop the run
                     self._trackers.remove(tracker)
                     self._say(
@@ -111,11 +111,15 @@ class TensorBoard:
         writer.flush()  # a killed run keeps its curves
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        for i, one in enumerate(samples):
+        for index, sample in enumerate(samples):
             # four spaces: Markdown leaves what a model wrote as it is
-            asked, made = one.lines()
-            said = "\n".join("    " + line for line in (made or "(nothing)").splitlines())
-            self._open(step).add_text(f"samples/{i}", f"**{asked}**\n\n{said}", step)
+            prompt, output = sample.lines()
+            indented_output = "\n".join(
+                "    " + line for line in (output or "(nothing)").splitlines()
+            )
+            self._open(step).add_text(
+                f"samples/{index}", f"**{prompt}**\n\n{indented_output}", step
+            )
 
     def close(self, exit_status: int) -> None:
         if self._writer is not None:
@@ -134,7 +138,7 @@ class WeightsAndBiases:
 
         self._wandb = wandb
         self._table = wandb.Table
-        mode = os.environ.get("WANDB_MODE") or ("online" if key_is_known() else "offline")
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
         try:
             self._run = self._start(folder, settings, mode)
         except wandb.errors.Error as error:
@@ -145,14 +149,14 @@ class WeightsAndBiases:
             self._run = self._start(folder, settings, mode)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        write_text(folder / ID, self._run.id + "\n")
+        write_text(folder / WANDB_ID_FILE, self._run.id + "\n")
         if mode == "online":
             self.address = str(self._run.url or "")
         else:
             self.address = f"{mode}, wandb sync {Path(self._run.dir).parent}"
 
     def _start(self, folder: Path, settings: Mapping[str, Any], mode: Any) -> Any:
-        file = folder / ID
+        file = folder / WANDB_ID_FILE
         return self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "isotype"),
             name=os.environ.get("WANDB_NAME", folder.resolve().name),
@@ -162,7 +166,11 @@ class WeightsAndBiases:
             mode=mode,
             config=dict(settings),
             settings=self._wandb.Settings(
-                silent=True, console="off", disable_git=True, save_code=False, init_timeout=TIMEOUT
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                init_timeout=INIT_TIMEOUT,
             ),
         )
 
@@ -170,16 +178,16 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        made = [one.to_dict() for one in samples]
-        columns = list(dict.fromkeys(key for one in made for key in one))
-        rows = [[step, *[one.get(key) or "" for key in columns]] for one in made]
+        records = [sample.to_dict() for sample in samples]
+        columns = list(dict.fromkeys(key for record in records for key in record))
+        rows = [[step, *[record.get(key) or "" for key in columns]] for record in records]
         self._run.log({"step": step, "samples": self._table(columns=["step", *columns], data=rows)})
 
     def close(self, exit_status: int) -> None:
         self._run.finish(exit_code=exit_status)
 
 
-def key_is_known() -> bool:
+def has_wandb_key() -> bool:
     """Whether wandb would find a key without asking: in its variable or in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True

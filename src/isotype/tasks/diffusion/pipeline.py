@@ -469,10 +469,10 @@ class PipelineFolder:
 
     @contextmanager
     def _explained(self, part: str) -> Iterator[None]:
-        from ...training.console import without_warnings
+        from ...training.console import silence_library_warnings
 
         try:
-            with without_warnings():
+            with silence_library_warnings():
                 yield
         except UsageError:
             raise

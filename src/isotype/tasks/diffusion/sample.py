@@ -19,7 +19,7 @@ from ...dtypes import to_torch
 from ...errors import UsageError
 from ...precision.apply import generating, inner_model
 from ...precision.precision import Precision
-from ...training.task import eval_mode, random_state_restored
+from ...training.task import eval_mode, preserve_random_state
 from .batches import generator_of
 from .encode import Encoder, Said, release
 from .families import Drawing, Family
@@ -129,7 +129,7 @@ def sample(
     world    the processes that share the model and call this together: all draw the same pictures
     """
     dtype = to_torch(precision.latents)
-    with random_state_restored(), eval_mode(model), generating(model):
+    with preserve_random_state(), eval_mode(model), generating(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
         for i, (prompt, text, negative) in enumerate(prompts):

@@ -61,14 +61,14 @@ def refuse_other_family(
 
     Raises  UsageError where diffusers does not read the parts out of them
     """
-    from ...training.console import without_warnings
+    from ...training.console import silence_library_warnings
 
     tensors = {
         name: torch.empty(shape, device="meta") for name, (_, shape) in _headers(file).items()
     }
     for part, kind in kinds.items():
         try:
-            with without_warnings():
+            with silence_library_warnings():
                 kind.from_single_file(
                     dict(tensors),
                     config=str(settings),

@@ -27,7 +27,15 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...training.memory.blocks import as_set
 from ...training.memory.plan import held_memory
-from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
+from ...training.task import (
+    Check,
+    Evaluation,
+    MetricNames,
+    Outline,
+    StepOutline,
+    eval_mode,
+    micro_batch,
+)
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
 from .denoiser import (
     ForwardCost,
@@ -58,7 +66,7 @@ class DiffusionTask:
     """
 
     kind = "diffusion"
-    words = Words(units="pictures", unit="pic", weight="compared")
+    words = MetricNames(units="pictures", unit="pic", weight="compared")
 
     folder: PipelineFolder
     sizes: RunSizes

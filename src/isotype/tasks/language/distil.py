@@ -30,7 +30,7 @@ from ...optimize.head import Targets, loss_of
 from ...precision.apply import apply_precision
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
-from ...training.task import Words
+from ...training.task import MetricNames
 from ...wording import shown
 from .batches import Batch, model_inputs, next_tokens, takes_one_row
 from .objective import Beside, NextToken, refuse_balance
@@ -45,7 +45,7 @@ class Distil(NextToken):
         super().__init__(config)
         self.settings = config.distil
         measures = ("divergence", "cross_entropy") if self.settings.cross_entropy else ()
-        self.words = Words(units="tokens", unit="tok", weight="supervised", measures=measures)
+        self.words = MetricNames(units="tokens", unit="tok", weight="supervised", measures=measures)
 
     def check(self) -> None:
         if self.config.train.aux_loss:

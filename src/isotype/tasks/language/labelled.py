@@ -22,7 +22,7 @@ from ...data.rows import LoadedData
 from ...data.tokens import TokenRows
 from ...distributed.world import World
 from ...errors import UsageError
-from ...training.task import Idle, Words, eval_mode
+from ...training.task import Idle, MetricNames, eval_mode
 from ...wording import counted
 from .batches import Batch, collate
 from .preference import OfAnswers, Preference, answer_log_probs, references
@@ -80,7 +80,7 @@ class AnswerBatch(OfAnswers):
 class FromLabels(Preference):
     """Learns from labels. A step's loss is the mean over its answers."""
 
-    words = Words(
+    words = MetricNames(
         units="tokens",
         unit="tok",
         weight="answers",

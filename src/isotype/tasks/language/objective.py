@@ -25,7 +25,7 @@ from ...environment.planned import stands_for
 from ...errors import UsageError
 from ...optimize.head import loss_of
 from ...precision.precision import Precision
-from ...training.task import Batch, Check, Feed, Words
+from ...training.task import Batch, Check, Feed, MetricNames
 from .batches import Batch as TokenBatch
 from .batches import collate, model_inputs, next_tokens, row_feed, takes_one_row
 from .checks import CHECKS
@@ -51,7 +51,7 @@ class Objective(ABC):
     train, eval  the rows, after `take`
     """
 
-    words: Words
+    words: MetricNames
     format: FormatName | None = None
     each = 1
     scored = False
@@ -118,7 +118,7 @@ class Objective(ABC):
 class NextToken(Objective):
     """`sft`: cross-entropy of every learnt token."""
 
-    words = Words(units="tokens", unit="tok", weight="supervised")
+    words = MetricNames(units="tokens", unit="tok", weight="supervised")
 
     def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
         super().__init__(config)

@@ -22,7 +22,7 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
-from ...training.console import without_warnings
+from ...training.console import silence_library_warnings
 from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
 from ...training.task import Outline, StepOutline, eval_mode, micro_batch
@@ -52,7 +52,7 @@ def outline(
     attention = attention_options(
         AUTO if asked in ("flash", "flex") else asked, torch.device(device_type)
     )
-    with torch.device("meta"), without_warnings():
+    with torch.device("meta"), silence_library_warnings():
         try:
             base = auto_class(architecture, scored=config.train.objective == "reward").from_config(
                 architecture,

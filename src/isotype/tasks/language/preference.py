@@ -31,7 +31,7 @@ from ...distributed.world import World
 from ...errors import UsageError
 from ...optimize.head import loss_of
 from ...precision.parts import local_part
-from ...training.task import Check, Feed, Words, eval_mode, micro_batch
+from ...training.task import Check, Feed, MetricNames, eval_mode, micro_batch
 from ...wording import counted
 from .batches import Batch, collate, longest_of, model_inputs, next_tokens, sent
 from .checks import CHECKS, end_never_learnt
@@ -139,7 +139,7 @@ def row_sums(values_BT: Tensor) -> Tensor:
 class Preference(Objective):
     """Learns from pairs. A step's loss is the mean over its pairs."""
 
-    words = Words(
+    words = MetricNames(
         units="tokens",
         unit="tok",
         weight="pairs",
@@ -476,7 +476,7 @@ MEASURES = ("accuracy", "margin", "mean_reward")
 class Reward(Preference):
     """Learns scores from pairs. A step's loss is the mean over its pairs."""
 
-    words = Words(
+    words = MetricNames(
         units="tokens",
         unit="tok",
         weight="pairs",

@@ -13,7 +13,7 @@ from ...data.pictures import Pictures
 from ...data.rows import SamplePrompt
 from ...distributed.world import ALONE, World
 from ...precision.apply import generating
-from ...training.task import eval_mode, random_state_restored
+from ...training.task import eval_mode, preserve_random_state
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ def sample(
         model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p
     )
     samples: list[Sample] = []
-    with random_state_restored(), eval_mode(model), generating(model):
+    with preserve_random_state(), eval_mode(model), generating(model):
         for prompt in prompts:
             inputs = prompt_inputs(prompt, pictures, device)
             out = model.generate(**inputs, generation_config=config, synced_gpus=world.size > 1)

@@ -37,7 +37,7 @@ from ...runs.folder import RunFolder
 from ...training.memory.blocks import as_set
 from ...training.memory.plan import most_bytes
 from ...training.memory.recomputation import checkpointable
-from ...training.task import Batch, Evaluation, Outline, StepOutline, Words, micro_batch
+from ...training.task import Batch, Evaluation, MetricNames, Outline, StepOutline, micro_batch
 from ...wording import counted
 from .batches import longest_of, padded_length, with_and_without_pictures
 from .distil import Distil
@@ -88,7 +88,7 @@ class LanguageTask:
         self.loss_sum = self.objective.loss_sum
 
     @property
-    def words(self) -> Words:
+    def words(self) -> MetricNames:
         return self.objective.words
 
     @property
@@ -258,7 +258,7 @@ class LanguageTask:
         for name, count in sets.items():
             end = start + count // self.objective.each
             found[name], start = self._evaluate(model, rows[start:end], device, dtype, world), end
-        return Evaluation.of_sets(found)
+        return Evaluation.combine(found)
 
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str

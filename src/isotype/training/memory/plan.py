@@ -39,7 +39,7 @@ from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import inner_model, is_quantised
 from ...precision.precision import EIGHT_BIT, Precision
 from ...wording import first_line
-from ..console import without_warnings
+from ..console import silence_library_warnings
 from ..optimizer import MUON, build_optimizer, state_bytes
 from ..step import Stepper
 from ..task import Outline, StepOutline
@@ -285,7 +285,7 @@ def _simulated(
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
     live = LiveBytes(device.type, {**scratch(), **head_scratch()}, elsewhere=away_from(model))
-    with without_data(device_type), live, without_warnings():
+    with without_data(device_type), live, silence_library_warnings():
         make_fake(model, device)
         accumulator = GradientAccumulator(
             model.parameters(), dtype=precision.grads, reduce=precision.reduce

@@ -33,7 +33,7 @@ from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, settle
 from ...wording import counted, first_line
 from ..setup import Prepared, Subject
-from ..task import modes_restored, random_state_restored
+from ..task import preserve_modes, preserve_random_state
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and
 # NotImplementedError among it
@@ -66,7 +66,7 @@ def undone(prepared: Prepared) -> Iterator[None]:
         scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet)
     else:
         scale = None
-    with random_state_restored(), modes_restored(model):
+    with preserve_random_state(), preserve_modes(model):
         try:
             yield
         finally:
