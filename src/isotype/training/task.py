@@ -155,20 +155,28 @@ class Evaluation:
 
     @classmethod
     def combine(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
-        """That of all sets together; `parts` are the losses of each."""
-        weight = sum(evaluation.weight for evaluation in sets.values())
+        """The evaluation of all sets together; `parts` are the losses of each."""
+        evaluations = list(sets.values())
+        weight = sum(evaluation.weight for evaluation in evaluations)
 
-        def mean(value: Callable[[Evaluation], float]) -> float:
-            return sum(value(one) * one.weight for one in sets.values()) / max(1, weight)
+        def weighted_mean(values: Iterable[float]) -> float:
+            products = (
+                value * evaluation.weight
+                for value, evaluation in zip(values, evaluations, strict=True)
+            )
+            return sum(products) / max(1, weight)
 
         common = [
             name
-            for name in next(iter(sets.values())).measures
-            if all(name in evaluation.measures for evaluation in sets.values())
+            for name in evaluations[0].measures
+            if all(name in evaluation.measures for evaluation in evaluations)
         ]
-        measures = {name: mean(lambda one, name=name: one.measures[name]) for name in common}  # type: ignore[misc]  # mypy does not infer a lambda with a default
+        measures = {
+            name: weighted_mean(evaluation.measures[name] for evaluation in evaluations)
+            for name in common
+        }
         return cls(
-            mean(lambda one: one.loss),
+            weighted_mean(evaluation.loss for evaluation in evaluations),
             weight,
             {name: evaluation.loss for name, evaluation in sets.items()},
             measures,
