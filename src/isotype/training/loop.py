@@ -288,7 +288,9 @@ class Loop:
         was when the run started.
         """
         for path in self.mapped_files.refuse_changes(step):
-            self.console.print_line(f"warning   {path} was touched; its sampled content is as it was")
+            self.console.print_line(
+                f"warning   {path} was touched; its sampled content is as it was"
+            )
         if names := self.frozen_weights.changed():
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RunError(
