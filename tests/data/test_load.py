@@ -427,3 +427,36 @@ def test_pairs_of_the_public_form_are_rendered_with_their_system_prompt_and_tool
         learnt = tokenizer.decode([t for t in loaded.train[2 * i].labels if t != IGNORED])
         assert learnt == f"good {i}<|im_end|>"
     assert f"be {0}" in tokenizer.decode(loaded.prompts[0].input_ids)
+
+
+JSON_TEXTS = {
+    "lines": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
+    "after blank lines": '\n\n  {"text": "a"}\n',
+    "a list": '[{"prompt": "a", "completion": "b"}]',
+    "a list, indented": '[\n  {\n    "prompt": "a",\n    "completion": "b"\n  }\n]\n',
+}
+PROSE = {
+    "prose": "One day a bracket { stood in a text.\n",
+    "a set": '{1, 2, 3} is a set, "a": 1 is not.\n',
+    "a quotation": '[note] "He said: {nothing}."\n',
+}
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.md", "rows.txt.gz"])
+def test_json_under_the_name_of_a_text_is_asked_about(
+    write: Any, load: Any, families: SimpleNamespace, name: str
+) -> None:
+    def content(text: str) -> Any:
+        return gzip.compress(text.encode()) if name.endswith(".gz") else text
+
+    for text in JSON_TEXTS.values():
+        write(name, content(text))
+        with pytest.raises(UsageError, match="and this one holds JSON") as refused:
+            load(train=name)
+        assert ".jsonl" in str(refused.value.fix)
+        loaded = load(train=name, format="text", eval_split=0.0)
+        assert documents(loaded, families.of("chatml")) == [text]
+    for text in PROSE.values():
+        write(name, content(text))
+        loaded = load(train=name, eval_split=0.0)
+        assert documents(loaded, families.of("chatml")) == [text]

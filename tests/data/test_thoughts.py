@@ -190,3 +190,69 @@ def test_marks_that_leave_nothing_or_a_part_to_learn(load: Any) -> None:
         "1 training row dropped: all of its answers are marked as not learnt (first: "
         in " ".join(loaded.facts["notes"])
     )
+
+
+CUT = ("<think>\nhm", "  <think>hm, so", "<thinking>hm", "[THINK]hm", "<reasoning>\nhm")
+WHOLE = (
+    "<think>hm</think>one",
+    "hm</think>one",
+    "the tag <think> begins a thought",
+    "[THINK]hm[/THINK]one",
+)
+
+
+@pytest.mark.parametrize("thoughts", ["template", "last", "all", "none"])
+@pytest.mark.parametrize("template", [QWEN3, PLAIN], ids=["Qwen3's", "a plain one"])
+def test_an_answer_that_ends_inside_its_thoughts_is_a_bad_row(
+    load: Any, template: str, thoughts: str
+) -> None:
+    for cut in CUT:
+        for row in (
+            turns({"content": cut}),
+            turns({"content": cut}, {"content": "two"}),
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": cut}]},
+            {"instruction": "q", "output": cut},
+            {"prompt": "q", "completion": cut},
+            {"prompt": "q", "completion": cut, "system": "s"},
+        ):
+            with pytest.raises(UsageError, match=r"rows\.jsonl:1: .* ends inside its thoughts"):
+                load(template, row, thoughts=thoughts)
+    loaded, learnt = load(
+        template,
+        turns({"content": CUT[0]}),
+        turns({"content": "one"}),
+        on_bad_row="skip",
+        thoughts=thoughts,
+    )
+    assert learnt.endswith("one<|im_end|>")
+    (reason,) = loaded.facts["train"]["bad_rows"]
+    assert "ends inside its thoughts" in reason
+
+
+def test_thoughts_that_end_and_answers_that_are_not_learnt_are_no_bad_rows(load: Any) -> None:
+    for whole in WHOLE:
+        loaded, _ = load(PLAIN, turns({"content": whole}))
+        assert len(loaded.train) == 1
+    loaded, learnt = load(PLAIN, turns({"content": CUT[0], "weight": 0}, {"content": "two"}))
+    assert learnt == "two<|im_end|>"
+
+
+def test_a_rejected_or_unwanted_answer_may_end_inside_its_thoughts(
+    families: SimpleNamespace, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    for only, sound, bad in (
+        ("preference", {"chosen": "a", "rejected": CUT[0]}, {"chosen": CUT[0], "rejected": "a"}),
+        ("labelled", {"completion": CUT[0], "label": False}, {"completion": CUT[0], "label": True}),
+    ):
+        section = DataSection(train=str(file), eval_split=0)
+        file.write_text(
+            json.dumps({"prompt": "q", **sound})
+            + "\n"
+            + json.dumps({"prompt": "p", **sound})
+            + "\n"
+        )
+        assert len(load_data(section, families.of("chatml"), seed=0, only=only).train)
+        file.write_text(json.dumps({"prompt": "q", **bad}) + "\n")
+        with pytest.raises(UsageError, match="ends inside its thoughts"):
+            load_data(section, families.of("chatml"), seed=0, only=only)

@@ -393,6 +393,26 @@ def _suggestion(key: str, row: Message) -> str:
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
+# pairs of tags in which answers of reasoning models have their thoughts
+_THOUGHT_TAGS = (
+    (BEGIN, END),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+)
+
+
+def refuse_cut_thoughts(answer: Any, at: str) -> None:
+    """Raises RowError for an answer that begins with thoughts and ends inside them, as a limit on
+    new tokens leaves it: learnt, it would teach to end there.
+    """
+    text = answer.lstrip() if isinstance(answer, str) else ""
+    for begin, end in _THOUGHT_TAGS:
+        if text.startswith(begin) and end not in text:
+            raise RowError(f"{at} ends inside its thoughts: {begin} without {end}")
+
+
 def with_thoughts(
     messages: Sequence[Message], which: str, *, writes: Writes, tags: bool, place: str
 ) -> tuple[Message, ...]:

@@ -22,8 +22,10 @@ from .bad_rows import EmptyAnswer, RowError
 from .conversations import (
     Message,
     chat_messages,
+    is_learnt,
     kind,
     parsed_json,
+    refuse_cut_thoughts,
     sharegpt_messages,
     take_pictures,
     tool_list,
@@ -331,9 +333,22 @@ def example(
     _require(row, name, record.place)
     if name not in _JUDGED:
         refuse_unwanted_answer(row, record.place, has_answer=name != "text")
-    return _with_pictures(
-        _checked(row, name, record.place, needs_answer=needs_answer), row, name, record
-    )
+    checked = _checked(row, name, record.place, needs_answer=needs_answer)
+    _refuse_cut_answers(checked)
+    return _with_pictures(checked, row, name, record)
+
+
+def _refuse_cut_answers(found: Example) -> None:
+    """Raises RowError where a wanted answer that is learnt ends inside its thoughts; an unwanted or
+    rejected one may.
+    """
+    if not found.wanted:
+        return
+    refuse_cut_thoughts(found.completion, f"{found.place}: the answer")
+    for i, message in enumerate(found.messages or ()):
+        is_answer = message["role"] == "assistant" and i >= found.learn_from
+        if is_answer and is_learnt(message):
+            refuse_cut_thoughts(message["content"], f"{found.place}: messages[{i}].content")
 
 
 def _checked(

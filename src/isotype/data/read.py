@@ -15,6 +15,7 @@ import shlex
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 from unicodedata import normalize
@@ -191,6 +192,22 @@ def decoded(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str]
 def _converted(file: str, encoding: str) -> str:
     """A command for a file that is not compressed; its name may not be one a shell takes as it is."""
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
+
+
+def is_prose(path: Path) -> bool:
+    """Whether the ending is that of a plain text, not of a program's source."""
+    return ending(path) in TEXT_ENDINGS
+
+
+# a text that begins so is JSON: an object with a key, or a list of them
+_JSON_ROWS = re.compile(r'\s*(\[\s*)?\{\s*"[^"\n]{1,100}"\s*:')
+_LINES_OF_A_BEGINNING = 20
+
+
+def begins_as_json(path: Path, name: str) -> bool:
+    """Whether a file of another ending begins as JSON rows do."""
+    lines = islice(text_lines(path, name), _LINES_OF_A_BEGINNING)
+    return _JSON_ROWS.match("".join(line for _, line in lines)) is not None
 
 
 def text_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:

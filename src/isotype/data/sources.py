@@ -28,7 +28,7 @@ from ..wording import first_line
 from .bad_rows import BadRow, RowError
 from .files import TRAINED, File, files_of, is_saved, some
 from .formats import Example, FormatName, detect, example, ignored_keys, refuse_other_than
-from .read import NoRows, Record, ending, sha256
+from .read import NoRows, Record, begins_as_json, ending, is_prose, sha256
 from .records import read_records, without_nulls_inside
 from .stdlib import stdlib_pairs
 
@@ -170,6 +170,16 @@ class FileSource(Source):
         return True
 
     def _takes_text(self, file: File) -> None:
+        is_asked = self.spec.format == "text"
+        if not is_asked and is_prose(file.path) and begins_as_json(file.path, file.name):
+            raise UsageError(
+                f"{file.name}: a {ending(file.path)} file is plain text, and this one holds JSON:"
+                " its keys and brackets would be learnt",
+                fix=(
+                    "name it .jsonl (a row a line) or .json to learn its rows; data.format: text"
+                    " learns it as it is"
+                ),
+            )
         if self.only:
             refuse_other_than(self.only, f"{file.name}: plain text")
         if self.spec.format not in ("auto", "text"):
