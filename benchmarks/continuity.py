@@ -77,11 +77,11 @@ def measured(
     compared, whole = [], []
     for step in range(1, steps + 2):
         started = time.process_time()
-        carried.begin()
+        carried.compare()
         begun = time.process_time()
         stepper([batch], step=step, learning_rate=1e-4, watch_changes=False)
         updated = time.process_time()
-        carried.take(f"the update of step {step}")
+        carried.take_sample(f"the update of step {step}")
         ended = time.process_time()
         compared.append(begun - started + ended - updated)
         whole.append(ended - started)

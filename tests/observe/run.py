@@ -80,7 +80,7 @@ def watched_step(run: Run, step: int, batches: Any = (BATCH,)) -> Observation:
         step, optimizer=stepper.optimizer, gradient=stepper.accumulator.gradient
     ) as seen:
         stepper(list(batches), step=step, learning_rate=RATE, watch_changes=True)
-    run.observer.look_at_loss(seen, stepper.loss_dtype)
+    run.observer.observe_loss(seen, stepper.loss_dtype)
     return seen
 
 
@@ -95,7 +95,7 @@ def observed(program: Program) -> list[Observation]:
     looks = []
     for step in range(1, program.steps + 1):
         program.before_step(run, step)
-        if is_observed(step, every=100, seed=0, total=program.steps) or run.observer.changed():
+        if is_observed(step, every=100, seed=0, total=program.steps) or run.observer.has_changed():
             looks.append(watched_step(run, step))
         else:
             run.stepper([BATCH], step=step, learning_rate=RATE, watch_changes=False)

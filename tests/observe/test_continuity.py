@@ -15,7 +15,7 @@ from torch import nn
 from isotype import Callback
 from isotype.errors import DtypeError, RunError
 from isotype.observe.continuity import Continuity
-from isotype.observe.observer import Changes, is_observed
+from isotype.observe.observer import ModelChanges, is_observed
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import task_of
@@ -143,15 +143,15 @@ def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once(
     last = model[39].weight
     found = []
     for number in range(4):
-        kept.take(f"update {number}")
+        kept.take_sample(f"update {number}")
         last.data.mul_(1.5)  # which PyTorch does not count as a write
         found += [(number, one.tensor) for one in kept.differences()]
     assert found == [(2, "39.weight")]
-    kept.take("update 4")
+    kept.take_sample("update 4")
     with torch.no_grad():
         last.mul_(1.5)
-    kept.begin()
-    kept.take("update 5")
+    kept.compare()
+    kept.take_sample("update 5")
     with torch.no_grad():
         last.mul_(1.5)
     assert [one.tensor for one in kept.differences()] == ["39.weight"]
@@ -159,9 +159,9 @@ def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once(
 
 def test_a_large_model_is_compared_in_parts():
     model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(300))
-    changes = Changes(model)
+    changes = ModelChanges(model)
     model[-1].weight.data = model[-1].weight.data.half()
-    assert sum(changes.found() for _ in range(3)) == 1
+    assert sum(changes.has_changed() for _ in range(3)) == 1
 
 
 def test_observed_steps_depend_on_the_seed_only():

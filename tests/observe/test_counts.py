@@ -135,6 +135,6 @@ def test_every_tensor_of_a_saved_file_is_counted(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     seen = Observation(1)
     model = tiny_model()
-    Observer(model, PRESETS["fp32"]).look_at_files(seen, tmp_path, "fp32")
+    Observer(model, PRESETS["fp32"]).observe_files(seen, tmp_path, "fp32")
     assert sums(seen, "save") == len(tensors)
     assert [finding.observed for finding in seen.violations] == ["bf16"]

@@ -26,7 +26,7 @@ def test_a_step_uses_the_declared_dtypes(preset):
     with observer.watch(1) as seen:
         out = model(input_ids=IDS)
         out.logits.float().logsumexp(-1).mean().backward()
-    observer.look(seen, gradient=accumulator.gradient)
+    observer.observe_tensors(seen, gradient=accumulator.gradient)
     assert seen.violations == []
     assert set(seen.dtypes["compute"]) == {precision.compute}
     assert set(seen.dtypes["grads"]) == {"fp32"}

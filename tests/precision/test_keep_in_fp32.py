@@ -26,7 +26,7 @@ def tiny_wan():
 def put(model, preset):
     precision = Precision.preset(preset)
     apply_precision(model, precision, device_type="cpu")
-    seen = Observer(model, precision).look(Observation(1))
+    seen = Observer(model, precision).observe_tensors(Observation(1))
     assert seen.violations == []
 
 

@@ -128,7 +128,7 @@ def test_a_family_trains_and_generates_under_its_declaration(family, preset):
     observer = Observer(model, PRESETS[preset])
     with observer.watch(1) as seen:
         first = step([BATCH], step=1, learning_rate=1e-2, watch_changes=True)
-    observer.look(seen, states=lambda p: step.optimizer.state[p]).raise_if_violated()
+    observer.observe_tensors(seen, states=lambda p: step.optimizer.state[p]).raise_if_violated()
     # the router of a mixture gives its scores in fp32, in its class's own code
     assert not [
         module

@@ -31,7 +31,7 @@ from ..errors import PreflightError, RunError
 from ..finding import Finding, Place, Severity
 from ..model.architecture import is_vision_language
 from ..observe import Observation, Observer
-from ..observe.origin import hook_of_gradients
+from ..observe.origin import find_custom_gradient_hook
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.vision import vision_parts
@@ -443,7 +443,7 @@ def _why_not_rehearsed(task: TrainerTask) -> str:
         return "fp16: the gradient scaler would count the rehearsed step"
     if hasattr(trainer, "_generate_and_score_completions") or hasattr(trainer, "reward_funcs"):
         return "the trainer makes its rows by generation in its first step"
-    if (hook := hook_of_gradients(trainer.model.parameters())) is not None:
+    if (hook := find_custom_gradient_hook(trainer.model.parameters())) is not None:
         return (
             f"{hook} runs in backward: what it does there, as an update of the weights, could not"
             " be put back"

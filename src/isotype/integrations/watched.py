@@ -36,10 +36,10 @@ from ..observe.continuity import (
     WEIGHT,
     Continuity,
     Difference,
-    differing,
-    of_few_bits,
+    report_differences,
+    report_narrow_values,
 )
-from ..observe.record import as_written, noted
+from ..observe.record import merge_observation, to_file_record
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
 from ..optimize.trl_head import fused_head_of
@@ -162,14 +162,14 @@ class WatchedSteps:
         self._take("the start of the training")
         if self.step > 2:
             seen = Observation(self.step - 1)
-            of_few_bits(
-                seen, self.carried.loaded_with_few_bits(), f"after the load of step {self.step - 1}"
+            report_narrow_values(
+                seen, self.carried.find_narrow_loads(), f"after the load of step {self.step - 1}"
             )
             self._keep(seen)
 
     def _take(self, moment: str) -> None:
-        self.carried.take(moment)
-        self.buffers.take(moment)
+        self.carried.take_sample(moment)
+        self.buffers.take_sample(moment)
 
     def before_micro_batch(self) -> None:
         """Compares buffers at the beginning of a step: its forwards may change them."""
@@ -178,10 +178,10 @@ class WatchedSteps:
             self._compare(self.buffers, "")
 
     def _compare(self, kept: Continuity, moment: str) -> None:
-        kept.begin()
+        kept.compare()
         if any(map(float, kept.flags)):
             seen = Observation(self.step)
-            differing(
+            report_differences(
                 seen,
                 self._first_time(kept.differences()),
                 kept.moment,
@@ -201,8 +201,8 @@ class WatchedSteps:
     def _after_update(self, *_: Any) -> None:
         self._updates += 1
         if self._seen is not None:
-            few = self._first_time(self.carried.moved_with_few_bits(), "few bits")
-            of_few_bits(self._seen, few, f"after the update of step {self.step}")
+            few = self._first_time(self.carried.find_narrow_updates(), "few bits")
+            report_narrow_values(self._seen, few, f"after the update of step {self.step}")
         self._take(f"the update of step {self.step}")
         self._buffers_compared = False
 
@@ -252,7 +252,7 @@ class WatchedSteps:
         seen = Observation(self.step - 1)
         precision = self.attached.precision
         frozen = () if hasattr(self.model, "peft_config") else (precision.unquantised,)
-        self.observer.look_at_files(seen, folder, precision.trainable, allowed=frozen)
+        self.observer.observe_files(seen, folder, precision.trainable, allowed=frozen)
         self._keep(seen)
 
     def rehearsed(self, seen: Mapping[str, Observation]) -> None:
@@ -268,7 +268,7 @@ class WatchedSteps:
             for finding in seen.violations
         ]
         earlier = self.record.get("violations", [])
-        self.record = noted(self.record, seen)
+        self.record = merge_observation(self.record, seen)
         new = [finding for finding in self.record["violations"] if finding not in earlier]
         self.record["violations"] = earlier + new
         if new:
@@ -294,7 +294,7 @@ class WatchedSteps:
             seed=trainer.args.seed,
             total=trainer.state.max_steps,
         )
-        if not drawn and not self.observer.changed():
+        if not drawn and not self.observer.has_changed():
             return
         if first:
             for entry in self.attached.manifest.entries:
@@ -328,7 +328,7 @@ class WatchedSteps:
         trainer = self.attached.trainer
         if trainer.args.world_size > 1:
             sent, self._unsummed = summed_in(trainer.model_wrapped)
-            self.observer.look_at_sums(seen, sent)
+            self.observer.observe_sums(seen, sent)
         self._keep(seen)
         return seen
 
@@ -381,8 +381,11 @@ class WatchedSteps:
             "precision": resolved.text,
             "preset": resolved.preset,
             "declared": resolved.to_dict(),
-            **as_written(
-                record, compute=resolved.precision.compute, more=self._unseen(), beside=_NOT_WATCHED
+            **to_file_record(
+                record,
+                compute=resolved.precision.compute,
+                extra_reasons=self._unseen(),
+                extra_unwatched=_NOT_WATCHED,
             ),
         }
 

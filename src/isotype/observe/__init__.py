@@ -13,8 +13,15 @@ record     the content of `precision.json`, from all observations
 """
 
 from .observer import Observer, is_observed
-from .record import UNSEEN, Observation
+from .record import UNSEEN_REASONS, Observation
 from .tape import observing
 from .values import floating_tensors
 
-__all__ = ["UNSEEN", "Observation", "Observer", "floating_tensors", "is_observed", "observing"]
+__all__ = [
+    "UNSEEN_REASONS",
+    "Observation",
+    "Observer",
+    "floating_tensors",
+    "is_observed",
+    "observing",
+]

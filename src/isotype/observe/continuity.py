@@ -28,15 +28,15 @@ STATE = "state"
 AVERAGE = "average"
 BUFFER = "buffer"
 # of a sample: most tensors of a kind, most elements of each
-TENSORS = 16
-ELEMENTS = 64
+SAMPLED_TENSORS = 16
+SAMPLED_ELEMENTS = 64
 # values by which a tensor is judged: that so many end in 16 zero bits by chance has a probability
 # of 2 to the -128
-_FEWEST = 8
+_MIN_VALUES = 8
 # the last bits of an fp32 number that a narrower dtype leaves zero
-_ZEROS = {"bf16": 0xFFFF, "fp16": 0x1FFF}
+_ZERO_BITS = {"bf16": 0xFFFF, "fp16": 0x1FFF}
 # in the keys of states that are averages; others, as a previous gradient, may be a copy
-_AVERAGES = ("avg", "momentum", "exp_")
+_AVERAGE_KEYS = ("avg", "momentum", "exp_")
 
 Key = tuple[str, ...]  # kind, name of the parameter or buffer, key of the state
 
@@ -50,52 +50,56 @@ class Difference:
     kind: str
     tensor: str
     narrower: str = ""
-    how: str = "changed"
+    change: str = "changed"
 
 
-def narrow_values(values: Tensor) -> str:
+def find_narrow_dtype(values: Tensor) -> str:
     """bf16 or fp16 where this dtype has the bits of each fp32 value that is not zero, and there are
     enough of them to tell; else empty.
     """
     if values.dtype != torch.float32:
         return ""
     bits = values[(values != 0) & values.isfinite()].view(torch.int32)
-    if bits.numel() < _FEWEST:
+    if bits.numel() < _MIN_VALUES:
         return ""
-    return next((word for word, zeros in _ZEROS.items() if not bool((bits & zeros).any())), "")
+    return next(
+        (dtype_name for dtype_name, mask in _ZERO_BITS.items() if not bool((bits & mask).any())), ""
+    )
 
 
-def _rounding(before: Tensor, after: Tensor) -> str:
+def _find_rounding(old: Tensor, new: Tensor) -> str:
     """The dtype of which the changed values of an fp32 tensor have the bits, where the values
     before had more.
     """
-    if before.dtype != torch.float32 or after.dtype != torch.float32:
+    if old.dtype != torch.float32 or new.dtype != torch.float32:
         return ""
-    if before.shape == after.shape and (
-        word := next((w for w in _ZEROS if torch.equal(before.to(to_torch(w)).float(), after)), "")
+    if old.shape == new.shape and (
+        dtype_name := next(
+            (w for w in _ZERO_BITS if torch.equal(old.to(to_torch(w)).float(), new)), ""
+        )
     ):
-        return word  # also of a tensor with few elements
-    word = narrow_values(after[after != before] if before.shape == after.shape else after)
-    if word and bool((before.view(torch.int32) & _ZEROS[word]).any()):
-        return word
+        return dtype_name  # also of a tensor with few elements
+    dtype_name = find_narrow_dtype(new[new != old] if old.shape == new.shape else new)
+    if dtype_name and bool((old.view(torch.int32) & _ZERO_BITS[dtype_name]).any()):
+        return dtype_name
     return ""
 
 
-Kind = tuple[torch.device, torch.dtype]
+StorageKind = tuple[torch.device, torch.dtype]
 
 
 @dataclass
-class _Sample:
+class Sample:
     """tensors  key -> device, dtype and how many elements; values: the elements, of each device and
     dtype together, in the order of keys
     """
 
-    tensors: dict[Key, tuple[Kind, int]] = field(default_factory=dict)
-    values: dict[Kind, Tensor] = field(default_factory=dict)
+    tensors: dict[Key, tuple[StorageKind, int]] = field(default_factory=dict)
+    values: dict[StorageKind, Tensor] = field(default_factory=dict)
 
     def on_host(self) -> Iterator[tuple[Key, torch.dtype, Tensor]]:
         """Each tensor's elements, read in one transfer from each device and dtype."""
-        read = {kind: together.cpu() for kind, together in self.values.items()}
+        read = {kind: tensor.cpu() for kind, tensor in self.values.items()}
         start = dict.fromkeys(read, 0)
         for key, (kind, size) in self.tensors.items():
             yield key, kind[1], read[kind][start[kind] : start[kind] + size]
@@ -103,11 +107,11 @@ class _Sample:
 
 
 class Continuity:
-    """Of one model and its optimizer: `take` after an update and `begin` before the next step;
+    """Of one model and its optimizer: `take_sample` after an update and `compare` before the next step;
     `differences` says what differs.
 
     flags     0-d fp32, one for each device and dtype: above 0 where a sampled byte differed at
-              `begin`
+              `compare`
     averages  name -> an average of a weight, kept beside the model
     kinds     which tensors are kept
     """
@@ -128,92 +132,98 @@ class Continuity:
         self._buffers = [(full, *_owner(model, full)) for full, _ in model.named_buffers()]
         self.moment = ""
         self.flags: list[Tensor] = []
-        self._taken = 0
-        self._sample = _Sample()
-        self._marks: dict[Key, tuple[int, int]] = {}
+        self._samples_taken = 0
+        self._sample = Sample()
+        self._write_marks: dict[Key, tuple[int, int]] = {}
         self._written: list[Key] = []
 
-    def take(self, moment: str) -> None:
+    def take_sample(self, moment: str) -> None:
         """Keeps a sample of the tensors as they are now. `moment`: in words, as in `the update of
         step 3`.
         """
-        found = dict(self._tensors())
+        tensors = dict(self._tensors())
         self.moment = moment
-        self._marks = {key: _mark(tensor) for key, tensor in found.items()}
-        self._sample = _sample({key: found[key] for key in self._chosen(list(found))})
+        self._write_marks = {key: _write_mark(tensor) for key, tensor in tensors.items()}
+        self._sample = _take_sample({key: tensors[key] for key in self._choose_keys(list(tensors))})
         self._written = []
-        self._taken += 1
+        self._samples_taken += 1
 
-    def begin(self) -> None:
+    def compare(self) -> None:
         """At the beginning of a step: compares, and reads nothing from a device. `flags` has the
         answer.
         """
         self.flags = []
         if not self._sample.tensors:
             return
-        found = dict(self._tensors())
+        tensors = dict(self._tensors())
         self._written = [
-            key for key, tensor in found.items() if self._marks.get(key) != _mark(tensor)
+            key
+            for key, tensor in tensors.items()
+            if self._write_marks.get(key) != _write_mark(tensor)
         ]
-        now = self._again(found)
-        if now.tensors != self._sample.tensors:
+        sample = self._resample(tensors)
+        if sample.tensors != self._sample.tensors:
             self.flags = [torch.ones(())]
         else:
             self.flags = [
-                (_bytes_of(now.values[kind]) != _bytes_of(before)).any().float()
-                for kind, before in self._sample.values.items()
+                (_byte_view(sample.values[kind]) != _byte_view(values)).any().float()
+                for kind, values in self._sample.values.items()
             ]
 
     def differences(self) -> list[Difference]:
         """What differs from the last `take`. Reads the sample from its devices."""
-        return _differences(self._sample, self._again())
+        return _compare_samples(self._sample, self._resample())
 
-    def differences_from(self, given: Callable[[Key], Tensor | None]) -> list[Difference]:
+    def compare_with(self, read_tensor: Callable[[Key], Tensor | None]) -> list[Difference]:
         """What differs, at the last `take`, from what a file holds under each key; None where it
         holds nothing of it.
         """
-        held = {key: tensor for key in self._sample.tensors if (tensor := given(key)) is not None}
-        return _differences(_sample(held), self._sample)
+        tensors = {
+            key: tensor for key in self._sample.tensors if (tensor := read_tensor(key)) is not None
+        }
+        return _compare_samples(_take_sample(tensors), self._sample)
 
-    def moved_with_few_bits(self) -> list[Difference]:
+    def find_narrow_updates(self) -> list[Difference]:
         """Trained weights, averages of gradients and of weights in fp32 of which each sampled
         element that changed since the last `take` has the bits of a narrower dtype: to call after
         an update.
         """
-        now = {key: values for key, _, values in self._again().on_host()}
-        found = []
-        for key, dtype, before in self._sample.on_host():
-            after = now.get(key)
+        new_values = {key: values for key, _, values in self._resample().on_host()}
+        differences = []
+        for key, dtype, old in self._sample.on_host():
+            new = new_values.get(key)
             if (
-                after is None
-                or not _is_judged(key)
-                or (after.dtype, after.shape) != (dtype, before.shape)
+                new is None
+                or not _is_full_precision(key)
+                or (new.dtype, new.shape) != (dtype, old.shape)
             ):
                 continue
-            if word := narrow_values(after[after != before]):
-                found.append(Difference(key[0], _said(key), word))
-        return found
+            if dtype_name := find_narrow_dtype(new[new != old]):
+                differences.append(Difference(key[0], _tensor_label(key), dtype_name))
+        return differences
 
-    def loaded_with_few_bits(self) -> list[Difference]:
+    def find_narrow_loads(self) -> list[Difference]:
         """After the state of a trained run was loaded: fp32 weights, or states of one key, of which
         every sampled value has few bits.
 
         They are judged together: a tensor that no update reached still has the values of a bf16
         checkpoint.
         """
-        together: dict[tuple[str, str], list[Tensor]] = {}
+        groups: dict[tuple[str, str], list[Tensor]] = {}
         for key, dtype, values in self._sample.on_host():
-            if _is_judged(key) and dtype == torch.float32:
-                together.setdefault((key[0], key[2] if key[0] == STATE else ""), []).append(values)
-        found = []
-        for (kind, state), parts in together.items():
-            if word := narrow_values(torch.cat(parts)):
-                found.append(Difference(kind, f"{state or kind} of every sampled tensor", word))
-        return found
+            if _is_full_precision(key) and dtype == torch.float32:
+                groups.setdefault((key[0], key[2] if key[0] == STATE else ""), []).append(values)
+        differences = []
+        for (kind, state), parts in groups.items():
+            if dtype_name := find_narrow_dtype(torch.cat(parts)):
+                differences.append(
+                    Difference(kind, f"{state or kind} of every sampled tensor", dtype_name)
+                )
+        return differences
 
-    def _again(self, found: Mapping[Key, Tensor] | None = None) -> _Sample:
-        found = dict(self._tensors()) if found is None else found
-        return _sample({key: found[key] for key in self._sample.tensors if key in found})
+    def _resample(self, tensors: Mapping[Key, Tensor] | None = None) -> Sample:
+        tensors = dict(self._tensors()) if tensors is None else tensors
+        return _take_sample({key: tensors[key] for key in self._sample.tensors if key in tensors})
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
         states = self.optimizer.state if self.optimizer is not None else {}
@@ -235,23 +245,29 @@ class Continuity:
                 if buffer is not None and _is_plain(buffer):
                     yield (BUFFER, full), buffer
 
-    def _chosen(self, keys: list[Key]) -> list[Key]:
+    def _choose_keys(self, keys: list[Key]) -> list[Key]:
         """Of each kind at most so many as a sample has: first those that were written outside an
         update, then others in turn. The states of a parameter go with it.
         """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):
-            own = [key for key in keys if key[0] == kind]
-            first = [key for key in self._written if key[0] == kind][:TENSORS]
-            start = self._taken * TENSORS % len(own) if len(own) > TENSORS else 0
-            turned = [key for key in own[start:] + own[:start] if key not in first]
-            chosen += (first + turned)[:TENSORS]
+            candidates = [key for key in keys if key[0] == kind]
+            written = [key for key in self._written if key[0] == kind][:SAMPLED_TENSORS]
+            start = (
+                self._samples_taken * SAMPLED_TENSORS % len(candidates)
+                if len(candidates) > SAMPLED_TENSORS
+                else 0
+            )
+            others = [key for key in candidates[start:] + candidates[:start] if key not in written]
+            chosen += (written + others)[:SAMPLED_TENSORS]
         if WEIGHT in self.kinds:
-            of_weights = {key[1] for key in chosen if key[0] == WEIGHT}
+            chosen_weights = {key[1] for key in chosen if key[0] == WEIGHT}
         else:
-            of_weights = None
+            chosen_weights = None
         return chosen + [
-            key for key in keys if key[0] == STATE and (of_weights is None or key[1] in of_weights)
+            key
+            for key in keys
+            if key[0] == STATE and (chosen_weights is None or key[1] in chosen_weights)
         ]
 
 
@@ -264,7 +280,7 @@ class FrozenWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._start = _sample(self._tensors())
+        self._start = _take_sample(self._tensors())
 
     def changed(self) -> list[str]:
         """Names of those of which a sampled byte differs. A weight that is not here in the form
@@ -273,13 +289,13 @@ class FrozenWeights:
         now = self._tensors()
         for key in [key for key in now if key not in self._start.tensors]:
             del now[key]
-        current = {key: (dtype, values) for key, dtype, values in _sample(now).on_host()}
+        current = {key: (dtype, values) for key, dtype, values in _take_sample(now).on_host()}
         names: list[str] = []
         for key, dtype, values in self._start.on_host():
             sampled = current.get(key)
             if sampled is None or (sampled[0], sampled[1].shape) != (dtype, values.shape):
                 continue
-            if not torch.equal(_bytes_of(sampled[1]), _bytes_of(values)):
+            if not torch.equal(_byte_view(sampled[1]), _byte_view(values)):
                 names.append(key[1])
         return names
 
@@ -291,90 +307,98 @@ class FrozenWeights:
         }
 
 
-def differing(
-    observation: Observation, found: list[Difference], after: str, before: str, *, strict: bool
+def report_differences(
+    observation: Observation, differences: list[Difference], since: str, until: str, *, strict: bool
 ) -> None:
     """Adds what differs to an observation: as a violation where numbers were narrowed, and, if
     `strict`, where weights or states differ at all; else as a place that was not watched.
 
-    after, before  the two moments, in words
+    since, until  the two moments, in words
     """
-    between = f"between {after} and {before}"
-    for (kind, how), these in _alike(found).items():
-        if these[0].narrower or (strict and kind != BUFFER):
+    between = f"between {since} and {until}"
+    for (kind, change), group in _group_differences(differences).items():
+        if group[0].narrower or (strict and kind != BUFFER):
             observation.report(
                 _ROLES[kind],
-                f"{_said_of(these)} {how} {between}",
-                symbol=these[0].tensor,
-                rule=_CARRIED,
-                observed=these[0].narrower or "other numbers",
+                f"{_describe_group(group)} {change} {between}",
+                symbol=group[0].tensor,
+                rule=_CONTINUITY_RULE,
+                observed=group[0].narrower or "other numbers",
                 cause="code that ran there: a scheduler, a callback, an evaluation, a save",
                 fix="leave its numbers as the update made them, or work on a copy",
             )
         else:
-            observation.unobserved[_said_of(these)] = f"{how} {between} by code outside a step"
+            observation.unobserved[_describe_group(group)] = (
+                f"{change} {between} by code outside a step"
+            )
 
 
-def of_few_bits(observation: Observation, found: list[Difference], after: str) -> None:
-    """Adds fp32 tensors that hold numbers of a narrower dtype, as violations. `after`: an update or
+def report_narrow_values(
+    observation: Observation, differences: list[Difference], moment: str
+) -> None:
+    """Adds fp32 tensors that hold numbers of a narrower dtype, as violations. `moment`: an update or
     a load, in words.
     """
-    for (kind, _), these in _alike(found).items():
-        word = these[0].narrower
+    for (kind, _), group in _group_differences(differences).items():
+        dtype_name = group[0].narrower
         observation.report(
             _ROLES[kind],
-            f"{_said_of(these)} stored in fp32 with numbers of {word} {after}",
-            symbol=these[0].tensor,
-            observed=f"{word} in fp32",
-            rule=_ALL_BITS,
+            f"{_describe_group(group)} stored in fp32 with numbers of {dtype_name} {moment}",
+            symbol=group[0].tensor,
+            observed=f"{dtype_name} in fp32",
+            rule=_ALL_BITS_RULE,
             cause="something rounds it in each update, or the file held it so",
-            fix=f"find what casts it to {word}, or declare {word}",
+            fix=f"find what casts it to {dtype_name}, or declare {dtype_name}",
         )
 
 
-def _alike(found: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
+def _group_differences(differences: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
     """(kind, what became of them) -> these."""
     groups: dict[tuple[str, str], list[Difference]] = {}
-    for one in found:
+    for difference in differences:
         groups.setdefault(
-            (one.kind, f"rounded to {one.narrower}" if one.narrower else one.how), []
-        ).append(one)
+            (
+                difference.kind,
+                f"rounded to {difference.narrower}" if difference.narrower else difference.change,
+            ),
+            [],
+        ).append(difference)
     return groups
 
 
-def _said_of(these: list[Difference]) -> str:
-    first = these[0]
-    if len(these) == 1:
+def _describe_group(group: list[Difference]) -> str:
+    first = group[0]
+    if len(group) == 1:
         return f"{first.kind} {first.tensor} was"
-    return f"{len(these)} sampled {first.kind}s, first {first.tensor}, were"
+    return f"{len(group)} sampled {first.kind}s, first {first.tensor}, were"
 
 
-_CARRIED = (
+_CONTINUITY_RULE = (
     "weights, states, averages and buffers are at the start of a step what the last update left"
 )
-_ALL_BITS = "trained weights, states and averages of fp32 have the bits of fp32"
+_ALL_BITS_RULE = "trained weights, states and averages of fp32 have the bits of fp32"
 _ROLES = {WEIGHT: "trainable", STATE: "optimizer", AVERAGE: "optimizer", BUFFER: "compute"}
 
 
-def _differences(before: _Sample, after: _Sample) -> list[Difference]:
+def _compare_samples(old: Sample, new: Sample) -> list[Difference]:
     """A tensor that is in one of them only, as one that is no longer trained, is left out."""
-    now = {key: values for key, _, values in after.on_host()}
-    found = []
-    for key, dtype, was in before.on_host():
-        values = now.get(key)
-        if values is None:
+    new_values = {key: current for key, _, current in new.on_host()}
+    differences = []
+    for key, dtype, old_values in old.on_host():
+        current = new_values.get(key)
+        if current is None:
             continue
-        if values.dtype != dtype or not torch.equal(_bytes_of(values), _bytes_of(was)):
-            if values.dtype.itemsize < dtype.itemsize:
-                narrower = name(values.dtype)
+        if current.dtype != dtype or not torch.equal(_byte_view(current), _byte_view(old_values)):
+            if current.dtype.itemsize < dtype.itemsize:
+                narrower = name(current.dtype)
             else:
-                narrower = _rounding(was, values)
-            if values.dtype == dtype:
-                how = "changed"
+                narrower = _find_rounding(old_values, current)
+            if current.dtype == dtype:
+                change = "changed"
             else:
-                how = f"{name(dtype)} and now {name(values.dtype)}"
-            found.append(Difference(key[0], _said(key), narrower, how))
-    return found
+                change = f"{name(dtype)} and now {name(current.dtype)}"
+            differences.append(Difference(key[0], _tensor_label(key), narrower, change))
+    return differences
 
 
 def _owner(model: nn.Module, full: str) -> tuple[nn.Module, str]:
@@ -394,44 +418,44 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
+def _write_mark(tensor: Tensor) -> tuple[int, int]:
     """Identity and PyTorch's count of writes."""
     return id(tensor), tensor._version
 
 
-def _said(key: Key) -> str:
+def _tensor_label(key: Key) -> str:
     return f"{key[2]} of {key[1]}" if key[0] == STATE else key[1]
 
 
-def _is_judged(key: Key) -> bool:
+def _is_full_precision(key: Key) -> bool:
     return key[0] in (WEIGHT, AVERAGE) or (
-        key[0] == STATE and any(part in key[2] for part in _AVERAGES)
+        key[0] == STATE and any(part in key[2] for part in _AVERAGE_KEYS)
     )
 
 
-def _elements(tensor: Tensor) -> Tensor:
+def _sample_elements(tensor: Tensor) -> Tensor:
     """Elements at even distances: a view, of one row where the tensor is not contiguous."""
     part = local_part(tensor)
     while not part.is_contiguous() and part.dim() > 1:
         part = part[part.shape[0] // 2]
     size = part.numel()
-    apart = -(-size // ELEMENTS)
-    own = part.stride(0) if part.dim() == 1 else 1
-    return part.as_strided((-(-size // apart),), (apart * own,))
+    distance = -(-size // SAMPLED_ELEMENTS)
+    stride = part.stride(0) if part.dim() == 1 else 1
+    return part.as_strided((-(-size // distance),), (distance * stride,))
 
 
 @torch.no_grad()
-def _sample(tensors: Mapping[Key, Tensor]) -> _Sample:
-    made = _Sample()
-    parts: dict[Kind, list[Tensor]] = {}
+def _take_sample(tensors: Mapping[Key, Tensor]) -> Sample:
+    sample = Sample()
+    parts: dict[StorageKind, list[Tensor]] = {}
     for key, tensor in tensors.items():
-        part = _elements(tensor)
+        part = _sample_elements(tensor)
         kind = part.device, part.dtype
-        made.tensors[key] = kind, part.numel()
+        sample.tensors[key] = kind, part.numel()
         parts.setdefault(kind, []).append(part)
-    made.values = {kind: torch.cat(these) for kind, these in parts.items()}
-    return made
+    sample.values = {kind: torch.cat(elements) for kind, elements in parts.items()}
+    return sample
 
 
-def _bytes_of(values: Tensor) -> Tensor:
+def _byte_view(values: Tensor) -> Tensor:
     return values.view(torch.uint8)

@@ -32,11 +32,11 @@ from .operators import (
     CAST,
     CHOICES,
     CREATE,
-    CURVED,
     DIVISIONS,
     EXACT,
     LOG_SUMS,
     LOSSES,
+    NONLINEAR,
     NORM_SUMS,
     OPAQUE,
     PRODUCT,
@@ -44,26 +44,26 @@ from .operators import (
     SUM,
     Operator,
 )
-from .origin import ENGINE, OURS, PRACTICE, USER, caller
-from .record import TABLES, Observation
-from .tape import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Calls, Step, tape
+from .origin import AUTOGRAD, HUGGING_FACE, ISOTYPE, USER, find_caller
+from .record import TABLES_RULE, Observation
+from .tape import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, FunctionTape, StepTracker, make_tape
 from .values import (
-    BOUND,
     BUFFER,
+    EMPTY_LINEAGE,
     FLOAT_INPUT,
     INPUT,
-    NOTHING,
-    SMALL,
+    MASK_BOUND,
+    MAX_RECOMPUTED_ELEMENTS,
     WEIGHT,
     Call,
     Lineage,
     Lineages,
-    address,
-    float_word,
+    collect_tensors,
+    dense_values,
+    float_dtype_name,
     is_wrapper,
-    joined,
-    plain_tensors,
-    readable,
+    merge_lineages,
+    storage_address,
 )
 
 # autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own
@@ -71,25 +71,25 @@ from .values import (
 _PRODUCT_NODE = re.compile(
     r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward"
 )
-_ATTENTION = (
+_ATTENTION_FUNCTIONS = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.nn.functional.multi_head_attention_forward,
 )
 # functions that make a tensor of Python's numbers, or write one into it, and which argument is the
 # numbers
-_ENTRIES = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1, "__setitem__": 2}
-_NUMBERS = "numbers are made in fp32, or in the dtype that computes with them"
-_SUMMED = "sums are fp32"
-_UNFUSED = (
+_NUMBER_ARGUMENTS = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1, "__setitem__": 2}
+_NUMBERS_RULE = "numbers are made in fp32, or in the dtype that computes with them"
+_SUMS_RULE = "sums are fp32"
+_UNFUSED_CAUSE = (
     "no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
 )
 # its Newton-Schulz iteration is in bf16 whatever its weights are, and is counted as
 # `update_iteration`
-_MUON = "torch/optim/_muon.py"
-_TERMS = 4  # narrow additions that are a formula; more are a sum written as a loop
+_MUON_FILE = "torch/optim/_muon.py"
+_MAX_ADDITIONS = 4  # narrow additions that are a formula; more are a sum written as a loop
 
 
-class Contract:
+class ContractChecker:
     """Judges every operator while it is active.
 
     role         compute, or generate while tokens are made
@@ -100,14 +100,14 @@ class Contract:
 
     def __init__(
         self,
-        seen: Observation,
+        observation: Observation,
         precision: Precision,
-        step: Step,
+        step: StepTracker,
         *,
         role: str,
         lora_branch: str | None,
     ) -> None:
-        self.seen = seen
+        self.observation = observation
         self.precision = precision
         self.step = step
         self.role = role
@@ -115,71 +115,72 @@ class Contract:
         self.compute: str = getattr(precision, role)
         self.paused = False
         self.lineages = Lineages()
-        self.modes = (Calls(self._called), tape(self._ran))
+        self.modes = (FunctionTape(self._run_function), make_tape(self._run_operator))
         self._buffers: dict[int, str] = {}  # by storage: the model's floating buffers
         # products outside compute, with their cause, until their use is known
-        self._pending: dict[int, tuple[Call, str, str]] = {}
-        self._routers: set[int] = set()
+        self._pending_products: dict[int, tuple[Call, str, str]] = {}
+        self._router_products: set[int] = set()
         self._wide_forward = False
         # dtypes of PyTorch's attention that runs: its inside may be made of wide products
-        self._attention: list[str | None] = []
+        self._attention_dtypes: list[str | None] = []
 
-    def know(self, *models: nn.Module) -> None:
+    def register_weights(self, *models: nn.Module) -> None:
         """Registers the tensors of models that exist before a step: weights, gradients and buffers."""
         for model in models:
             self.lineages.set_weights(model)
             for full, buffer in model.named_buffers():
                 self.lineages.set(buffer, Lineage(BUFFER))
                 if buffer.is_floating_point():
-                    self._buffers[address(buffer)] = full
+                    self._buffers[storage_address(buffer)] = full
 
-    def know_inputs(self, given: Any) -> None:
+    def register_inputs(self, inputs: Any) -> None:
         """Registers what a module is called with from outside any other."""
-        for tensor in plain_tensors(given, []):
-            before = self.lineages.of(tensor)
+        for tensor in collect_tensors(inputs, []):
+            previous = self.lineages.get(tensor)
             # floats made in the step of nothing that the model has, as noised latents are, are
             # inputs too
-            if before is None or not before.from_ or not tensor.is_floating_point():
-                made = before or NOTHING
+            if previous is None or not previous.sources or not tensor.is_floating_point():
+                lineage = previous or EMPTY_LINEAGE
                 self.lineages.set(
                     tensor,
                     replace(
-                        made,
-                        from_=made.from_ | (FLOAT_INPUT if tensor.is_floating_point() else INPUT),
+                        lineage,
+                        sources=lineage.sources
+                        | (FLOAT_INPUT if tensor.is_floating_point() else INPUT),
                     ),
                 )
 
     def finish(self) -> None:
         """Reports the products outside `compute` that do not belong to a router."""
-        for number, (call, word, cause) in self._pending.items():
-            if number in self._routers:
-                self.seen.dtypes["router"][word] += 1
+        for number, (call, dtype_name, cause) in self._pending_products.items():
+            if number in self._router_products:
+                self.observation.dtypes["router"][dtype_name] += 1
             else:
-                self._product_outside(call, word, cause=cause)
-        self._pending.clear()
+                self._report_product(call, dtype_name, cause=cause)
+        self._pending_products.clear()
 
     # ---- what runs
-    def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        if func in _ATTENTION and args and isinstance(args[0], Tensor):
+    def _run_function(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func in _ATTENTION_FUNCTIONS and args and isinstance(args[0], Tensor):
             device = args[0].device.type
             if torch.is_autocast_enabled(device):
-                inside = torch.get_autocast_dtype(device)
+                dtype = torch.get_autocast_dtype(device)
             else:
-                inside = args[0].dtype
-            self._attention.append(float_word(inside))
+                dtype = args[0].dtype
+            self._attention_dtypes.append(float_dtype_name(dtype))
             try:
                 return func(*args, **kwargs)
             finally:
-                self._attention.pop()
-        out = func(*args, **kwargs)
-        if func.__name__ in _ENTRIES and not self.paused:
-            made = args[0] if out is None else out
-            if type(made) is Tensor and not made.is_meta:
-                self._entered(func.__name__, args, kwargs, made)
-        return out
+                self._attention_dtypes.pop()
+        output = func(*args, **kwargs)
+        if func.__name__ in _NUMBER_ARGUMENTS and not self.paused:
+            tensor = args[0] if output is None else output
+            if type(tensor) is Tensor and not tensor.is_meta:
+                self._check_python_numbers(func.__name__, args, kwargs, tensor)
+        return output
 
-    def _ran(self, op: Operator, args: tuple, kwargs: dict) -> Any:
-        out = op(*args, **kwargs)
+    def _run_operator(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+        output = op(*args, **kwargs)
         # beside the model, while tokens are made, runs a sampler's choice of a token, a pipeline's
         # scheduler and VAE
         if not self.paused and (self.role != "generate" or self.step.stack):
@@ -189,88 +190,95 @@ class Contract:
                     op,
                     args,
                     kwargs,
-                    plain_tensors([args, kwargs], []),
-                    plain_tensors(out, []),
+                    collect_tensors([args, kwargs], []),
+                    collect_tensors(output, []),
                 )
                 try:
-                    self._judge(call)
+                    self._check(call)
                 # such as a tensor whose kind lacks an operator that the look needs; the program
                 # goes on
                 except Exception as error:
-                    self._failed(f"{op.plain} in {call.where}", error)
-        return out
+                    self._note_failure(f"{op.base_name} in {call.location}", error)
+        return output
 
-    def _failed(self, what: str, error: Exception) -> None:
-        self.seen.unobserved.setdefault(
-            what, f"looking at its tensors failed: {''.join(str(error).splitlines()[:1])}"
+    def _note_failure(self, subject: str, error: Exception) -> None:
+        self.observation.unobserved.setdefault(
+            subject, f"looking at its tensors failed: {''.join(str(error).splitlines()[:1])}"
         )
 
-    def _judge(self, call: Call) -> None:
+    def _check(self, call: Call) -> None:
         op = call.op
         if (wrapper := next((type(t) for t in call.inputs if is_wrapper(t)), None)) is not None:
-            self.seen.unobserved.setdefault(
-                f"operator {op.plain} on {wrapper.__name__} in {call.where}",
+            self.observation.unobserved.setdefault(
+                f"operator {op.base_name} on {wrapper.__name__} in {call.location}",
                 "the class computes with other tensors than its dtype says",
             )
-            self.seen.unseen_thing(self.role, f"operators on {wrapper.__name__}")
+            self.observation.note_unseen(self.role, f"operators on {wrapper.__name__}")
             return
-        if "torch._dynamo" in sys.modules and call.by.compiled:
-            self.seen.unobserved.setdefault(
+        if "torch._dynamo" in sys.modules and call.caller.compiled:
+            self.observation.unobserved.setdefault(
                 f"compiled region in {call.module or 'no module'}",
                 "runs operator by operator while it is observed; what the compiled code of the"
                 " other steps does is not seen",
             )
         if op.kind == CREATE:
-            known = []
+            lineages = []
         else:
-            known = [lineage for t in call.inputs if (lineage := self.lineages.of(t)) is not None]
-        made = joined(known)
+            lineages = [
+                input_lineage
+                for t in call.inputs
+                if (input_lineage := self.lineages.get(t)) is not None
+            ]
+        lineage = merge_lineages(lineages)
         dtype = call.dtype()
         if op.kind == OPAQUE:
-            self._opaque(call, dtype, made)
+            self._check_opaque(call, dtype, lineage)
         elif op.kind == CREATE:
-            self._numbers(call)
+            self._check_numbers(call)
         elif dtype is not None:
-            self._fp64(call, dtype, made)
+            self._check_fp64(call, dtype, lineage)
             if op.kind == PRODUCT:
-                made = self._product(call, dtype, made)
+                lineage = self._check_product(call, dtype, lineage)
             elif op.kind == CAST:
-                self._cast(call, made)
+                self._check_cast(call, lineage)
             elif op.kind == EXACT:
-                self._numbers(call)
+                self._check_numbers(call)
             else:
-                made = self._arithmetic(call, dtype, made)
-        if op.plain in CHOICES and call.region == FORWARD and len(self.step.stack) > 1:
-            self._routers |= made.products
-        self._remember(call, made)
+                lineage = self._check_arithmetic(call, dtype, lineage)
+        if op.base_name in CHOICES and call.region == FORWARD and len(self.step.stack) > 1:
+            self._router_products |= lineage.products
+        self._record_lineage(call, lineage)
 
-    def _remember(self, call: Call, made: Lineage) -> None:
+    def _record_lineage(self, call: Call, lineage: Lineage) -> None:
         for tensor in call.outputs:
             # a view shares the record of its storage
             if (
                 call.op.kind != EXACT
                 or any(call.op.writes)
-                or not any(self.lineages.same(tensor, given) for given in call.inputs)
+                or not any(
+                    self.lineages.share_storage(tensor, input_tensor)
+                    for input_tensor in call.inputs
+                )
             ):
-                self.lineages.set(tensor, made)
-        for value in call.written:
-            self.lineages.set(value, made)
+                self.lineages.set(tensor, lineage)
+        for value in call.written_tensors:
+            self.lineages.set(value, lineage)
 
     # ---- rules
-    def _opaque(self, call: Call, dtype: str | None, made: Lineage) -> None:
+    def _check_opaque(self, call: Call, dtype: str | None, lineage: Lineage) -> None:
         if not call.op.has_contract(self.precision.base):
-            self.seen.unobserved.setdefault(
-                f"operator {call.op.foreign} in {call.where}",
+            self.observation.unobserved.setdefault(
+                f"operator {call.op.foreign_name} in {call.location}",
                 "its arithmetic is inside its own kernel",
             )
-            self.seen.unseen_thing(self.role, f"inside {call.op.foreign}")
+            self.observation.note_unseen(self.role, f"inside {call.op.foreign_name}")
         elif dtype is not None:
-            self._fp64(call, dtype, made)
-            self.seen.unseen_thing(
-                self.role, f"inside {call.op.foreign}, an operator with a contract"
+            self._check_fp64(call, dtype, lineage)
+            self.observation.note_unseen(
+                self.role, f"inside {call.op.foreign_name}, an operator with a contract"
             )
 
-    def _fp64(self, call: Call, dtype: str, made: Lineage) -> None:
+    def _check_fp64(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """A single number that a cast leaves in fp64 is harmless; a value that activations or
         weights become is not. Isotype adds up an evaluation in fp64.
         """
@@ -282,24 +290,24 @@ class Contract:
         is_arithmetic = dtype == "fp64" and call.op.kind not in (EXACT, CAST)
         if size == 1 and not is_arithmetic:
             return
-        if self._is_table(call, made) or self._is_diffusers_positions(call):
+        if self._is_table(call, lineage) or self._is_diffusers_positions(call):
             return
-        if call.by.kind == OURS:
+        if call.caller.kind == ISOTYPE:
             return
         call.report(
             call.role,
-            f"{call.op.foreign or call.op.plain} in fp64",
+            f"{call.op.foreign_name or call.op.base_name} in fp64",
             observed="fp64",
             cause="fp64 is no role's dtype",
         )
 
-    def _is_table(self, call: Call, made: Lineage) -> bool:
+    def _is_table(self, call: Call, lineage: Lineage) -> bool:
         """Whether a forward computes positions or constants here: values of no activation and no
         weight, which no role declares (Z-Image's frequencies, made at the first call).
 
         An activation that meets such a table in fp64 is fp64 itself, and is reported.
         """
-        is_constant = not made.activation and not made.from_ & WEIGHT
+        is_constant = not lineage.is_activation and not lineage.sources & WEIGHT
         return is_constant and call.region == FORWARD
 
     def _is_diffusers_positions(self, call: Call) -> bool:
@@ -310,184 +318,192 @@ class Contract:
         module = self.step.stack[-1].module if self.step.stack else None
         if module is None or not type(module).__module__.startswith("diffusers."):
             return False
-        return next(module.parameters(), None) is None or call.by.file.endswith(
+        return next(module.parameters(), None) is None or call.caller.file.endswith(
             "diffusers/models/embeddings.py"
         )
 
-    def _product(self, call: Call, dtype: str, made: Lineage) -> Lineage:
-        by = call.by
+    def _check_product(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
+        source = call.caller
         region = call.region
-        seen = self.seen
-        adapter = "lora_" in call.module
-        if region in (UPDATE, GRADIENTS, LOSS) and not (region == LOSS and by.kind == OURS):
-            seen.dtypes["other_products"][dtype] += 1
+        observation = self.observation
+        in_adapter = "lora_" in call.module
+        if region in (UPDATE, GRADIENTS, LOSS) and not (region == LOSS and source.kind == ISOTYPE):
+            observation.dtypes["other_products"][dtype] += 1
             # backward mirrors a product of the loss, as that of a contrastive one, in its dtype
             self._wide_forward = self._wide_forward or (region == LOSS and dtype != self.compute)
-            return made
-        if adapter and self.lora_branch == "fp32" and dtype != "fp32" and dtype in FLOATS:
+            return lineage
+        if in_adapter and self.lora_branch == "fp32" and dtype != "fp32" and dtype in FLOATS:
             # a layer that no op runs: PEFT's own code follows autocast
-            self._product_outside(
+            self._report_product(
                 call,
                 dtype,
                 declared="fp32",
                 rule="model.lora_branch: fp32",
-                cause=_UNFUSED,
+                cause=_UNFUSED_CAUSE,
                 fix="model.lora_branch: compute",
             )
         if dtype == self.compute or dtype not in FLOATS:
-            seen.note(self.role, call.op.plain, dtype, self.compute, allowed=(dtype,))
-        elif by.kind == OURS:
-            seen.dtypes["lora_branch" if by.is_lora_branch else "isotype_ops"][dtype] += 1
+            observation.note(self.role, call.op.base_name, dtype, self.compute, allowed=(dtype,))
+        elif source.kind == ISOTYPE:
+            observation.dtypes["lora_branch" if source.is_lora_branch else "isotype_ops"][
+                dtype
+            ] += 1
             # recorded by autograd, unlike what runs inside an autograd function: backward mirrors
             # it
             self._wide_forward = self._wide_forward or torch.is_grad_enabled()
-        elif by.kind == ENGINE and region == BACKWARD:
+        elif source.kind == AUTOGRAD and region == BACKWARD:
             # mirrors a forward product outside compute, which was judged; one without such a
             # forward is autocast's
             if not self._wide_forward and _PRODUCT_NODE.match(
                 type(torch._C._current_autograd_node()).__name__
             ):
-                self._product_outside(call, dtype)
-            seen.dtypes["mirrored_in_backward"][dtype] += 1
-        elif self._attention and self._attention[-1] == self.compute:
+                self._report_product(call, dtype)
+            observation.dtypes["mirrored_in_backward"][dtype] += 1
+        elif self._attention_dtypes and self._attention_dtypes[-1] == self.compute:
             # with dropout, and on devices without a kernel, PyTorch makes attention of fp32
             # products of what it got in `compute`
             self._wide_forward = True
-            seen.unseen_thing(
+            observation.note_unseen(
                 self.role, "inside PyTorch's attention, which is given and gives `compute`"
             )
-        elif adapter and self.lora_branch in (None, dtype):
+        elif in_adapter and self.lora_branch in (None, dtype):
             self._wide_forward = True
-            seen.dtypes["lora_branch"][dtype] += 1
-        elif not made.activation and region == FORWARD:
-            seen.dtypes["tables"][dtype] += 1
+            observation.dtypes["lora_branch"][dtype] += 1
+        elif not lineage.is_activation and region == FORWARD:
+            observation.dtypes["tables"][dtype] += 1
         elif (
             region == FORWARD
-            and by.kind == PRACTICE
+            and source.kind == HUGGING_FACE
             and dtype == "fp32"
-            and self.step.switched_off_by_family()
+            and self.step.is_autocast_off_by_library()
         ):
             self._wide_forward = True
-            seen.dtypes["family_in_fp32"][dtype] += 1
+            observation.dtypes["family_in_fp32"][dtype] += 1
         elif region == FORWARD:
-            number = len(self._pending)
+            number = len(self._pending_products)
             self._wide_forward = True
-            self._pending[number] = call, dtype, call.why(dtype)
-            return replace(made, products=made.products | {number})
+            self._pending_products[number] = call, dtype, call.operand_dtype_reason(dtype)
+            return replace(lineage, products=lineage.products | {number})
         else:
-            self._product_outside(call, dtype)
-        return made
+            self._report_product(call, dtype)
+        return lineage
 
-    def _product_outside(self, call: Call, word: str, *, cause: str = "", **branch: str) -> None:
+    def _report_product(
+        self, call: Call, dtype_name: str, *, cause: str = "", **overrides: str
+    ) -> None:
         """branch: what differs where an adapter's branch is declared."""
-        symbol = f"{call.op.foreign or call.op.plain} in {call.where}"
-        said = {
+        symbol = f"{call.op.foreign_name or call.op.base_name} in {call.location}"
+        fields = {
             "declared": self.compute,
-            **branch,
+            **overrides,
         }
-        self.seen.report(
+        self.observation.report(
             self.role,
-            f"{symbol} multiplies in {word}, declared {said['declared']}",
+            f"{symbol} multiplies in {dtype_name}, declared {fields['declared']}",
             symbol=symbol,
-            observed=word,
-            cause=cause or call.why(word),
-            file=call.by.file,
-            line=call.by.line,
-            **said,
+            observed=dtype_name,
+            cause=cause or call.operand_dtype_reason(dtype_name),
+            file=call.caller.file,
+            line=call.caller.line,
+            **fields,
         )
 
-    def _arithmetic(self, call: Call, dtype: str, made: Lineage) -> Lineage:
+    def _check_arithmetic(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
         op = call.op
         region = call.region
         precision = self.precision
         narrow = itemsize(dtype) < 4
-        norm = self.step.inside(is_norm) if region == FORWARD else None
-        if norm is not None and op.plain in NORM_SUMS and dtype not in norm.sums:
-            norm.sums[dtype] = call.by
-        if op.plain in DIVISIONS and region in (FORWARD, LOSS):
-            self._denominator(call, made)
+        norm = self.step.innermost_call(is_norm) if region == FORWARD else None
+        if norm is not None and op.base_name in NORM_SUMS and dtype not in norm.sums:
+            norm.sums[dtype] = call.caller
+        if op.base_name in DIVISIONS and region in (FORWARD, LOSS):
+            self._check_divisor(call, lineage)
         if not narrow and dtype == self.compute:
-            return made
-        kind = call.by.kind
-        if kind == OURS or (kind == ENGINE and region == BACKWARD):
-            return made
+            return lineage
+        kind = call.caller.kind
+        if kind == ISOTYPE or (kind == AUTOGRAD and region == BACKWARD):
+            return lineage
         below_grads = itemsize(dtype) < itemsize(precision.grads)
         if (
-            made.activation
+            lineage.is_activation
             and itemsize(dtype) < itemsize(precision.loss)
-            and self._of_the_loss(call)
+            and self._is_loss_arithmetic(call)
         ):
-            self._narrower(call, "loss", dtype)
+            self._report_narrow(call, "loss", dtype)
         if region == LOSS and narrow:
-            self._count(call, dtype, made)
+            self._check_count(call, dtype, lineage)
         if region == FORWARD:
-            if made.activation and norm is None and dtype != self.compute:
-                self.seen.arithmetic[f"{op.plain} in {call.module}", dtype] += 1
-            if narrow and kind != PRACTICE:
-                self._buffer_or_table(call, dtype, made)
+            if lineage.is_activation and norm is None and dtype != self.compute:
+                self.observation.arithmetic[f"{op.base_name} in {call.module}", dtype] += 1
+            if narrow and kind != HUGGING_FACE:
+                self._check_buffers_and_tables(call, dtype, lineage)
         elif region == BACKWARD and below_grads:
-            made = replace(made, added=made.added + (op.plain in ADDITIONS))
-            if op.kind == SUM or made.added > _TERMS:
-                self._narrower(call, "grads", dtype)
-        elif region == UPDATE and narrow and call.by.file.endswith(_MUON):
-            self.seen.dtypes["update_iteration"][dtype] += 1
+            lineage = replace(lineage, additions=lineage.additions + (op.base_name in ADDITIONS))
+            if op.kind == SUM or lineage.additions > _MAX_ADDITIONS:
+                self._report_narrow(call, "grads", dtype)
+        elif region == UPDATE and narrow and call.caller.file.endswith(_MUON_FILE):
+            self.observation.dtypes["update_iteration"][dtype] += 1
         elif region in (GRADIENTS, UPDATE) and op.kind == SUM and below_grads:
             if call.inputs[0].numel() > 1:
-                self._narrower(call, "grads", dtype)
-        elif region == GRADIENTS and kind == USER and op.plain in DIVISIONS and below_grads:
+                self._report_narrow(call, "grads", dtype)
+        elif region == GRADIENTS and kind == USER and op.base_name in DIVISIONS and below_grads:
             if call.outputs[0].numel() == 1:
-                self._narrower(call, "grads", dtype)  # the norm by which gradients are clipped
+                self._report_narrow(call, "grads", dtype)  # the norm by which gradients are clipped
         elif (
             region == UPDATE
             and narrow
-            and op.plain in ADDITIONS
+            and op.base_name in ADDITIONS
             and dtype not in (precision.trainable, precision.optimizer)
         ):
-            self._narrower(call, "optimizer", dtype)
-        if region in (BACKWARD, GRADIENTS) and op.plain in ADDITIONS:
-            self._narrow_accumulation(call, dtype)
-        return made
+            self._report_narrow(call, "optimizer", dtype)
+        if region in (BACKWARD, GRADIENTS) and op.base_name in ADDITIONS:
+            self._check_accumulation(call, dtype)
+        return lineage
 
-    def _count(self, call: Call, dtype: str, made: Lineage) -> None:
+    def _check_count(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """A sum of whole numbers, as of a mask, that its dtype does not hold."""
         if (
             call.op.kind == SUM
-            and call.by.kind == USER
-            and not (made.activation or made.from_ & WEIGHT)
+            and call.caller.kind == USER
+            and not (lineage.is_activation or lineage.sources & WEIGHT)
             and call.is_inexact()
         ):
-            self._narrower(call, "loss", dtype)
+            self._report_narrow(call, "loss", dtype)
 
-    def _denominator(self, call: Call, made: Lineage) -> None:
+    def _check_divisor(self, call: Call, lineage: Lineage) -> None:
         """A number by which the loss is divided: one of few bits may be a count that was rounded."""
         divisor = call.args[1] if len(call.args) > 1 else None
         if (
             not isinstance(divisor, Tensor)
             or divisor.numel() != 1
-            or not made.activation
-            or not self._foreign(LOSS, divisor.dtype)
+            or not lineage.is_activation
+            or not self._is_undeclared_dtype(LOSS, divisor.dtype)
         ):
             return
-        own = self.lineages.of(divisor)
-        values = readable(divisor.detach())
-        word = name(divisor.dtype)
-        in_a_layer = call.region == FORWARD and (
-            call.outputs[0].numel() != 1 or self.step.in_a_part()
+        divisor_lineage = self.lineages.get(divisor)
+        values = dense_values(divisor.detach())
+        dtype_name = name(divisor.dtype)
+        is_in_layer = call.region == FORWARD and (
+            call.outputs[0].numel() != 1 or self.step.is_in_submodule()
         )
-        if in_a_layer or values is None or (own is not None and own.activation):
+        if (
+            is_in_layer
+            or values is None
+            or (divisor_lineage is not None and divisor_lineage.is_activation)
+        ):
             return
         value = float(values)
-        if value.is_integer() and abs(value) <= 1 / eps(word):
+        if value.is_integer() and abs(value) <= 1 / eps(dtype_name):
             return
         call.report(
             "loss",
-            f"the loss is divided by a number of {word}",
-            observed=word,
-            rule=_SUMMED,
+            f"the loss is divided by a number of {dtype_name}",
+            observed=dtype_name,
+            rule=_SUMS_RULE,
             cause="a count or a sum of weights is kept in that dtype, which may have rounded it",
         )
 
-    def _of_the_loss(self, call: Call) -> bool:
+    def _is_loss_arithmetic(self, call: Call) -> bool:
         """Whether this computes the loss: after forward, or in the forward of a model that is given
         labels.
 
@@ -496,145 +512,160 @@ class Contract:
         """
         if call.region != FORWARD:
             return call.region == LOSS
-        if call.op.plain not in LOSSES or (call.op.plain in LOG_SUMS and self.step.in_a_part()):
+        if call.op.base_name not in LOSSES or (
+            call.op.base_name in LOG_SUMS and self.step.is_in_submodule()
+        ):
             return False
         return not (
-            call.by.kind == PRACTICE and any(part.isdigit() for part in call.module.split("."))
+            call.caller.kind == HUGGING_FACE
+            and any(part.isdigit() for part in call.module.split("."))
         )
 
-    def _buffer_or_table(self, call: Call, dtype: str, made: Lineage) -> None:
+    def _check_buffers_and_tables(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """In forward: an addition into a narrow buffer, as of a running mean; functions of
         positions and constants in a narrow dtype.
         """
-        for target in call.written:
-            full = self._buffers.get(address(target))
+        for target in call.written_tensors:
+            full = self._buffers.get(storage_address(target))
             if (
                 full is not None
-                and (call.op.plain in ADDITIONS or call.op.kind == SUM)
+                and (call.op.base_name in ADDITIONS or call.op.kind == SUM)
                 and itemsize(name(target.dtype)) < 4
             ):
-                word = name(target.dtype)
+                dtype_name = name(target.dtype)
                 call.report(
                     self.role,
-                    f"buffer {full} sums in {word}",
-                    observed=word,
-                    rule=_SUMMED,
+                    f"buffer {full} sums in {dtype_name}",
+                    observed=dtype_name,
+                    rule=_SUMS_RULE,
                     cause="it is stored in that dtype",
                 )
         if (
-            made.activation
-            or made.from_ & WEIGHT
-            or call.op.plain not in CURVED
+            lineage.is_activation
+            or lineage.sources & WEIGHT
+            or call.op.base_name not in NONLINEAR
             or call.outputs[0].numel() < 2
         ):
             return
         if call.is_inexact():
             call.report(
                 self.role,
-                f"{call.op.plain} is computed in {dtype}",
+                f"{call.op.base_name} is computed in {dtype}",
                 observed=dtype,
-                rule=TABLES,
+                rule=TABLES_RULE,
                 cause="narrower than its rule",
             )
 
-    def _narrow_accumulation(self, call: Call, dtype: str) -> None:
+    def _check_accumulation(self, call: Call, dtype: str) -> None:
         """Gradients that are added into a narrower tensor, which no cast shows."""
-        for target in call.written:
-            word = float_word(target.dtype)
+        for target in call.written_tensors:
+            dtype_name = float_dtype_name(target.dtype)
             if (
-                word
-                and itemsize(word) < itemsize(dtype)
-                and itemsize(word) < itemsize(self.precision.grads)
+                dtype_name
+                and itemsize(dtype_name) < itemsize(dtype)
+                and itemsize(dtype_name) < itemsize(self.precision.grads)
             ):
-                self._narrower(call, "grads", word)
+                self._report_narrow(call, "grads", dtype_name)
 
-    def _narrower(self, call: Call, role: str, dtype: str) -> None:
+    def _report_narrow(self, call: Call, role: str, dtype: str) -> None:
         message = (
-            f"{call.op.plain} is computed in {dtype}, declared {getattr(self.precision, role)}"
+            f"{call.op.base_name} is computed in {dtype}, declared {getattr(self.precision, role)}"
         )
         call.report(role, message, observed=dtype, cause="narrower than its role")
 
     # ---- numbers and positions
-    def _foreign(self, region: str, dtype: torch.dtype, *, table: bool = False) -> bool:
+    def _is_undeclared_dtype(
+        self, region: str, dtype: torch.dtype, *, is_table: bool = False
+    ) -> bool:
         """Whether a dtype is narrower than fp32, and not the one of what is computed in this
         region.
 
-        table  it holds different numbers: such a table is fp32 whatever `compute` is
+        is_table  it holds different numbers: such a table is fp32 whatever `compute` is
         """
-        p = self.precision
-        word = float_word(dtype)
+        precision = self.precision
+        dtype_name = float_dtype_name(dtype)
         declared = {
-            FORWARD: () if table else (self.compute,),
-            LOSS: (p.loss,),
-            BACKWARD: (self.compute, p.grads),
-            GRADIENTS: (p.grads,),
-            UPDATE: (p.trainable, p.optimizer),
+            FORWARD: () if is_table else (self.compute,),
+            LOSS: (precision.loss,),
+            BACKWARD: (self.compute, precision.grads),
+            GRADIENTS: (precision.grads,),
+            UPDATE: (precision.trainable, precision.optimizer),
         }
-        return word is not None and itemsize(word) < 4 and word not in declared[region]
+        return (
+            dtype_name is not None
+            and itemsize(dtype_name) < 4
+            and dtype_name not in declared[region]
+        )
 
-    def _numbers(self, call: Call) -> None:
+    def _check_numbers(self, call: Call) -> None:
         """Numbers that an operator writes, as fills and ramps, and rounds. What the dtype holds
         exactly, as 0.5 and -inf, loses nothing.
         """
         if not call.outputs:
             return
-        own = call.outputs[0]
-        ramp = call.op.plain in RAMPS
+        output = call.outputs[0]
+        is_ramp = call.op.base_name in RAMPS
         if (
-            not self._foreign(call.region, own.dtype, table=ramp)
-            or call.by.of_a_library
-            or readable(own) is None
+            not self._is_undeclared_dtype(call.region, output.dtype, is_table=is_ramp)
+            or call.caller.is_library
+            or dense_values(output) is None
         ):
             return
-        if call.is_rounded_ramp() if ramp else call.rounds_numbers():
-            self._made_narrow(call, call.op.plain, own)
+        if call.is_rounded_ramp() if is_ramp else call.rounds_numbers():
+            self._report_rounded_numbers(call, call.op.base_name, output)
 
-    def _entered(self, called: str, args: tuple, kwargs: dict, made: Tensor) -> None:
+    def _check_python_numbers(
+        self, function_name: str, args: tuple, kwargs: dict, tensor: Tensor
+    ) -> None:
         """A tensor that `torch.tensor` and its relatives made of Python's numbers, or into which
         such a number was written.
         """
-        at = _ENTRIES[called]
-        given = args[at] if len(args) > at else kwargs.get("data", kwargs.get("obj"))
-        several = not isinstance(given, int | float | complex) and made.numel() > 1
-        if isinstance(given, Tensor) or not self._foreign(
-            self.step.now(), made.dtype, table=several
+        position = _NUMBER_ARGUMENTS[function_name]
+        value = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
+        is_table = not isinstance(value, int | float | complex) and tensor.numel() > 1
+        if isinstance(value, Tensor) or not self._is_undeclared_dtype(
+            self.step.current_region(), tensor.dtype, is_table=is_table
         ):
             return
-        by = caller()
-        if by.of_a_library:
+        source = find_caller()
+        if source.is_library:
             return
         with torch._C.DisableTorchFunction():
             self.paused = True  # the look's own operators
             try:
-                exact = torch.tensor(given, dtype=torch.float32)
-                lost = (
+                exact = torch.tensor(value, dtype=torch.float32)
+                rounded = (
                     exact.isfinite()
-                    & (exact.abs() < BOUND)
-                    & (exact != exact.to(made.dtype).float())
+                    & (exact.abs() < MASK_BOUND)
+                    & (exact != exact.to(tensor.dtype).float())
                 )
-                if bool(lost.any()):
-                    self._made_narrow(
-                        Call(self, None, args, kwargs, [], [made]), called.strip("_"), made
+                if bool(rounded.any()):
+                    self._report_rounded_numbers(
+                        Call(self, None, args, kwargs, [], [tensor]),
+                        function_name.strip("_"),
+                        tensor,
                     )
             # such as data that is no number of fp32; the program goes on
             except Exception as error:
-                self._failed(f"{called} in {self.step.module or self.step.now()}", error)
+                self._note_failure(
+                    f"{function_name} in {self.step.module or self.step.current_region()}", error
+                )
             finally:
                 self.paused = False
 
-    def _made_narrow(self, call: Call, what: str, made: Tensor) -> None:
-        word = name(made.dtype)
+    def _report_rounded_numbers(self, call: Call, source: str, tensor: Tensor) -> None:
+        dtype_name = name(tensor.dtype)
         call.report(
             call.role,
-            f"numbers of {what} are rounded to {word}",
-            observed=word,
-            rule=_NUMBERS,
+            f"numbers of {source} are rounded to {dtype_name}",
+            observed=dtype_name,
+            rule=_NUMBERS_RULE,
             cause="they are made in that dtype",
         )
 
-    def _cast(self, call: Call, made: Lineage) -> None:
+    def _check_cast(self, call: Call, lineage: Lineage) -> None:
         """Positions, tables, counts and norms of gradients that a cast rounds."""
-        if call.op.plain == "copy" and len(call.args) > 1:
+        if call.op.base_name == "copy" and len(call.args) > 1:
             target = call.args[0]
             source = call.args[1]
         else:
@@ -643,59 +674,61 @@ class Contract:
         if (
             not isinstance(source, Tensor)
             or source.dtype == torch.bool
-            or not 0 < source.numel() <= SMALL
+            or not 0 < source.numel() <= MAX_RECOMPUTED_ELEMENTS
             or source.is_complex()
         ):
             return
-        word = float_word(target.dtype)
+        dtype_name = float_dtype_name(target.dtype)
         if (
-            word is None
-            or itemsize(word) >= 4
+            dtype_name is None
+            or itemsize(dtype_name) >= 4
             or source.itemsize <= target.itemsize
-            or call.by.of_a_library
+            or call.caller.is_library
         ):
             return
         if (
             source.numel() == 1
             and call.region == GRADIENTS
-            and itemsize(word) < itemsize(self.precision.grads)
+            and itemsize(dtype_name) < itemsize(self.precision.grads)
         ):
             call.report(
                 "grads",
-                f"a norm of gradients is rounded to {word}",
-                observed=word,
+                f"a norm of gradients is rounded to {dtype_name}",
+                observed=dtype_name,
                 cause="it is cast",
             )
         elif (
-            not (made.activation or made.from_ & WEIGHT)
-            and (values := readable(source.detach())) is not None
+            not (lineage.is_activation or lineage.sources & WEIGHT)
+            and (values := dense_values(source.detach())) is not None
         ):
-            self._cast_numbers(call, values, target, word)
+            self._check_cast_values(call, values, target, dtype_name)
 
-    def _cast_numbers(self, call: Call, values: Tensor, target: Tensor, word: str) -> None:
+    def _check_cast_values(
+        self, call: Call, values: Tensor, target: Tensor, dtype_name: str
+    ) -> None:
         """Whole numbers beyond what the dtype counts (bf16: 256); of tables any number, in a dtype
         that no role has there.
         """
-        values = values[values.isfinite() & (values.abs() < BOUND * 100)]
-        whole = not values.is_floating_point() or bool((values == values.round()).all())
+        values = values[values.isfinite() & (values.abs() < MASK_BOUND * 100)]
+        is_whole = not values.is_floating_point() or bool((values == values.round()).all())
         # a single number is a count: of tokens, of rows
-        judged = whole and (not values.is_floating_point() or call.region == LOSS)
+        is_checked = is_whole and (not values.is_floating_point() or call.region == LOSS)
         if values.numel() > 1:
-            judged = call.region == FORWARD and (whole or word != self.compute)
+            is_checked = call.region == FORWARD and (is_whole or dtype_name != self.compute)
         if (
-            judged
+            is_checked
             and call.region in (FORWARD, LOSS)
             and not torch.equal(values.to(target.dtype).to(values.dtype), values)
         ):
-            if whole:
-                what = f"whole numbers up to {float(values.abs().max()):.0f} are"
+            if is_whole:
+                subject = f"whole numbers up to {float(values.abs().max()):.0f} are"
             else:
-                what = "a table is"
-            what = what if values.numel() > 1 else "a count is"
+                subject = "a table is"
+            subject = subject if values.numel() > 1 else "a count is"
             call.report(
                 call.role,
-                f"{what} rounded to {word}",
-                observed=word,
-                rule=TABLES,
+                f"{subject} rounded to {dtype_name}",
+                observed=dtype_name,
+                rule=TABLES_RULE,
                 cause="it has fewer bits than they need",
             )

@@ -29,12 +29,12 @@ from ..dtypes import FLOATS, itemsize, name
 from ..precision.apply import declared_dtype, inner_model, is_norm, is_quantised, quantised_word
 from ..precision.precision import Precision
 from ..precision.vision import is_of_vision
-from .contract import Contract
-from .record import CHANGED, TABLES, UNSEEN, Observation
-from .tape import Running, Step, observing
-from .values import floating_tensors, is_wrapper, readable
+from .contract import ContractChecker
+from .record import CHANGED_CAUSE, TABLES_RULE, UNSEEN_REASONS, Observation
+from .tape import ModuleCall, StepTracker, observing
+from .values import dense_values, floating_tensors, is_wrapper
 
-_AT_ONCE = 128
+_MODULES_PER_CHECK = 128
 
 
 def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
@@ -49,9 +49,9 @@ def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
     return step - 1 == stretch * length + drawn
 
 
-class Changes:
+class ModelChanges:
     """Compares dtypes of parameters and buffers, hooks, children, classes and replaced forwards
-    with what they were at `remember`.
+    with what they were at `snapshot`.
 
     Each step compares the next 128 modules, so that the cost does not grow with the model: 300
     modules take three steps.
@@ -59,35 +59,35 @@ class Changes:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.remember()
+        self.snapshot()
 
-    def remember(self) -> None:
-        self._known = [(module, _state(module)) for module in self.model.modules()]
+    def snapshot(self) -> None:
+        self._states = [(module, _module_state(module)) for module in self.model.modules()]
         self._next = 0
 
-    def found(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether one of the next modules differs from its remembered state."""
-        if self._next >= len(self._known):
+        if self._next >= len(self._states):
             self._next = 0
-        part = self._known[self._next : self._next + _AT_ONCE]
-        self._next += _AT_ONCE
-        return any(_state(module) != known for module, known in part)
+        part = self._states[self._next : self._next + _MODULES_PER_CHECK]
+        self._next += _MODULES_PER_CHECK
+        return any(_module_state(module) != state for module, state in part)
 
 
-def _state(module: nn.Module) -> list[Any]:
-    own = module.__dict__
-    state: list[Any] = [module.__class__, id(own.get("forward"))]
+def _module_state(module: nn.Module) -> list[Any]:
+    attributes = module.__dict__
+    state: list[Any] = [module.__class__, id(attributes.get("forward"))]
     for hooks in (
-        own["_forward_hooks"],
-        own["_forward_pre_hooks"],
-        own["_backward_hooks"],
-        own["_backward_pre_hooks"],
+        attributes["_forward_hooks"],
+        attributes["_forward_pre_hooks"],
+        attributes["_backward_hooks"],
+        attributes["_backward_pre_hooks"],
     ):
         if hooks:
             state.append(tuple(hooks))
-    if own["_modules"]:
-        state.append(list(map(id, own["_modules"].values())))
-    for tensors in (own["_parameters"], own["_buffers"]):
+    if attributes["_modules"]:
+        state.append(list(map(id, attributes["_modules"].values())))
+    for tensors in (attributes["_parameters"], attributes["_buffers"]):
         for tensor in tensors.values():
             if tensor is not None:
                 state.append(tensor.dtype)
@@ -99,15 +99,15 @@ Gradient = Callable[[nn.Parameter], Tensor | None]
 States = Callable[[nn.Parameter], Mapping[str, Any]]
 
 # below so many elements bitsandbytes keeps a state in fp32 (`min_8bit_size` of its optimizers)
-SMALLEST_8BIT = 4096
-_AT_FIRST = (
+MIN_8BIT_ELEMENTS = 4096
+_FIRST_OBSERVATION_CAUSE = (
     "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the"
     " one in which the model is loaded"
 )
-_SCALES = "scales and code tables of 8-bit states"
-_COUNTS = "step counts of the optimizer, which no precision declares"
-_COUNT = "step"  # torch's and bitsandbytes' key of a step count
-_FEW = 8  # distinct values of a buffer that is a mask, not a table
+_SCALES_REASON = "scales and code tables of 8-bit states"
+_STEP_COUNTS_REASON = "step counts of the optimizer, which no precision declares"
+_STEP_KEY = "step"  # torch's and bitsandbytes' key of a step count
+_MASK_VALUES = 8  # distinct values of a buffer that is a mask, not a table
 
 
 class Observer:
@@ -130,20 +130,20 @@ class Observer:
         self.precision = precision
         self.lora_branch = lora_branch
         self._read_only = read_only
-        self._changes = Changes(model)
-        self._watching: Contract | None = None
+        self._changes = ModelChanges(model)
+        self._checker: ContractChecker | None = None
         self._buffers = {
             full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()
         }
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether dtypes, hooks, classes or forwards changed since the last observed step. If so,
         the next step should be observed.
         """
-        return self._changes.found()
+        return self._changes.has_changed()
 
     # ---- what is stored
-    def look(
+    def observe_tensors(
         self,
         observation: Observation,
         *,
@@ -154,62 +154,72 @@ class Observer:
         """Adds parameters to `observation`, and gradients and optimizer states where they are
         given.
         """
-        p = self.precision
+        precision = self.precision
         for full, parameter in self.model.named_parameters():
             if parameters:
-                self._look_at_parameter(observation, full, parameter)
+                self._observe_parameter(observation, full, parameter)
             if parameter.requires_grad and gradient is not None:
-                if (g := gradient(parameter)) is not None:
-                    observation.note("grads", f"gradient of {full}", name(g.dtype), p.grads)
+                if (tensor := gradient(parameter)) is not None:
+                    observation.note(
+                        "grads", f"gradient of {full}", name(tensor.dtype), precision.grads
+                    )
                 else:
-                    observation.unseen_thing("grads", "backward did not reach the weight")
+                    observation.note_unseen("grads", "backward did not reach the weight")
             if parameter.requires_grad and states is not None:
                 allowed = (
-                    ("fp32",) if p.optimizer == "int8" and parameter.numel() < SMALLEST_8BIT else ()
+                    ("fp32",)
+                    if precision.optimizer == "int8" and parameter.numel() < MIN_8BIT_ELEMENTS
+                    else ()
                 )
-                for key, word in states_of(parameter, states(parameter)):
-                    if word is None:
-                        observation.unseen_thing("optimizer", _COUNTS if key == _COUNT else _SCALES)
+                for key, dtype_name in iterate_state_dtypes(parameter, states(parameter)):
+                    if dtype_name is None:
+                        observation.note_unseen(
+                            "optimizer", _STEP_COUNTS_REASON if key == _STEP_KEY else _SCALES_REASON
+                        )
                     else:
                         observation.note(
-                            "optimizer", f"{key} of {full}", word, p.optimizer, allowed=allowed
+                            "optimizer",
+                            f"{key} of {full}",
+                            dtype_name,
+                            precision.optimizer,
+                            allowed=allowed,
                         )
         if parameters:
-            self._look_at_buffers(observation)
+            self._observe_buffers(observation)
         return observation
 
-    def _look_at_parameter(
+    def _observe_parameter(
         self, observation: Observation, full: str, parameter: nn.Parameter
     ) -> None:
-        p = self.precision
+        precision = self.precision
         if is_wrapper(parameter):
             role = "trainable" if parameter.requires_grad else "base"
-            observation.unseen_thing(
+            observation.note_unseen(
                 role, f"{type(parameter).__name__}, a class that keeps its numbers in other tensors"
             )
         elif is_quantised(parameter):
-            observation.note("base", full, quantised_word(parameter), p.base)
+            observation.note("base", full, quantised_word(parameter), precision.base)
         elif parameter.is_floating_point():
-            of_vision = p.vision and is_of_vision(inner_model(self.model), full)
+            is_vision = precision.vision and is_of_vision(inner_model(self.model), full)
             if parameter.requires_grad:
                 role = "trainable"
-            elif of_vision:
+            elif is_vision:
                 role = "vision"
             else:
                 role = "base"
-            declared = declared_dtype(self.model, full, parameter, p)
+            declared = declared_dtype(self.model, full, parameter, precision)
             observation.note(role, full, name(parameter.dtype), declared)
         elif parameter.is_complex():
-            observation.unseen_thing(
+            observation.note_unseen(
                 "trainable" if parameter.requires_grad else "base",
                 "complex numbers, which no precision declares",
             )
         else:
-            observation.unseen_thing(
+            observation.note_unseen(
                 "base", "integers: packed weights whose dtype is their library's"
             )
 
-    def _look_at_buffers(self, observation: Observation) -> None:
+    def _observe_buffers(self, observation: Observation) -> None:
         """Checks floating buffers, which have no role: one that its class makes, as a table, is
         fp32 or wider, and none changes later.
 
@@ -220,47 +230,49 @@ class Observer:
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
-            word = name(buffer.dtype)
-            first = self._buffers.setdefault(full, buffer.dtype)
-            observation.dtypes["buffers"][word] += 1
-            owner, _, own = full.rpartition(".")
-            module = self.model.get_submodule(owner)
-            if word == self.precision.compute and _assigned_in_forward(module, own):
+            dtype_name = name(buffer.dtype)
+            first_dtype = self._buffers.setdefault(full, buffer.dtype)
+            observation.dtypes["buffers"][dtype_name] += 1
+            module_path, _, buffer_name = full.rpartition(".")
+            module = self.model.get_submodule(module_path)
+            if dtype_name == self.precision.compute and _is_assigned_in_forward(
+                module, buffer_name
+            ):
                 continue
-            is_narrowed = itemsize(word) < itemsize(name(first))
-            if buffer.dtype != first and (is_narrowed or word == "fp64"):
+            is_narrowed = itemsize(dtype_name) < itemsize(name(first_dtype))
+            if buffer.dtype != first_dtype and (is_narrowed or dtype_name == "fp64"):
                 observation.report(
                     "compute",
-                    f"buffer {full} is {word} and was {name(first)}",
+                    f"buffer {full} is {dtype_name} and was {name(first_dtype)}",
                     symbol=full,
-                    observed=word,
-                    rule=f"a buffer keeps its dtype: {name(first)}",
-                    cause=CHANGED,
+                    observed=dtype_name,
+                    rule=f"a buffer keeps its dtype: {name(first_dtype)}",
+                    cause=CHANGED_CAUSE,
                 )
             elif (
-                itemsize(word) < 4
-                and own in module._non_persistent_buffers_set
+                itemsize(dtype_name) < 4
+                and buffer_name in module._non_persistent_buffers_set
                 and _is_table(buffer)
             ):
                 observation.report(
                     "compute",
-                    f"buffer {full} is stored in {word}",
+                    f"buffer {full} is stored in {dtype_name}",
                     symbol=full,
-                    observed=word,
-                    rule=TABLES,
-                    cause=_AT_FIRST,
+                    observed=dtype_name,
+                    rule=TABLES_RULE,
+                    cause=_FIRST_OBSERVATION_CAUSE,
                     fix=(
                         "leave the .to() out, or load the model in fp32: precision.base: fp32, in"
                         " full fine-tuning bf16-mixed"
                     ),
                 )
 
-    def look_at_loss(self, observation: Observation, dtype: torch.dtype) -> None:
+    def observe_loss(self, observation: Observation, dtype: torch.dtype) -> None:
         observation.note("loss", "the loss", name(dtype), self.precision.loss)
 
-    def look_at_sums(self, observation: Observation, sent: Sequence[torch.dtype]) -> None:
+    def observe_sums(self, observation: Observation, dtypes: Sequence[torch.dtype]) -> None:
         """What was summed across processes, by bucket."""
-        for number, dtype in enumerate(sent):
+        for number, dtype in enumerate(dtypes):
             observation.note(
                 "reduce",
                 f"bucket {number} of the gradients summed across processes",
@@ -268,14 +280,14 @@ class Observer:
                 self.precision.reduce,
             )
 
-    def look_at_task(
+    def observe_task_tensors(
         self, observation: Observation, tensors: Iterable[tuple[str, str, str]]
     ) -> None:
         """(role, tensor, dtype) of the roles that only the run's task has."""
         for role, tensor, dtype in tensors:
             observation.note(role, tensor, dtype, getattr(self.precision, role))
 
-    def look_at_files(
+    def observe_files(
         self,
         observation: Observation,
         folder: Path,
@@ -296,7 +308,7 @@ class Observer:
                             "save", f"{full} in {path.name}", dtype, declared, allowed=allowed
                         )
                     else:
-                        observation.unseen_thing("save", "integers: packed weights or ids")
+                        observation.note_unseen("save", "integers: packed weights or ids")
 
     # ---- what runs
     @contextmanager
@@ -316,25 +328,27 @@ class Observer:
         """
         observation = Observation(step)
         inner = inner_model(self.model)
-        running = Step(self.model, left=lambda call: self._left(observation, call, role))
-        contract = Contract(
-            observation, self.precision, running, role=role, lora_branch=self.lora_branch
+        tracker = StepTracker(
+            self.model, on_exit=lambda call: self._observe_norm(observation, call, role)
         )
-        contract.know(self.model, *self._read_only)
-        running.given = contract.know_inputs
+        checker = ContractChecker(
+            observation, self.precision, tracker, role=role, lora_branch=self.lora_branch
+        )
+        checker.register_weights(self.model, *self._read_only)
+        tracker.on_inputs = checker.register_inputs
 
         def before_update(*_: Any) -> None:
             # the gradients are gone after the step: their dtypes are taken just before the
             # optimizer reads them
             if "grads" not in observation.total:
-                contract.paused = True  # the look's own operators are not the update's
+                checker.paused = True  # the look's own operators are not the update's
                 try:
-                    self.look(observation, gradient=gradient)
+                    self.observe_tensors(observation, gradient=gradient)
                 finally:
-                    contract.paused = False
+                    checker.paused = False
 
         with ExitStack() as stack:
-            stack.enter_context(running.followed())
+            stack.enter_context(tracker.track())
             for module_name, module in inner.named_modules():
                 hook = observing(
                     self._output_hook(observation, module_name or type(inner).__name__, role)
@@ -349,21 +363,23 @@ class Observer:
                 else:
                     register = register_optimizer_step_pre_hook
                 stack.callback(register(before_update).remove)
-            for mode in contract.modes:
+            for mode in checker.modes:
                 stack.enter_context(mode)
-            self._watching = contract
-            stack.callback(setattr, self, "_watching", None)
+            self._checker = checker
+            stack.callback(setattr, self, "_checker", None)
             yield observation
-        contract.finish()
-        self._look_at_product_setting(observation, role)
-        self._changes.remember()
+        checker.finish()
+        self._observe_product_setting(observation, role)
+        self._changes.snapshot()
         if optimizer is not None:
             if "grads" not in observation.total:
                 # an fp16 overflow skips the update
-                self.look(observation, gradient=lambda p: None)
-            self.look(observation, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+                self.observe_tensors(observation, gradient=lambda p: None)
+            self.observe_tensors(
+                observation, states=lambda p: optimizer.state.get(p, {}), parameters=False
+            )
 
-    def _look_at_product_setting(self, observation: Observation, role: str) -> None:
+    def _observe_product_setting(self, observation: Observation, role: str) -> None:
         """PyTorch may be told to multiply fp32 tensors in fewer bits, which no operator's dtype
         shows.
         """
@@ -372,19 +388,21 @@ class Observer:
         # "none" leaves the choice to the wider setting. "tf32" on a CPU is what
         # torch.set_float32_matmul_precision("high") leaves there
         settings = (
-            s.fp32_precision
-            for s in (backend.matmul, backend, torch.backends)
-            if hasattr(s, "fp32_precision")
+            backend_setting.fp32_precision
+            for backend_setting in (backend.matmul, backend, torch.backends)
+            if hasattr(backend_setting, "fp32_precision")
         )
-        word = next((s for s in settings if s != "none"), "none")
-        if getattr(self.precision, role) == "fp32" and word in (
+        setting = next(
+            (backend_setting for backend_setting in settings if backend_setting != "none"), "none"
+        )
+        if getattr(self.precision, role) == "fp32" and setting in (
             ("tf32", "bf16") if on_gpu else ("bf16",)
         ):
             observation.report(
                 role,
-                f"products of fp32 tensors are computed in {word}",
+                f"products of fp32 tensors are computed in {setting}",
                 symbol="torch.backends",
-                observed=word,
+                observed=setting,
                 declared="fp32",
                 cause=(
                     'a setting of the process: torch.set_float32_matmul_precision("medium"), or'
@@ -396,7 +414,7 @@ class Observer:
                 ),
             )
 
-    def _left(self, observation: Observation, call: Running, role: str) -> None:
+    def _observe_norm(self, observation: Observation, call: ModuleCall, role: str) -> None:
         if role != "compute" or not is_norm(call.module):
             return
         if call.sums:
@@ -412,7 +430,7 @@ class Observer:
                 cause="its forward computes in that dtype there",
             )
         else:
-            observation.unseen_thing("norms", UNSEEN["norms"])
+            observation.note_unseen("norms", UNSEEN_REASONS["norms"])
 
     def _output_hook(
         self, observation: Observation, module_name: str, role: str
@@ -423,29 +441,29 @@ class Observer:
         outermost = inner_model(self.model)
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._watching is not None and self._watching.paused:
+            if self._checker is not None and self._checker.paused:
                 return
-            product = isinstance(module, nn.Linear)
+            is_product = isinstance(module, nn.Linear)
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
                 if not generating:
                     observation.dtypes["outputs"][dtype] += 1
-                in_fp32 = (
+                is_fp32_branch = (
                     dtype == "fp32"
                     and "lora_" in module_name
                     and self.lora_branch in (None, "fp32")
                 )
-                if product and dtype != compute and not in_fp32:
-                    what = f"output of {module_name} ({type(module).__name__})"
+                if is_product and dtype != compute and not is_fp32_branch:
+                    symbol = f"output of {module_name} ({type(module).__name__})"
                     observation.report(
                         role,
-                        f"{what} is {dtype}, declared {compute}",
-                        symbol=what,
+                        f"{symbol} is {dtype}, declared {compute}",
+                        symbol=symbol,
                         observed=dtype,
                         declared=compute,
                     )
                 elif (
-                    not (product or generating or module is outermost)
+                    not (is_product or generating or module is outermost)
                     and dtype in FLOATS
                     and itemsize(dtype) > itemsize(compute)
                 ):
@@ -454,7 +472,9 @@ class Observer:
         return hook
 
 
-def states_of(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+def iterate_state_dtypes(
+    parameter: Tensor, state: Mapping[str, Any]
+) -> Iterator[tuple[str, str | None]]:
     """(key, word) for each tensor of a state; the word is None for its step count and for a part of
     an 8-bit state, as its scales.
 
@@ -462,9 +482,9 @@ def states_of(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str
     """
     eight_bits = (torch.uint8, torch.int8)
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    quantised = any(t.dtype in eight_bits for key, t in tensors.items() if key != _COUNT)
+    quantised = any(t.dtype in eight_bits for key, t in tensors.items() if key != _STEP_KEY)
     for key, tensor in tensors.items():
-        if key == _COUNT:
+        if key == _STEP_KEY:
             yield key, None
         elif tensor.dtype in eight_bits:
             yield key, "int8"
@@ -474,14 +494,15 @@ def states_of(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str
             yield key, name(tensor.dtype)
 
 
-def _assigned_in_forward(module: nn.Module, own: str) -> bool:
+def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:
     """Whether the forward of a module of transformers' own assigns its buffer anew."""
     kind = type(module)
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None or not kind.__module__.startswith("transformers.models."):
         return False
     return any(
-        step.opname == "STORE_ATTR" and step.argval == own for step in dis.get_instructions(code)
+        step.opname == "STORE_ATTR" and step.argval == buffer_name
+        for step in dis.get_instructions(code)
     )
 
 
@@ -489,10 +510,10 @@ def _is_table(buffer: Tensor) -> bool:
     """Whether its values are more than a mask's: many different ones, or a few that are neither
     whole nor a mask's bounds.
     """
-    values = readable(buffer.detach())
+    values = dense_values(buffer.detach())
     if values is None or values.numel() < 2:
         return False
     values = values.float()
-    if values.numel() > _FEW:
-        return int(values.unique().numel()) > _FEW
+    if values.numel() > _MASK_VALUES:
+        return int(values.unique().numel()) > _MASK_VALUES
     return not bool(((values == values.round()) | ~values.isfinite() | (values.abs() > 1e4)).all())

@@ -30,14 +30,14 @@ FLOATS = frozenset(
         torch.float8_e5m2,
     }
 )
-LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
+NARROW_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
-def names(text: str) -> frozenset[str]:
+def split_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_PRODUCTS = names("""
+_PRODUCTS = split_names("""
     mm addmm bmm baddbmm addbmm mv addmv dot vdot addr ger matmul linear linear_backward bilinear _trilinear convolution
     convolution_overrideable _convolution convolution_backward convolution_backward_overrideable mkldnn_convolution mkldnn_linear conv1d
     conv2d conv3d conv_transpose1d cudnn_convolution miopen_convolution _scaled_mm _scaled_grouped_mm _int_mm _grouped_mm
@@ -51,27 +51,27 @@ _PRODUCTS = names("""
     """)
 # sums whose result has the dtype they were asked in: accumulating inside a kernel is wide, what
 # leaves it is not
-_SUMS = names("""
+_SUMS = split_names("""
     sum nansum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp cumsum cumprod logcumsumexp _logcumsumexp trace
     _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss2d_forward
     nll_loss_backward mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div native_layer_norm
     native_group_norm native_batch_norm _fused_rms_norm rms_norm layer_norm avg_pool1d avg_pool2d adaptive_avg_pool2d
     _adaptive_avg_pool2d renorm cosine_similarity dist _foreach_norm index_add scatter_add
     """)
-LOSSES = names("""
+LOSSES = split_names("""
     _log_softmax binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div logsumexp mse_loss nll_loss2d_forward
     nll_loss_forward smooth_l1_loss
     """)
 # of these, what is a loss only where the loss is computed: in a layer they are what a softmax is
-LOG_SUMS = names("_log_softmax logsumexp")
+LOG_SUMS = split_names("_log_softmax logsumexp")
 # what a norm does to the values that it divides by
-NORM_SUMS = names("linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean")
+NORM_SUMS = split_names("linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean")
 # functions whose values a table holds
-CURVED = names("""
+NONLINEAR = split_names("""
     acos asin atan cos cosh erf exp exp2 expm1 log log10 log1p log2 polar pow reciprocal rsqrt sigmoid sin sinh softplus sqrt tan tanh
     """)
 # operators that move, choose or compare values
-_EXACT = names("""
+_EXACT = split_names("""
     view _unsafe_view reshape _reshape_alias t transpose permute movedim expand slice select unsqueeze squeeze cat stack split
     split_with_sizes unbind chunk narrow index gather index_select take embedding clone detach alias as_strided masked_fill where
     constant_pad_nd pad fill zero repeat repeat_interleave roll flip tril triu diagonal lift lift_fresh index_put scatter masked_scatter
@@ -84,22 +84,22 @@ _EXACT = names("""
     _pin_memory record_stream swapaxes _foreach_copy _foreach_zero multinomial nan_to_num flatten equal _fused_dropout
     embedding_dense_backward
     """)
-_CREATES = names("""
+_CREATES = split_names("""
     empty empty_like empty_strided new_empty new_empty_strided empty_permuted zeros zeros_like new_zeros ones ones_like new_ones full
     full_like new_full arange range linspace logspace eye rand rand_like randn randn_like randint randint_like randperm normal uniform
     scalar_tensor tril_indices triu_indices exponential random log_normal cauchy geometric hann_window
     """)
-_CASTS = names("_to_copy copy to _autocast_to_reduced_precision _autocast_to_full_precision")
-ADDITIONS = names(
+_CASTS = split_names("_to_copy copy to _autocast_to_reduced_precision _autocast_to_full_precision")
+ADDITIONS = split_names(
     "add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv"
     " _foreach_lerp"
 )
-DIVISIONS = names("div true_divide reciprocal")
-RAMPS = names("arange range linspace logspace")
-CHOICES = names("topk argmax sort argsort max")
+DIVISIONS = split_names("div true_divide reciprocal")
+RAMPS = split_names("arange range linspace logspace")
+CHOICES = split_names("topk argmax sort argsort max")
 # an op on memory that is handed in from outside the dispatcher: its result is as good as created
 # here
-_LIFTS = names("lift lift_fresh lift_fresh_copy")
+_LIFTS = split_names("lift lift_fresh lift_fresh_copy")
 
 _KINDS = {
     name: kind
@@ -123,28 +123,28 @@ _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functi
 class Operator:
     """One overload of an operator, read once from its schema.
 
-    name        of the schema, `add_`; `plain` without the underscore and `_copy`
-    kind        its effect
-    foreign     its full name where it is not PyTorch's
-    writes      of each argument, whether it is written
-    product     a product, and not the backward of one
-    factory     takes no tensor; `lift` takes memory from outside
-    view        its result shares memory with its input
-    before      a reader's own: called with (op, args, kwargs) first; what it returns goes to
-                `after`
+    name          of the schema, `add_`; `base_name` without the underscore and `_copy`
+    kind          its effect
+    foreign_name  its full name where it is not PyTorch's
+    writes        of each argument, whether it is written
+    product       a product, and not the backward of one
+    factory       takes no tensor; `lift` takes memory from outside
+    view          its result shares memory with its input
+    on_call       a reader's own: called with (op, args, kwargs) first; what it returns goes to
+                  `on_return`
     """
 
     __slots__ = (
-        "after",
-        "before",
+        "base_name",
         "cast",
         "factory",
-        "foreign",
+        "foreign_name",
         "func",
         "kind",
         "lift",
         "name",
-        "plain",
+        "on_call",
+        "on_return",
         "product",
         "view",
         "writes",
@@ -153,18 +153,22 @@ class Operator:
     def __init__(self, func: Any) -> None:
         packet = getattr(func, "overloadpacket", func)
         schema = getattr(func, "_schema", None)
-        full = str(
+        qualified_name = str(
             getattr(packet, "_qualified_op_name", None)
             or f"higher_order::{getattr(func, '__name__', func)}"
         )
-        space, _, self.name = full.partition("::")
-        plain = self.name if self.name.startswith("__") else self.name.rstrip("_")
-        if plain.endswith("_copy") and plain not in ("_to_copy", "_foreach_copy", "index_copy"):
-            plain = plain.removesuffix("_copy")
+        namespace, _, self.name = qualified_name.partition("::")
+        base_name = self.name if self.name.startswith("__") else self.name.rstrip("_")
+        if base_name.endswith("_copy") and base_name not in (
+            "_to_copy",
+            "_foreach_copy",
+            "index_copy",
+        ):
+            base_name = base_name.removesuffix("_copy")
         self.func = func
-        self.plain = plain
-        self.foreign = None if space in _ATEN else full
-        self.kind = OPAQUE if self.foreign else _KINDS.get(plain, ARITHMETIC)
+        self.base_name = base_name
+        self.foreign_name = None if namespace in _ATEN else qualified_name
+        self.kind = OPAQUE if self.foreign_name else _KINDS.get(base_name, ARITHMETIC)
         if schema:
             self.writes = tuple(
                 a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
@@ -179,7 +183,7 @@ class Operator:
             and not any("Tensor" in str(r.type) for r in schema.returns)
         ):
             self.kind = EXACT
-        self.product = self.kind == PRODUCT and not plain.endswith("_backward")
+        self.product = self.kind == PRODUCT and not base_name.endswith("_backward")
         self.cast = self.name in ("_to_copy", "to", "type_as")
         self.lift = self.name in _LIFTS
         shares = (
@@ -189,14 +193,14 @@ class Operator:
         self.factory = self.lift or (
             schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments)
         )
-        self.before: Any = None
-        self.after: Any = None
+        self.on_call: Any = None
+        self.on_return: Any = None
 
     def has_contract(self, base: str) -> bool:
         """Whether a foreign operator is Isotype's own, or that of a quantisation library which the
         declared `base` asks for.
         """
-        full = self.foreign or ""
+        full = self.foreign_name or ""
         return full in CONTRACTED or base in QUANTISING.get(full.partition("::")[0], ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,15 +210,15 @@ class Operator:
         """Label (the schema's own name) and tensor of every floating operand, those in lists with
         their index.
         """
-        yield from floating(
+        yield from iterate_floating(
             [(a.name, value) for a, value in zip(self.func._schema.arguments, args)]
             + list(kwargs.items())
         )
 
 
-def floating(named: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+def iterate_floating(named_values: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     """The floating tensors among named values, one level into lists, tuples and dicts."""
-    for label, value in named:
+    for label, value in named_values:
         if isinstance(value, Tensor):
             if value.dtype in FLOATS:
                 yield label, value
@@ -228,11 +232,13 @@ def floating_operands(args: tuple) -> list[Tensor]:
     """The floating tensors of positional arguments, one level into lists: the fast form of
     `Operator.operands`.
     """
-    found = []
+    operands = []
     for value in args:
         if isinstance(value, Tensor):
             if value.dtype in FLOATS:
-                found.append(value)
+                operands.append(value)
         elif type(value) in (list, tuple):
-            found += [item for item in value if isinstance(item, Tensor) and item.dtype in FLOATS]
-    return found
+            operands += [
+                item for item in value if isinstance(item, Tensor) and item.dtype in FLOATS
+            ]
+    return operands

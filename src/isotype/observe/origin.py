@@ -17,27 +17,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import optimizer as of_torch
+from torch.optim import optimizer as torch_optimizer
 
 from ..finding import Place
 
-TORCH = os.path.dirname(torch.__file__) + os.sep
-_ISOTYPE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_ISOTYPE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # rooms whose frames stand between an operator and the code that asked for it, or around a program
 # that they run
-OBSERVERS = tuple(
-    os.path.join(_ISOTYPE, room) + os.sep for room in ("observe", "doctor", "testing", "cli")
+OBSERVER_FOLDERS = tuple(
+    os.path.join(_ISOTYPE_FOLDER, room) + os.sep for room in ("observe", "doctor", "testing", "cli")
 )
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_STDLIB_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # libraries whose models and layers are what plain practice means here; models of the Hub lie in a
 # folder of transformers' cache
-_PRACTICE = tuple(
+_HUGGING_FACE_FOLDERS = tuple(
     mark + name + os.sep
-    for mark in _PACKAGES
+    for mark in _PACKAGE_FOLDERS
     for name in ("transformers", "peft", "bitsandbytes", "accelerate")
 )
-_GENERATED = (
+_GENERATED_FILES = (
     "<frozen ",
     "<eval_with_key>",
     "<__array_function__",
@@ -45,16 +45,16 @@ _GENERATED = (
     "<decorator-gen",
     "<built-in>",
 )
-_TOOLS = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
+_TOOL_PACKAGES = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
 # compute an adapter's own products where `lora_branch` is fp32
-_BRANCH = ("add_branch_fp32", "branch_gradients_fp32")
+_LORA_BRANCH_FUNCTIONS = ("add_branch_fp32", "branch_gradients_fp32")
 # methods of a deferred tensor that run an operator of others on its values
-_HANDS_ON = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
+_DEFERRED_METHODS = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
 
 USER = "user"
-OURS = "isotype"
-PRACTICE = "practice"
-ENGINE = "autograd"
+ISOTYPE = "isotype"
+HUGGING_FACE = "practice"
+AUTOGRAD = "autograd"
 OPTIMIZER = "torch.optim"
 _OBSERVER = "observer"
 _TORCH = "torch"
@@ -62,21 +62,21 @@ _PYTHON = "python"
 
 
 @functools.cache
-def _room(file: str) -> str:
-    if file.startswith(OBSERVERS):
+def _code_owner(file: str) -> str:
+    if file.startswith(OBSERVER_FOLDERS):
         return _OBSERVER
-    if file.startswith(TORCH):
-        if file.startswith(TORCH + "optim"):
+    if file.startswith(TORCH_FOLDER):
+        if file.startswith(TORCH_FOLDER + "optim"):
             return OPTIMIZER
         return _TORCH
-    if file.startswith(_ISOTYPE):
-        return OURS
-    if any(mark in file for mark in _PACKAGES):
-        if any(part in file for part in _PRACTICE):
-            return PRACTICE
+    if file.startswith(_ISOTYPE_FOLDER):
+        return ISOTYPE
+    if any(mark in file for mark in _PACKAGE_FOLDERS):
+        if any(part in file for part in _HUGGING_FACE_FOLDERS):
+            return HUGGING_FACE
         return USER
     # code that is typed (`<stdin>`, `<string>`, a notebook's cell) is the user's
-    if file.startswith((*_GENERATED, _STDLIB)):
+    if file.startswith((*_GENERATED_FILES, _STDLIB_FOLDER)):
         return _PYTHON
     return USER
 
@@ -91,23 +91,23 @@ class Caller(NamedTuple):
     compiled: bool
 
     @property
-    def place(self) -> str:
+    def file_and_line(self) -> str:
         return f"{self.file.rsplit(os.sep, 1)[-1]}:{self.line}"
 
     @property
     def is_lora_branch(self) -> bool:
-        return self.kind == OURS and self.function in _BRANCH
+        return self.kind == ISOTYPE and self.function in _LORA_BRANCH_FUNCTIONS
 
     @property
-    def of_a_library(self) -> bool:
+    def is_library(self) -> bool:
         return self.kind != USER
 
 
-def caller(*, asked: bool = False) -> Caller:
+def find_caller(*, skip_deferred: bool = False) -> Caller:
     """The caller of the operator that is being dispatched.
 
-    asked  whether to pass by a deferred tensor that became real for it, to the code that asked for
-           the operator
+    skip_deferred  whether to pass by a deferred tensor that became real for it, to the code that asked for
+                   the operator
     """
     frame: FrameType | None = sys._getframe(1)
     kind = file = function = ""
@@ -117,14 +117,14 @@ def caller(*, asked: bool = False) -> Caller:
     compiler = "torch._dynamo" in sys.modules
     while frame is not None:
         code = frame.f_code
-        where = _room(code.co_filename)
-        if where == _TORCH:
+        owner = _code_owner(code.co_filename)
+        if owner == _TORCH:
             if not kind and code.co_name == "_engine_run_backward":
-                kind = ENGINE
+                kind = AUTOGRAD
                 file = code.co_filename
                 line = frame.f_lineno
             compiled = compiled or code.co_name == "compile_wrapper"
-        elif where == OPTIMIZER:
+        elif owner == OPTIMIZER:
             if (
                 not kind
                 and not optimizer
@@ -134,11 +134,11 @@ def caller(*, asked: bool = False) -> Caller:
                 file = code.co_filename
                 line = frame.f_lineno
         elif (
-            where not in (_OBSERVER, _PYTHON)
+            owner not in (_OBSERVER, _PYTHON)
             and not kind
-            and not (asked and where == OURS and code.co_name in _HANDS_ON)
+            and not (skip_deferred and owner == ISOTYPE and code.co_name in _DEFERRED_METHODS)
         ):
-            kind = OPTIMIZER if optimizer else where
+            kind = OPTIMIZER if optimizer else owner
             if not optimizer:
                 file = code.co_filename
                 line = frame.f_lineno
@@ -149,7 +149,7 @@ def caller(*, asked: bool = False) -> Caller:
     return Caller(kind or USER, file, line, function, compiled)
 
 
-def written_by_a_family(module: nn.Module) -> bool:
+def is_library_forward(module: nn.Module) -> bool:
     """Whether the forward of a module's class, and one that was set on the module itself, are code
     of transformers and its like.
     """
@@ -160,13 +160,13 @@ def written_by_a_family(module: nn.Module) -> bool:
         else:
             function = None
         if (code := getattr(function, "__code__", None)) is not None:
-            files.add(_room(code.co_filename))
-    return files <= {PRACTICE, OURS}
+            files.add(_code_owner(code.co_filename))
+    return files <= {HUGGING_FACE, ISOTYPE}
 
 
 # libraries of optimizers: every state of theirs is in `optimizer.state` or in the settings of its
 # groups
-_OF_OPTIMIZERS = (
+_OPTIMIZER_LIBRARIES = (
     "torch.",
     "bitsandbytes.",
     "transformers.",
@@ -177,27 +177,27 @@ _OF_OPTIMIZERS = (
 )
 
 
-def code_of_update(optimizer: Any) -> str | None:
+def find_custom_update(optimizer: Any) -> str | None:
     """The name of a program's own code that an update of this optimizer runs: its class, a `step`
     that replaced it, or a hook of it.
 
     A library that is not known counts as a program's own.
     """
     if type(optimizer).__module__.startswith("accelerate."):
-        return code_of_update(optimizer.optimizer)
-    if not _of_an_optimizers_library(type(optimizer)):
+        return find_custom_update(optimizer.optimizer)
+    if not _is_optimizer_library(type(optimizer)):
         return type(optimizer).__name__
     hooks: list[Any] = [optimizer.step]
-    for of_one in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        hooks += getattr(optimizer, of_one, {}).values()
+    for attribute in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks += getattr(optimizer, attribute, {}).values()
     hooks += [
-        *of_torch._global_optimizer_pre_hooks.values(),
-        *of_torch._global_optimizer_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
     ]
-    return next((_name(hook) for hook in hooks if not _of_an_optimizers_library(hook)), None)
+    return next((_hook_name(hook) for hook in hooks if not _is_optimizer_library(hook)), None)
 
 
-def hook_of_gradients(parameters: Iterable[Any]) -> str | None:
+def find_custom_gradient_hook(parameters: Iterable[Any]) -> str | None:
     """The name of a program's own hook that runs when a gradient has arrived, as one that updates
     the weight in backward.
     """
@@ -206,29 +206,29 @@ def hook_of_gradients(parameters: Iterable[Any]) -> str | None:
         for p in parameters
         for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
     )
-    return next((_name(hook) for hook in hooks if not _of_an_optimizers_library(hook)), None)
+    return next((_hook_name(hook) for hook in hooks if not _is_optimizer_library(hook)), None)
 
 
-def _of_an_optimizers_library(made: Any) -> bool:
+def _is_optimizer_library(value: Any) -> bool:
     """Whether a class, or a function and everything that it wraps, is of a library:
     `functools.wraps` copies the name of the module.
     """
-    while isinstance(made, functools.partial):
-        made = made.func
-    while (function := getattr(made, "__func__", made)) is not None and isinstance(
+    while isinstance(value, functools.partial):
+        value = value.func
+    while (function := getattr(value, "__func__", value)) is not None and isinstance(
         getattr(function, "__globals__", None), dict
     ):
         # the class of functions has a descriptor of that name
-        if not f"{function.__globals__.get('__name__', '')}.".startswith(_OF_OPTIMIZERS):
+        if not f"{function.__globals__.get('__name__', '')}.".startswith(_OPTIMIZER_LIBRARIES):
             return False
-        made = getattr(function, "__wrapped__", None)
-    if made is None:
+        value = getattr(function, "__wrapped__", None)
+    if value is None:
         return True
-    module = getattr(made, "__module__", None) or type(made).__module__
-    return f"{module}.".startswith(_OF_OPTIMIZERS)
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return f"{module}.".startswith(_OPTIMIZER_LIBRARIES)
 
 
-def _name(hook: Any) -> str:
+def _hook_name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
 
 
@@ -251,25 +251,25 @@ class Site(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        return f"{short(self.file)}:{self.line} in {self.function}"
+        return f"{short_path(self.file)}:{self.line} in {self.function}"
 
 
-def here() -> Site | None:
+def innermost_site() -> Site | None:
     """The innermost running line that is neither PyTorch's, Python's nor an observer's."""
-    own = (
+    frames = (
         frame
         for frame in running_frames()
-        if _room(frame.f_code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON)
+        if _code_owner(frame.f_code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON)
     )
-    return next((Site(frame.f_code, frame.f_lineno) for frame in own), None)
+    return next((Site(frame.f_code, frame.f_lineno) for frame in frames), None)
 
 
-def callers(depth: int = 1) -> list[Site]:
+def call_sites(depth: int = 1) -> list[Site]:
     """Every line on the stack but an observer's, innermost first."""
     return [
         Site(frame.f_code, frame.f_lineno)
         for frame in running_frames(depth + 1)
-        if _room(frame.f_code.co_filename) != _OBSERVER
+        if _code_owner(frame.f_code.co_filename) != _OBSERVER
     ]
 
 
@@ -281,7 +281,7 @@ def running_frames(depth: int = 1) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def place_of(site: Site | None, symbol: str | None = None) -> Place:
+def site_place(site: Site | None, symbol: str | None = None) -> Place:
     """Where a finding points to: the line, under `symbol`, or under its function where there is
     none.
     """
@@ -290,50 +290,52 @@ def place_of(site: Site | None, symbol: str | None = None) -> Place:
     return Place(file=site.file, line=site.line, symbol=symbol or site.function)
 
 
-def short(file: str) -> str:
+def short_path(file: str) -> str:
     """A shortened path: the part after site-packages, or relative to the current folder."""
-    for mark in _PACKAGES:
+    for mark in _PACKAGE_FOLDERS:
         if mark in file:
             return file.rpartition(mark)[2]
     relative = os.path.relpath(file)
     return file if relative.startswith("..") else relative
 
 
-def in_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Whether the file is installed code rather than the user's own."""
-    return _room(file) not in (USER, OURS) or any(mark in file for mark in _PACKAGES)
+    return _code_owner(file) not in (USER, ISOTYPE) or any(
+        mark in file for mark in _PACKAGE_FOLDERS
+    )
 
 
 def may_be_at_fault(file: str) -> bool:
     """Whether code in this file may have a fault that a check finds: not torch, Triton, NumPy, the
     standard library or a checker.
     """
-    for mark in _PACKAGES:
+    for mark in _PACKAGE_FOLDERS:
         if mark in file:
-            return file.rpartition(mark)[2].split(os.sep)[0] not in _TOOLS
-    return _room(file) in (USER, OURS)
+            return file.rpartition(mark)[2].split(os.sep)[0] not in _TOOL_PACKAGES
+    return _code_owner(file) in (USER, ISOTYPE)
 
 
-def users_line(stack: list[Site]) -> Site | None:
+def innermost_user_site(stack: list[Site]) -> Site | None:
     """The innermost line of the user's own code."""
-    return next((site for site in stack if not in_library(site.file)), None)
+    return next((site for site in stack if not is_library_file(site.file)), None)
 
 
-def statement(site: Site) -> str:
+def read_statement(site: Site) -> str:
     """The whole statement at a line, on one line (a call may span several)."""
     lines = linecache.getlines(site.file)
     try:
         tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError):
         return site.text
-    holding = [
+    statements = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt)
         and not hasattr(node, "body")
         and node.lineno <= site.line <= (node.end_lineno or node.lineno)
     ]
-    if not holding:
+    if not statements:
         return site.text
-    node = max(holding, key=lambda n: n.lineno)
+    node = max(statements, key=lambda n: n.lineno)
     return " ".join(line.strip() for line in lines[node.lineno - 1 : node.end_lineno])

@@ -15,7 +15,7 @@ from ..finding import Finding, Place, Severity
 from ..precision.precision import TASK_ROLES
 
 # role -> why no run of one process observes it
-UNSEEN = {
+UNSEEN_REASONS = {
     "norms": (
         "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what"
         " leaves a norm is under compute"
@@ -28,15 +28,15 @@ ROUNDED_TO_ZERO = (
     "they are not counted: a product is rounded inside its kernel, and a zero does not tell what"
     " it was"
 )
-FIND = "find the cast: isotype doctor trace shows it"
-FIX = (
+FIND_CAST_FIX = "find the cast: isotype doctor trace shows it"
+DEFAULT_FIX = (
     "find the cast (isotype doctor trace shows it), or declare what you meant in the precision"
     " section"
 )
-TABLES = "buffers and tables are fp32, whatever precision.compute is"
+TABLES_RULE = "buffers and tables are fp32, whatever precision.compute is"
 # role -> what gives such a thing another dtype; parameters of any other role had the declared one
 # at first
-CHANGED = (
+CHANGED_CAUSE = (
     "something changed it after the precision was put on the model: a .to(), a hook, a callback or"
     " a library"
 )
@@ -79,7 +79,7 @@ class Observation:
     promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
     arithmetic: Counter[tuple[str, str]] = field(default_factory=Counter)
     unobserved: dict[str, str] = field(default_factory=dict)
-    _said: set[tuple[str, ...]] = field(default_factory=set)
+    _reported: set[tuple[str, ...]] = field(default_factory=set)
 
     def raise_if_violated(self) -> None:
         """Raises  DtypeError DT003 naming tensor, module and both dtypes."""
@@ -99,12 +99,12 @@ class Observation:
         declared: str,
         *,
         allowed: tuple[str, ...] = (),
-        **why: Any,
+        **details: Any,
     ) -> None:
         """Counts one thing of a role, and reports a violation if its dtype is neither the declared
         one nor in `allowed`.
 
-        why  `report`'s cause, file and line
+        details  `report`'s cause, file and line
         """
         self.dtypes[role][dtype] += 1
         self.total[role] += 1
@@ -115,10 +115,10 @@ class Observation:
                 symbol=tensor,
                 observed=dtype,
                 declared=declared,
-                **why,
+                **details,
             )
 
-    def unseen_thing(self, role: str, reason: str) -> None:
+    def note_unseen(self, role: str, reason: str) -> None:
         """Counts one thing of a role that cannot be observed."""
         self.unseen[role][reason] += 1
         self.total[role] += 1
@@ -144,9 +144,9 @@ class Observation:
         cause     by default what gives things of this role another dtype
         fix       by default to find the cast, and to declare the dtype where a role may have it
         """
-        if (role, message) in self._said:
+        if (role, message) in self._reported:
             return
-        self._said.add((role, message))
+        self._reported.add((role, message))
         self.violations.append(
             Finding(
                 code="DT003",
@@ -155,8 +155,8 @@ class Observation:
                 place=Place(symbol=symbol, file=file, line=line),
                 declared=rule or f"precision.{role}: {declared}",
                 observed=observed,
-                cause=cause or _CAUSES.get(role, CHANGED),
-                fix=fix or (FIND if rule or observed == "fp64" else FIX),
+                cause=cause or _CAUSES.get(role, CHANGED_CAUSE),
+                fix=fix or (FIND_CAST_FIX if rule or observed == "fp64" else DEFAULT_FIX),
             )
         )
 
@@ -167,12 +167,12 @@ EVALUATION = "an evaluation batch"
 GENERATION = "a generation"
 
 
-def not_watched(record: Mapping[str, Any]) -> list[str]:
+def list_unwatched(record: Mapping[str, Any]) -> list[str]:
     """What no observation of the run looked at, in words."""
     steps = ", ".join(map(str, record.get("observed_at", []))) or "none"
-    places = record.get("places", {})
+    locations = record.get("places", {})
     watched = record.get("watched", [])
-    said = [
+    descriptions = [
         (
             f"what is computed in other steps than these: {steps}; between all steps, a sample of"
             " weights, states and buffers is compared"
@@ -181,7 +181,11 @@ def not_watched(record: Mapping[str, Any]) -> list[str]:
             "in that comparison: elements outside the sample, and all but 16 tensors of each kind"
             " in a step"
         ),
-        *(f"any {what.partition(' ')[2]}" for what in (LONGEST, EVALUATION) if what not in watched),
+        *(
+            f"any {phase.partition(' ')[2]}"
+            for phase in (LONGEST, EVALUATION)
+            if phase not in watched
+        ),
         *(["evaluations, but for one batch before step 1"] if EVALUATION in watched else []),
         (
             "generations, but for the first"
@@ -193,90 +197,98 @@ def not_watched(record: Mapping[str, Any]) -> list[str]:
             " and the optimizer's states"
         ),
     ]
-    foreign = sorted({place.split()[1] for place in places if place.startswith("operator ")})
-    return said + (
+    foreign = sorted(
+        {location.split()[1] for location in locations if location.startswith("operator ")}
+    )
+    return descriptions + (
         [f"the inside of operators of other packages: {', '.join(foreign)}"] if foreign else []
     )
 
 
-def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
+def merge_observation(record: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
     """The record after one more observation. For each role that it counted, its counts replace
     those before.
     """
-    stepped = bool(seen.total.get("compute"))
+    is_step = bool(observation.total.get("compute"))
 
-    def newest(key: str, counts: Mapping[str, Counter[str]]) -> dict[str, Any]:
+    def merge_counts(key: str, counts: Mapping[str, Counter[str]]) -> dict[str, Any]:
         counted = {role: dict(count) for role, count in counts.items() if count}
         unchanged = {
             role: value
-            for role, value in before.get(key, {}).items()
-            if role not in seen.total and role not in counted
+            for role, value in record.get(key, {}).items()
+            if role not in observation.total and role not in counted
         }
         return {**unchanged, **counted}
 
     promotions = [
         {"module": module, "dtype": dtype, "times": n}
-        for (module, dtype), n in seen.promotions.most_common()
+        for (module, dtype), n in observation.promotions.most_common()
     ]
     arithmetic = [
-        {"operator": where, "dtype": dtype, "times": n}
-        for (where, dtype), n in seen.arithmetic.most_common()
+        {"operator": operator, "dtype": dtype, "times": n}
+        for (operator, dtype), n in observation.arithmetic.most_common()
     ]
     return {
-        "observed": newest("observed", seen.dtypes),
-        "unseen": newest("unseen", seen.unseen),
-        "total": {**before.get("total", {}), **seen.total},
-        "violations": [finding.to_dict() for finding in seen.violations],
-        "promotions": promotions if stepped else before.get("promotions", []),
-        "arithmetic": arithmetic if stepped else before.get("arithmetic", []),
-        "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
-        "places": {**before.get("places", {}), **seen.unobserved},
-        "watched": before.get("watched", []),
+        "observed": merge_counts("observed", observation.dtypes),
+        "unseen": merge_counts("unseen", observation.unseen),
+        "total": {**record.get("total", {}), **observation.total},
+        "violations": [finding.to_dict() for finding in observation.violations],
+        "promotions": promotions if is_step else record.get("promotions", []),
+        "arithmetic": arithmetic if is_step else record.get("arithmetic", []),
+        "observed_at": record.get("observed_at", []) + [observation.step] * is_step,
+        "places": {**record.get("places", {}), **observation.unobserved},
+        "watched": record.get("watched", []),
     }
 
 
-def as_written(
+def to_file_record(
     record: Mapping[str, Any],
     task_roles: Iterable[str] = (),
     *,
     compute: str,
-    more: Mapping[str, str] | None = None,
-    beside: Iterable[str] = (),
+    extra_reasons: Mapping[str, str] | None = None,
+    extra_unwatched: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The record in the form of the file: `unobserved` names the roles and places that were not
     observed, each with the reason.
 
-    compute  the declared dtype of products; of fp16 the record says what is not counted
-    more     reasons of further roles, for those that were not observed
-    beside   what else is not watched
+    compute          the declared dtype of products; of fp16 the record says what is not counted
+    extra_reasons    reasons of further roles, for those that were not observed
+    extra_unwatched  what else is not watched
     """
-    reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK) | dict(more or {})
-    roles = {role: why for role, why in reasons.items() if role not in record.get("observed", {})}
+    reasons = UNSEEN_REASONS | dict.fromkeys(task_roles, UNSEEN_OF_TASK) | dict(extra_reasons or {})
+    roles = {
+        role: reason for role, reason in reasons.items() if role not in record.get("observed", {})
+    }
     zeros = {_FP16_ZEROS: ROUNDED_TO_ZERO} if compute == "fp16" else {}
     counted = {key: value for key, value in record.items() if key != "places"}
     unobserved = {**roles, **zeros, **record.get("places", {})}
-    return {**counted, "unobserved": unobserved, "not watched": [*not_watched(record), *beside]}
+    return {
+        **counted,
+        "unobserved": unobserved,
+        "not watched": [*list_unwatched(record), *extra_unwatched],
+    }
 
 
-def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
+def from_file_record(written: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The record of an earlier part of a run, up to `step`. A damaged file raises KeyError,
     TypeError or ValueError.
     """
     counts = {
-        key: {str(role): dict(count) for role, count in said.get(key, {}).items()}
+        key: {str(role): dict(count) for role, count in written.get(key, {}).items()}
         for key in ("observed", "unseen")
     }
     return {
         **counts,
-        "total": {str(role): int(n) for role, n in said.get("total", {}).items()},
+        "total": {str(role): int(n) for role, n in written.get("total", {}).items()},
         "violations": [],
-        "promotions": list(said["promotions"]),
-        "arithmetic": list(said.get("arithmetic", [])),
-        "observed_at": [int(at) for at in said["observed_at"] if int(at) <= step],
-        "watched": [str(what) for what in said.get("watched", [])],
+        "promotions": list(written["promotions"]),
+        "arithmetic": list(written.get("arithmetic", [])),
+        "observed_at": [int(at) for at in written["observed_at"] if int(at) <= step],
+        "watched": [str(phase) for phase in written.get("watched", [])],
         "places": {
-            str(place): str(why)
-            for place, why in said.get("unobserved", {}).items()
-            if place not in (*UNSEEN, *TASK_ROLES)
+            str(location): str(reason)
+            for location, reason in written.get("unobserved", {}).items()
+            if location not in (*UNSEEN_REASONS, *TASK_ROLES)
         },
     }

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..precision.apply import inner_model
 from .operators import Operator
-from .origin import Caller, written_by_a_family
+from .origin import Caller, is_library_forward
 
 FORWARD = "forward"
 LOSS = "loss"
@@ -33,7 +33,7 @@ BACKWARD = "backward"
 GRADIENTS = "gradients"
 UPDATE = "update"
 
-Run = Callable[[Operator, tuple, dict], Any]
+RunOperator = Callable[[Operator, tuple, dict], Any]
 
 
 def observing(hook: Any) -> Any:
@@ -47,17 +47,19 @@ def observing(hook: Any) -> Any:
 class Tape(TorchDispatchMode):
     """Hands each operator that runs to `run(op, args, kwargs)`, which returns its result.
 
-    learned  called with each operator when it is met first
+    on_new_operator  called with each operator when it is met first
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, run: Run, *, learned: Callable[[Operator], None] | None = None) -> None:
+    def __init__(
+        self, run: RunOperator, *, on_new_operator: Callable[[Operator], None] | None = None
+    ) -> None:
         super().__init__()
         self._run = run
-        self._learned = learned
+        self._on_new_operator = on_new_operator
         # by id: the hash of an operator is slow, and `Operator.func` keeps it alive
-        self._known: dict[int, Operator] = {}
+        self._operators: dict[int, Operator] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -66,15 +68,15 @@ class Tape(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op = self._known.get(id(func))
+        op = self._operators.get(id(func))
         if op is None:
-            op = self._known[id(func)] = Operator(func)
-            if self._learned is not None:
-                self._learned(op)
+            op = self._operators[id(func)] = Operator(func)
+            if self._on_new_operator is not None:
+                self._on_new_operator(op)
         return self._run(op, args, kwargs or {})
 
 
-class _BesideCompiler(Tape):
+class _CompilerHiddenTape(Tape):
     """The same mode, hidden from PyTorch's compiler, which would otherwise compile the mode itself."""
 
     @classmethod
@@ -85,12 +87,12 @@ class _BesideCompiler(Tape):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def tape(run: Run) -> Tape:
+def make_tape(run: RunOperator) -> Tape:
     """A tape for a program that may compile parts of itself."""
-    return (_BesideCompiler if "torch._dynamo" in sys.modules else Tape)(run)
+    return (_CompilerHiddenTape if "torch._dynamo" in sys.modules else Tape)(run)
 
 
-class Calls(TorchFunctionMode):
+class FunctionTape(TorchFunctionMode):
     """Hands each call of PyTorch's functions, above the dispatcher, to `run(func, args, kwargs)`,
     which returns its result.
     """
@@ -106,7 +108,7 @@ class Calls(TorchFunctionMode):
 
 
 @dataclass
-class Running:
+class ModuleCall:
     """A running call of a module, with the dtypes of the sums, powers and roots in it and who first
     computed so.
 
@@ -119,18 +121,18 @@ class Running:
     sums: dict[str, Caller] = field(default_factory=dict)
 
 
-class Modules:
+class ModuleStack:
     """The stack of running modules."""
 
     def __init__(self) -> None:
-        self.stack: list[Running] = []
+        self.stack: list[ModuleCall] = []
 
     @property
     def module(self) -> str:
         """The name of the innermost one."""
         return self.stack[-1].name if self.stack else ""
 
-    def leave(self, module: nn.Module) -> Running | None:
+    def pop(self, module: nn.Module) -> ModuleCall | None:
         """Ends the call of a module, and those inside it that an exception ended."""
         while self.stack:
             call = self.stack.pop()
@@ -138,49 +140,49 @@ class Modules:
                 return call
         return None
 
-    def inside(self, predicate: Callable[[nn.Module], bool]) -> Running | None:
+    def innermost_call(self, predicate: Callable[[nn.Module], bool]) -> ModuleCall | None:
         """The innermost call of a module that satisfies the predicate."""
         return next((call for call in reversed(self.stack) if predicate(call.module)), None)
 
 
-class Step(Modules):
+class StepTracker(ModuleStack):
     """The modules of one model that run, and the part of its step that runs.
 
     A recomputation is a forward inside backward: its module is on the stack, so it counts as
     forward.
 
-    given  called with what a module is called with from outside any other
-    left   called with each call that ends
+    on_inputs  called with what a module is called with from outside any other
+    on_exit    called with each call that ends
     """
 
-    def __init__(self, model: nn.Module, *, left: Callable[[Running], None]) -> None:
+    def __init__(self, model: nn.Module, *, on_exit: Callable[[ModuleCall], None]) -> None:
         super().__init__()
         self.model = model
-        self.left = left
-        self.given: Callable[[Any], None] = lambda _: None
+        self.on_exit = on_exit
+        self.on_inputs: Callable[[Any], None] = lambda _: None
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
-        self._after = LOSS
+        self._region_between = LOSS
         self._updating = 0
 
-    def now(self) -> str:
+    def current_region(self) -> str:
         if self._updating:
             return UPDATE
         if self.stack:
             return FORWARD
         if torch._C._current_graph_task_id() != -1:
-            self._after = GRADIENTS
+            self._region_between = GRADIENTS
             return BACKWARD
-        return self._after
+        return self._region_between
 
-    def in_a_part(self) -> bool:
+    def is_in_submodule(self) -> bool:
         """Whether the innermost running module that has weights is a part of the model: not the
         model itself, nor a wrapper around it.
         """
         model = inner_model(self.model)
-        call = self.inside(lambda module: next(module.parameters(), None) is not None)
+        call = self.innermost_call(lambda module: next(module.parameters(), None) is not None)
         return call is not None and all(module is not model for module in call.module.modules())
 
-    def switched_off_by_family(self) -> bool:
+    def is_autocast_off_by_library(self) -> bool:
         """Whether code of transformers has switched off, inside its module, the autocast under
         which that module was called.
 
@@ -190,22 +192,22 @@ class Step(Modules):
         if torch.is_autocast_enabled(self._device_type):
             return False
         call = next((call for call in reversed(self.stack) if call.autocast), None)
-        return call is not None and written_by_a_family(call.module)
+        return call is not None and is_library_forward(call.module)
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """Hooks every module and every optimizer."""
         hooks: list[Any] = []
         for name, module in self.model.named_modules():
             with suppress(RuntimeError):  # a scripted module takes no hooks
-                entering = observing(self._entering(name or type(module).__name__))
+                entry_hook = observing(self._entry_hook(name or type(module).__name__))
                 hooks.append(
-                    module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True)
+                    module.register_forward_pre_hook(entry_hook, prepend=True, with_kwargs=True)
                 )
-                hooks.append(module.register_forward_hook(self._leaving, always_call=True))
+                hooks.append(module.register_forward_hook(self._exit_hook, always_call=True))
         hooks += [
-            register_optimizer_step_pre_hook(self._update(1)),
-            register_optimizer_step_post_hook(self._update(-1)),
+            register_optimizer_step_pre_hook(self._update_hook(1)),
+            register_optimizer_step_post_hook(self._update_hook(-1)),
         ]
         try:
             yield
@@ -213,24 +215,24 @@ class Step(Modules):
             for hook in hooks:
                 hook.remove()
 
-    def _entering(self, name: str) -> Any:
+    def _entry_hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._after = LOSS
+            self._region_between = LOSS
             if not self.stack:
-                self.given((args, kwargs))
+                self.on_inputs((args, kwargs))
             self.stack.append(
-                Running(name, module, autocast=torch.is_autocast_enabled(self._device_type))
+                ModuleCall(name, module, autocast=torch.is_autocast_enabled(self._device_type))
             )
 
         return hook
 
     @observing
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (call := self.leave(module)) is not None:
-            self.left(call)
+    def _exit_hook(self, module: nn.Module, args: Any, output: Any) -> None:
+        if (call := self.pop(module)) is not None:
+            self.on_exit(call)
 
-    def _update(self, by: int) -> Any:
+    def _update_hook(self, change: int) -> Any:
         def hook(*_: Any) -> None:
-            self._updating = max(0, self._updating + by)
+            self._updating = max(0, self._updating + change)
 
         return hook

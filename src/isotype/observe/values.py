@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..dtypes import name
 from ..precision.parts import gathered_weights
 from .operators import CAST, CREATE, PRODUCT, SUM, Operator
-from .origin import ENGINE, Caller, caller
+from .origin import AUTOGRAD, Caller, find_caller
 from .record import Observation
 from .tape import BACKWARD, GRADIENTS, LOSS, UPDATE
 
@@ -24,41 +24,43 @@ INPUT = 1
 WEIGHT = 2
 BUFFER = 4
 FLOAT_INPUT = 8
-BOUND = 1e4  # numbers beyond it fill masks
-SMALL = 1 << 20  # most elements of a tensor that is computed again to check it for loss
+MASK_BOUND = 1e4  # numbers beyond it fill masks
+MAX_RECOMPUTED_ELEMENTS = (
+    1 << 20
+)  # most elements of a tensor that is computed again to check it for loss
 
-_REAL = {
+_REAL_DTYPES = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
 
 
-def float_word(dtype: torch.dtype) -> str | None:
+def float_dtype_name(dtype: torch.dtype) -> str | None:
     """The word of a floating dtype, or of the parts of a complex one; else None."""
-    real = _REAL.get(dtype, dtype)
+    real = _REAL_DTYPES.get(dtype, dtype)
     return name(real) if real.is_floating_point else None
 
 
-def plain_tensors(value: object, into: list[Tensor]) -> list[Tensor]:
+def collect_tensors(value: object, collected: list[Tensor]) -> list[Tensor]:
     """Every tensor in arguments or results, however nested."""
     if isinstance(value, Tensor):
-        into.append(value)
+        collected.append(value)
     elif isinstance(value, list | tuple):
         for part in value:
-            plain_tensors(part, into)
+            collect_tensors(part, collected)
     elif isinstance(value, dict):
         for part in value.values():
-            plain_tensors(part, into)
-    return into
+            collect_tensors(part, collected)
+    return collected
 
 
 def floating_tensors(output: object) -> list[Tensor]:
     """Every floating tensor in what a module returned, however it is nested."""
-    return [tensor for tensor in plain_tensors(output, []) if tensor.is_floating_point()]
+    return [tensor for tensor in collect_tensors(output, []) if tensor.is_floating_point()]
 
 
-def stored(tensor: Tensor) -> Tensor | None:
+def storage_tensor(tensor: Tensor) -> Tensor | None:
     """The tensor whose storage holds its values: itself, or the values of a sparse one. None for
     oneDNN's layout, which has no storage.
     """
@@ -77,24 +79,24 @@ def is_wrapper(tensor: Tensor) -> bool:
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter:
         return False
-    own = getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
-    return own and not kind.__module__.startswith(("torch.", "isotype."))
+    has_own_dispatch = getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+    return has_own_dispatch and not kind.__module__.startswith(("torch.", "isotype."))
 
 
-def readable(tensor: Tensor) -> Tensor | None:
+def dense_values(tensor: Tensor) -> Tensor | None:
     """Its values as a dense tensor, to look at them. None for the meta device, rows of several
     lengths and oneDNN's layout.
     """
-    values = stored(tensor)
+    values = storage_tensor(tensor)
     if values is None or values.is_nested or values.device.type == "meta":
         return None
     return values
 
 
-def address(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     """Of its storage; 0 where it has none."""
     try:
-        values = stored(tensor)
+        values = storage_tensor(tensor)
         if values is None:
             return 0
         return int(values.untyped_storage()._cdata)
@@ -106,37 +108,39 @@ def address(tensor: Tensor) -> int:
 class Lineage:
     """What is known of a value.
 
-    from_     what it was made of: bits
-    added     how many narrow additions in Python code of backward it is the end of
-    products  products outside `compute` that it depends on and whose use is not known yet
+    sources    what it was made of: bits
+    additions  how many narrow additions in Python code of backward it is the end of
+    products   products outside `compute` that it depends on and whose use is not known yet
     """
 
-    from_: int = 0
-    added: int = 0
+    sources: int = 0
+    additions: int = 0
     products: frozenset[int] = frozenset()
 
     @property
-    def activation(self) -> bool:
+    def is_activation(self) -> bool:
         """Whether it depends on both the model's inputs and its weights, as every hidden state
         does, or was given as floats.
         """
-        return bool(self.from_ & FLOAT_INPUT) or (self.from_ & (INPUT | WEIGHT)) == INPUT | WEIGHT
+        return (
+            bool(self.sources & FLOAT_INPUT) or (self.sources & (INPUT | WEIGHT)) == INPUT | WEIGHT
+        )
 
 
-NOTHING = Lineage()
+EMPTY_LINEAGE = Lineage()
 
 
-def joined(parts: list[Lineage]) -> Lineage:
+def merge_lineages(lineages: list[Lineage]) -> Lineage:
     """The lineage of a value that was computed from several others."""
-    if len(parts) < 2:
-        return parts[0] if parts else NOTHING
-    from_ = 0
-    for part in parts:
-        from_ |= part.from_
+    if len(lineages) < 2:
+        return lineages[0] if lineages else EMPTY_LINEAGE
+    sources = 0
+    for lineage in lineages:
+        sources |= lineage.sources
     return Lineage(
-        from_,
-        max(part.added for part in parts),
-        frozenset().union(*(part.products for part in parts)),
+        sources,
+        max(lineage.additions for lineage in lineages),
+        frozenset().union(*(lineage.products for lineage in lineages)),
     )
 
 
@@ -149,25 +153,25 @@ class Lineages:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, Lineage]] = {}
+        self._by_storage: dict[int, tuple[StorageWeakRef, Lineage]] = {}
 
-    def of(self, tensor: Tensor) -> Lineage | None:
-        key = address(tensor)
-        found = self._known.get(key) if key else None
-        return found[1] if found else None
+    def get(self, tensor: Tensor) -> Lineage | None:
+        key = storage_address(tensor)
+        entry = self._by_storage.get(key) if key else None
+        return entry[1] if entry else None
 
-    def same(self, one: Tensor, other: Tensor) -> bool:
+    def share_storage(self, left: Tensor, right: Tensor) -> bool:
         """Whether both tensors share one storage."""
-        return bool(found := address(one)) and found == address(other)
+        return bool(key := storage_address(left)) and key == storage_address(right)
 
     def set(self, tensor: Tensor, lineage: Lineage) -> None:
-        key = address(tensor)
-        values = stored(tensor)
+        key = storage_address(tensor)
+        values = storage_tensor(tensor)
         if not key or values is None:
             return
-        found = self._known.get(key)
-        self._known[key] = (
-            found[0] if found else StorageWeakRef(values.untyped_storage()),
+        entry = self._by_storage.get(key)
+        self._by_storage[key] = (
+            entry[0] if entry else StorageWeakRef(values.untyped_storage()),
             lineage,
         )
 
@@ -180,7 +184,7 @@ class Lineages:
             tensors += [parameter] if parameter.grad is None else [parameter, parameter.grad]
             state = getattr(parameter, "quant_state", None)
             while state is not None:
-                plain_tensors(list(vars(state).values()), tensors)
+                collect_tensors(list(vars(state).values()), tensors)
                 state = getattr(state, "state2", None)
         for tensor in tensors:
             self.set(tensor, Lineage(WEIGHT))
@@ -206,99 +210,106 @@ class Call:
         self.kwargs = kwargs
         self.inputs = inputs
         self.outputs = outputs
-        self.seen: Observation = contract.seen
-        self.region: str = contract.step.now()
+        self.observation: Observation = contract.observation
+        self.region: str = contract.step.current_region()
         self.module: str = contract.step.module
-        self.where = self.module or self.region
+        self.location = self.module or self.region
         self.role = {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(
             self.region, contract.role
         )
         self._precision = contract.precision
 
     @cached_property
-    def by(self) -> Caller:
-        return caller(asked=self.op is not None and self.op.kind == CAST)
+    def caller(self) -> Caller:
+        return find_caller(skip_deferred=self.op is not None and self.op.kind == CAST)
 
     @cached_property
-    def written(self) -> list[Tensor]:
+    def written_tensors(self) -> list[Tensor]:
         """The tensors that it writes into."""
         written = [value for writes, value in zip(self.op.writes, self.args) if writes]
-        return plain_tensors([*written, self.kwargs.get("out")], [])
+        return collect_tensors([*written, self.kwargs.get("out")], [])
 
     def dtype(self) -> str | None:
         """The dtype of the arithmetic: the requested one, else the dtype to which the operands are
         promoted; None if none is floating.
         """
-        asked = self.kwargs.get("dtype")
-        if asked is not None and self.op.kind in (SUM, CREATE):
-            return float_word(asked)
+        requested_dtype = self.kwargs.get("dtype")
+        if requested_dtype is not None and self.op.kind in (SUM, CREATE):
+            return float_dtype_name(requested_dtype)
         if (
-            self.op.plain in ("_softmax", "_log_softmax")
+            self.op.base_name in ("_softmax", "_log_softmax")
             and len(self.args) > 2
             and self.args[2] is True
         ):
             return "fp32"
-        floats = [t for t in self.inputs if float_word(t.dtype)]
+        floats = [t for t in self.inputs if float_dtype_name(t.dtype)]
         if not floats:
-            return next((word for t in self.outputs if (word := float_word(t.dtype))), None)
-        several = [t for t in floats if t.dim()] or floats
-        dtype = several[0].dtype
-        for tensor in several[1:]:
+            return next(
+                (dtype_name for t in self.outputs if (dtype_name := float_dtype_name(t.dtype))),
+                None,
+            )
+        shaped = [t for t in floats if t.dim()] or floats
+        dtype = shaped[0].dtype
+        for tensor in shaped[1:]:
             if self.op.kind != PRODUCT:
                 dtype = torch.promote_types(dtype, tensor.dtype)
             else:
                 dtype = dtype
-        return float_word(dtype)
+        return float_dtype_name(dtype)
 
-    def numbers(self) -> list[Any]:
+    def written_numbers(self) -> list[Any]:
         """The numbers that an operator writes: its arguments of the type Scalar, and single numbers
         in a wider tensor.
         """
         schema = getattr(self.op.func, "_schema", None)
         arguments = schema.arguments if schema is not None else []
-        given = {**dict(zip((a.name for a in arguments), self.args)), **self.kwargs}
-        found = [
-            given[a.name]
+        arguments_by_name = {**dict(zip((a.name for a in arguments), self.args)), **self.kwargs}
+        scalars = [
+            arguments_by_name[a.name]
             for a in arguments
-            if "number" in str(a.type) and isinstance(given.get(a.name), int | float | complex)
+            if "number" in str(a.type)
+            and isinstance(arguments_by_name.get(a.name), int | float | complex)
         ]
-        own = self.outputs[0]
+        output = self.outputs[0]
         wider = [
             t
             for t in self.inputs
-            if not t.dim() and t.is_floating_point() and t.itemsize > own.itemsize and not t.is_meta
+            if not t.dim()
+            and t.is_floating_point()
+            and t.itemsize > output.itemsize
+            and not t.is_meta
         ]
-        return found + [float(t) for t in wider if own.dim()]
+        return scalars + [float(t) for t in wider if output.dim()]
 
-    def holds(self, number: complex) -> bool:
+    def contains_number(self, number: complex) -> bool:
         """Whether the number is in the result: the bound of a clamp may be in none."""
-        own = self.outputs[0]
-        return self.op.kind == CREATE or bool((own == torch.tensor(number).to(own)).any())
+        output = self.outputs[0]
+        return self.op.kind == CREATE or bool((output == torch.tensor(number).to(output)).any())
 
     def rounds_numbers(self) -> bool:
         """Whether a number that it writes is rounded."""
         return any(
-            _rounds(number, self.outputs[0].dtype) and self.holds(number)
-            for number in self.numbers()
+            is_rounded(number, self.outputs[0].dtype) and self.contains_number(number)
+            for number in self.written_numbers()
         )
 
     def is_rounded_ramp(self) -> bool:
         """Whether the same ramp in fp32 has other values."""
-        own = self.outputs[0]
-        out = (
-            {"out": torch.empty_like(own, dtype=torch.float32)}
+        output = self.outputs[0]
+        dtype_arguments = (
+            {"out": torch.empty_like(output, dtype=torch.float32)}
             if "out" in self.kwargs
             else {"dtype": torch.float32}
         )
         try:
-            exact = self.op(*self.args, **{**self.kwargs, **out})
+            exact = self.op(*self.args, **{**self.kwargs, **dtype_arguments})
         except (RuntimeError, TypeError):
             return True
-        return not torch.equal(plain_tensors(exact, [])[0], own.float())
+        return not torch.equal(collect_tensors(exact, [])[0], output.float())
 
     def is_inexact(self) -> bool:
         """Whether the same operator on widened operands gives different values."""
-        if any(self.op.writes) or self.outputs[0].numel() > SMALL:
+        if any(self.op.writes) or self.outputs[0].numel() > MAX_RECOMPUTED_ELEMENTS:
             return True
 
         def widened(tensor: Tensor) -> Tensor:
@@ -313,43 +324,43 @@ class Call:
             exact = self.op(*args, **kwargs)
         except (RuntimeError, TypeError):
             return True
-        wide = readable(plain_tensors(exact, [])[0])
-        own = readable(self.outputs[0])
-        if wide is None or own is None or wide.shape != own.shape:
+        wide = dense_values(collect_tensors(exact, [])[0])
+        values = dense_values(self.outputs[0])
+        if wide is None or values is None or wide.shape != values.shape:
             return True
-        return not torch.equal(wide.float().nan_to_num(), own.float().nan_to_num())
+        return not torch.equal(wide.float().nan_to_num(), values.float().nan_to_num())
 
-    def why(self, word: str) -> str:
+    def operand_dtype_reason(self, dtype_name: str) -> str:
         """Why a product's operands have that dtype: to ask while it runs."""
         device = self.outputs[0].device.type
         if not torch.is_autocast_enabled(device):
             return "its operands have that dtype, and no autocast is on there"
-        asked = float_word(torch.get_autocast_dtype(device))
-        if asked == word:
-            return f"an autocast to {word} is on there"
+        autocast_dtype = float_dtype_name(torch.get_autocast_dtype(device))
+        if autocast_dtype == dtype_name:
+            return f"an autocast to {dtype_name} is on there"
         return (
-            f"its operands have that dtype, and the autocast to {asked} that is on there does not"
+            f"its operands have that dtype, and the autocast to {autocast_dtype} that is on there does not"
             " cast them for this operator"
         )
 
     def report(self, role: str, message: str, *, observed: str, cause: str, rule: str = "") -> None:
-        place = f" at {self.by.place}" if self.by.kind != ENGINE else ""
-        self.seen.report(
+        caller_suffix = f" at {self.caller.file_and_line}" if self.caller.kind != AUTOGRAD else ""
+        self.observation.report(
             role,
-            f"{message} ({self.where}{place})",
-            symbol=self.where,
+            f"{message} ({self.location}{caller_suffix})",
+            symbol=self.location,
             observed=observed,
             rule=rule,
             cause=cause,
             declared=getattr(self._precision, role),
-            file=self.by.file,
-            line=self.by.line,
+            file=self.caller.file,
+            line=self.caller.line,
         )
 
 
-def _rounds(number: complex, dtype: torch.dtype) -> bool:
+def is_rounded(number: complex, dtype: torch.dtype) -> bool:
     parts = (number.real, number.imag) if isinstance(number, complex) else (number,)
     real = dtype.to_real() if dtype.is_complex else dtype
-    kept = [part for part in map(float, parts) if math.isfinite(part) and abs(part) < BOUND]
-    exact = torch.tensor(kept, dtype=torch.float32)
+    finite = [part for part in map(float, parts) if math.isfinite(part) and abs(part) < MASK_BOUND]
+    exact = torch.tensor(finite, dtype=torch.float32)
     return not torch.equal(exact, exact.to(real).float())

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..observe import Observation
-from ..observe.record import as_read, as_written, noted
+from ..observe.record import from_file_record, merge_observation, to_file_record
 from ..precision.resolve import Resolved
 from .folder import RunFolder
 
@@ -52,14 +52,14 @@ class PrecisionRecord:
         """Adds an observation; roles that it does not contain keep their earlier counts. Raises
         DtypeError DT003.
         """
-        self._observed = noted(self._observed, seen)
+        self._observed = merge_observation(self._observed, seen)
         if self.writes:
             declared = {
                 "precision": self.resolved.text,
                 "preset": self.resolved.preset,
                 "declared": {**self.resolved.to_dict(), **self._branch},
             }
-            written = as_written(
+            written = to_file_record(
                 self._observed, self.task_roles, compute=self.resolved.precision.compute
             )
             self.folder.write_json(PRECISION_FILE, {**declared, **written})
@@ -75,4 +75,4 @@ class PrecisionRecord:
         """
         self._observed = {}
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            self._observed = as_read(self.folder.read_json(PRECISION_FILE), step)
+            self._observed = from_file_record(self.folder.read_json(PRECISION_FILE), step)

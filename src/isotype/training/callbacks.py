@@ -104,7 +104,7 @@ def run_callbacks(
     for callback in callbacks:
         versions = _tensor_versions(moment.model, optimizer)
         continuity = Continuity(moment.model, optimizer)
-        continuity.take("the call")
+        continuity.take_sample("the call")
         with (
             preserve_random_state(),
             preserve_modes(moment.model),

@@ -36,8 +36,8 @@ from ..observe.continuity import (
     Continuity,
     FrozenWeights,
     Key,
-    differing,
-    of_few_bits,
+    report_differences,
+    report_narrow_values,
 )
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import (
@@ -134,7 +134,7 @@ class Loop:
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
-        self.carried.take(
+        self.carried.take_sample(
             f"the load of step {self.progress.step}"
             if self.progress.step
             else "the preparation of the run"
@@ -218,16 +218,16 @@ class Loop:
         logging = self._logged(step)
         watched = self._logged(step + 1)
         rate = learning_rate(train, step, self.plan.total)
-        self.carried.begin()
+        self.carried.compare()
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
-        if drawn or self.observer.changed():
+        if drawn or self.observer.has_changed():
             result, promotions = self._observed_step(batches, step, rate, watched)
         else:
             result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched)
             promotions = None
         if self.ema is not None and not result.overflow:
             self.ema.update(step)
-        self.carried.take(f"the update of step {step}")
+        self.carried.take_sample(f"the update of step {step}")
         seconds = self.pace.lap()
         self.progress.step = step
         self.progress.position += self.batching.rows * self.batching.total
@@ -272,12 +272,14 @@ class Loop:
         with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
             result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched)
         if self.stepper.loss_dtype is not None:
-            self.observer.look_at_loss(seen, self.stepper.loss_dtype)
-        self.observer.look_at_sums(seen, accumulator.sent)
-        self.observer.look_at_task(
+            self.observer.observe_loss(seen, self.stepper.loss_dtype)
+        self.observer.observe_sums(seen, accumulator.sent)
+        self.observer.observe_task_tensors(
             seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])]
         )
-        of_few_bits(seen, self.carried.moved_with_few_bits(), f"after the update of step {step}")
+        report_narrow_values(
+            seen, self.carried.find_narrow_updates(), f"after the update of step {step}"
+        )
         self.precision_record.add(seen)
         self._refuse_changed_base(step)
         trim_freed_blocks()
@@ -304,7 +306,7 @@ class Loop:
         left, or a buffer was rounded since.
         """
         seen = Observation(step)
-        differing(
+        report_differences(
             seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True
         )
         self.precision_record.add(seen)
@@ -320,7 +322,7 @@ class Loop:
     def observe_saved(self, folder: Path) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
         seen = Observation(self.progress.step)
-        self.observer.look_at_files(seen, folder, self.saved_dtype)
+        self.observer.observe_files(seen, folder, self.saved_dtype)
         self.precision_record.add(seen)
 
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
@@ -593,17 +595,17 @@ class Loop:
         """Compares the loaded weights, states and averages with the file's, their dtypes included.
         Raises DtypeError DT003.
         """
-        self.carried.take("the load")
+        self.carried.take_sample("the load")
         # a resume may ask for another one
         if checkpoint.state.get("precision") != self.resolved.text:
             return
         seen = Observation(checkpoint.step)
-        held = self.carried.differences_from(lambda key: checkpoint.tensors.get(tensor_of(key)))
-        differing(seen, held, "the save", "the load", strict=True)
+        held = self.carried.compare_with(lambda key: checkpoint.tensors.get(tensor_of(key)))
+        report_differences(seen, held, "the save", "the load", strict=True)
         if checkpoint.step > 1:
-            of_few_bits(
+            report_narrow_values(
                 seen,
-                self.carried.loaded_with_few_bits(),
+                self.carried.find_narrow_loads(),
                 f"after the load of step {checkpoint.step}",
             )
         self.precision_record.add(seen)

@@ -36,7 +36,7 @@ def test_rehearsal_restores_all_state(subject):
 
 def test_a_step_that_fails_leaves_no_trace_and_is_told_with_its_fix(subject, monkeypatch):
     # the step below stands for a library's
-    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)
+    monkeypatch.setattr(rehearsal, "find_custom_update", lambda _: None)
     one = subject()
     for error, said, fix in (
         (

@@ -18,8 +18,8 @@ import torch
 
 from ...finding import Finding
 from ...observe.operators import Operator
-from ...observe.origin import OBSERVERS, Site, here, running_frames, statement
-from ...observe.tape import Modules, Running
+from ...observe.origin import OBSERVER_FOLDERS, Site, innermost_site, read_statement, running_frames
+from ...observe.tape import ModuleCall, ModuleStack
 from ...pages.sheets import texts
 from .origin import MARK, UNWATCHED, Origin
 
@@ -150,7 +150,7 @@ class Context:
 
     def __init__(self) -> None:
         self.names = Names()
-        self.modules = Modules()
+        self.modules = ModuleStack()
         self.device = "cpu"
         self.calling: Any = None  # what the program called above the dispatcher
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
@@ -164,7 +164,7 @@ class Context:
         self._census: Counter[torch.dtype] | None = None
 
     @property
-    def stack(self) -> list[Running]:
+    def stack(self) -> list[ModuleCall]:
         return self.modules.stack
 
     def here(self) -> tuple[Site | None, str, str]:
@@ -172,7 +172,7 @@ class Context:
         where its forward stood.
         """
         node = torch._C._current_autograd_node()
-        site = here()
+        site = innermost_site()
         if node is not None:
             module, forward = self.forward_sites.get(node._sequence_nr(), (None, None))
             return forward or site, self.names.of(module) if module is not None else "", node.name()
@@ -189,7 +189,7 @@ class Context:
             return False
         if op.lift and (
             site is None
-            or "dtype" in statement(site)
+            or "dtype" in read_statement(site)
             or self.calling_name() not in ("tensor", "Tensor")
         ):
             return False
@@ -205,7 +205,8 @@ class Context:
         ):
             return False
         above = next(
-            (f for f in running_frames(1) if not f.f_code.co_filename.startswith(OBSERVERS)), None
+            (f for f in running_frames(1) if not f.f_code.co_filename.startswith(OBSERVER_FOLDERS)),
+            None,
         )
         return above is not None and above.f_code.co_name == "_engine_run_backward"
 

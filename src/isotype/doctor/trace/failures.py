@@ -17,9 +17,17 @@ import torch
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Severity, listed
-from ...observe.operators import FLOATS, LOW, Operator, floating
-from ...observe.origin import Site, callers, in_library, place_of, short, statement, users_line
-from ...observe.tape import Running
+from ...observe.operators import FLOATS, NARROW_FLOATS, Operator, iterate_floating
+from ...observe.origin import (
+    Site,
+    call_sites,
+    innermost_user_site,
+    is_library_file,
+    read_statement,
+    short_path,
+    site_place,
+)
+from ...observe.tape import ModuleCall
 from .context import Context, at, say
 from .origin import UNWATCHED, Origin
 
@@ -243,7 +251,7 @@ class Failures:
             (labels[i] if i < len(labels) else f"argument {i}", value)
             for i, value in enumerate(args)
         ]
-        self._explain(error, name, list(floating(named + list(kwargs.items()))))
+        self._explain(error, name, list(iterate_floating(named + list(kwargs.items()))))
 
     def again(self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         """Runs a failed forward that was not watched once more, to find the operands."""
@@ -251,7 +259,7 @@ class Failures:
             return
         context = self._context
         outer = context.stack
-        context.modules.stack = [Running("", module)]
+        context.modules.stack = [ModuleCall("", module)]
         try:
             with torch.random.fork_rng():
                 module.forward(*args, **kwargs)
@@ -305,7 +313,7 @@ class Failures:
         self, error: Exception, name: str, operands: Sequence[Operand], mixed: bool
     ) -> Finding:
         context = self._context
-        stack = callers(3)
+        stack = call_sites(3)
         site, module, node = context.here()
         census = context.census_of_failure()
         device = context.device
@@ -323,7 +331,7 @@ class Failures:
         elif re.match(r"value cannot be converted to type", str(error)):
             cause = (
                 f"a number given to {name} is beyond the range of {odd.word}, the dtype of the"
-                f" tensor that takes it: `{statement(site) if site is not None else ''}`. A limit"
+                f" tensor that takes it: `{read_statement(site) if site is not None else ''}`. A limit"
                 " such as torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for"
                 " another dtype"
             )
@@ -357,7 +365,7 @@ class Failures:
             cause = cause_of(odd, name, census, outside)
             fix = fix_of(odd, operands, name, device=device, around=around)
             cause += self._casts_before(operands)
-        details = at("called at", own) if (own := users_line(stack)) != site else ()
+        details = at("called at", own) if (own := innermost_user_site(stack)) != site else ()
         details += (("phase", f"backward of {node}" if node else "forward"), ("autocast", state))
         details += tuple(operand.chain() for operand in operands[:_READERS])
         if rest := Counter(operand.word for operand in operands[_READERS:]):
@@ -377,7 +385,7 @@ class Failures:
                 f"{title} {'got' if mixed else 'refused'}"
                 f" {' and '.join(dict.fromkeys(operand.word for operand in operands))}"
             ),
-            place=place_of(site, module),
+            place=site_place(site, module),
             cause=cause,
             fix=fix,
             observed=_first_line(error),
@@ -480,8 +488,12 @@ def explain_refusal(context: Context, error: BaseException) -> Finding | None:
     """A finding for a Python-level refusal, or None when the frames hold nothing to explain it by."""
     context.names.find_live()
     evidence = gather(context, error)
-    own = evidence.stack and not in_library(evidence.stack[0].file)
-    if own and isinstance(error, AssertionError) and "dtype" not in statement(evidence.stack[0]):
+    own = evidence.stack and not is_library_file(evidence.stack[0].file)
+    if (
+        own
+        and isinstance(error, AssertionError)
+        and "dtype" not in read_statement(evidence.stack[0])
+    ):
         # the program's own complaint, about something else than the dtype of a tensor at hand
         return None
     for pattern, explain in _KNOWN:
@@ -504,16 +516,16 @@ def _finding(
     **words: Any,
 ) -> Finding:
     raised = evidence.stack[0] if evidence.stack else None
-    own = users_line(evidence.stack)
+    own = innermost_user_site(evidence.stack)
     if raised is not None and raised != own:
-        details = [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")]
+        details = [("raised by", f"{raised.function}, {short_path(raised.file)}:{raised.line}")]
     else:
         details = []
     details += at("called at", own)
     details += [("autocast", context.autocast.state()[0])]
     details += [(dtype_name(dtype), listed(names)) for dtype, names in evidence.parameters.items()]
     return replace(
-        say(code, place_of(own or raised, symbol), (*details, *more), **words),
+        say(code, site_place(own or raised, symbol), (*details, *more), **words),
         observed=_first_line(error),
     )
 
@@ -617,7 +629,9 @@ def _from_tensors(context: Context, error: BaseException, evidence: Evidence) ->
         (
             o
             for o in operands
-            if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)
+            if (
+                o.dtype not in NARROW_FLOATS if only_low else usual is not None and o.dtype != usual
+            )
         ),
         operands[0],
     )

@@ -19,7 +19,15 @@ import torch
 from ...dtypes import name as dtype_name
 from ...finding import Finding, listed
 from ...observe.operators import FLOATS
-from ...observe.origin import TORCH, Site, callers, here, in_library, place_of, users_line
+from ...observe.origin import (
+    TORCH_FOLDER,
+    Site,
+    call_sites,
+    innermost_site,
+    innermost_user_site,
+    is_library_file,
+    site_place,
+)
 from ...wording import counted
 from .context import Context, Watcher, at, say
 
@@ -52,12 +60,12 @@ class Change:
 
     @property
     def site(self) -> Site:
-        return users_line(self.stack) or self.stack[0]
+        return innermost_user_site(self.stack) or self.stack[0]
 
     @property
     def evaluation(self) -> Site | None:
         """The line of a function named for evaluation that made the cast."""
-        near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
+        near = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][:_NEAR]
         return next(
             (
                 site
@@ -69,7 +77,7 @@ class Change:
 
     def __str__(self) -> str:
         outer = [
-            s for s in self.stack[self.stack.index(self.site) + 1 :] if not in_library(s.file)
+            s for s in self.stack[self.stack.index(self.site) + 1 :] if not is_library_file(s.file)
         ][:2]
         called = "".join(f", called from {s}" for s in outer)
         return (
@@ -211,7 +219,13 @@ class Parameters(Watcher):
         else:
             rounded = 0.0
         change = Change(
-            name, before, after, callers(3), rounded, self._calls[key[0]], self._steps[id(tensor)]
+            name,
+            before,
+            after,
+            call_sites(3),
+            rounded,
+            self._calls[key[0]],
+            self._steps[id(tensor)],
         )
         history = self._history.setdefault(key, [])
         down = history[-1] if history else None
@@ -267,12 +281,12 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torc
 def _finding(fault: Fault) -> Finding:
     down = fault.down
     caller = down.evaluation or next(
-        (site for site in down.stack if not site.file.startswith(TORCH)), down.site
+        (site for site in down.stack if not site.file.startswith(TORCH_FOLDER)), down.site
     )
     details = at("called at", down.site) + (at("cast by", caller) if caller != down.site else ())
     return say(
         "TR011",
-        place_of(down.site),
+        site_place(down.site),
         details,
         kind=fault.kind,
         count=len(fault.names),
@@ -324,7 +338,7 @@ class Cuts(Watcher):
                 why = "by an operator whose derivative is zero"
             else:
                 why = "where none is recorded (no_grad, detach or whole numbers)"
-            self._cut.setdefault(self._context.names.of(module), (here(), why))
+            self._cut.setdefault(self._context.names.of(module), (innermost_site(), why))
 
     def findings(self) -> list[Finding]:
         if not self._cut:
@@ -334,7 +348,7 @@ class Cuts(Watcher):
         return [
             say(
                 "TR025",
-                place_of(site, name),
+                site_place(site, name),
                 at("at", site),
                 layers=layers,
                 shown=listed(list(self._cut)),
@@ -361,7 +375,7 @@ class Widened(Watcher):
             library = str(
                 getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
             )
-            site = here()
+            site = innermost_site()
             model = self._context.names.of(module)
             words = {
                 "model": model,
@@ -369,7 +383,7 @@ class Widened(Watcher):
                 "word": dtype_name(weights[0].dtype),
                 "count": len(weights),
             }
-            self.found[model] = say("TR026", place_of(site, model), at("at", site), **words)
+            self.found[model] = say("TR026", site_place(site, model), at("at", site), **words)
 
 
 def _is_frozen_linear(module: torch.nn.Module) -> bool:

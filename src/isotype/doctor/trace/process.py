@@ -22,16 +22,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
-from ...observe.operators import LOW
+from ...observe.operators import NARROW_FLOATS
 from ...observe.origin import (
     Site,
-    callers,
-    here,
-    in_library,
-    place_of,
+    call_sites,
+    innermost_site,
+    innermost_user_site,
+    is_library_file,
     running_frames,
-    short,
-    users_line,
+    short_path,
+    site_place,
 )
 from .context import Context, Watcher, at, say
 from .origin import Origin
@@ -80,11 +80,11 @@ class DefaultDtype(Watcher):
             return
         if after == self._initial:
             self._never.clear()  # somebody put it back after all
-        stack = [site for site in callers(2) if not site.file.startswith("<")]
+        stack = [site for site in call_sites(2) if not site.file.startswith("<")]
         if after == self._initial:
             self._last = None
         else:
-            self._last = Change(before, after, users_line(stack) or stack[0])
+            self._last = Change(before, after, innermost_user_site(stack) or stack[0])
 
     def forward_begins(self) -> None:
         self.look()
@@ -105,7 +105,7 @@ class DefaultDtype(Watcher):
     def decided(self, site: Site | None) -> None:
         """A tensor was created without dtype= while a change is in force."""
         change = self._last
-        if change is None or change.after not in LOW or len(change.outside) > 2:
+        if change is None or change.after not in NARROW_FLOATS or len(change.outside) > 2:
             return
         code = change.setter.code
         if _runs(code):
@@ -134,14 +134,14 @@ def _finding(change: Change, *, leaked: bool) -> Finding:
     setter = change.setter
     return say(
         "TR017",
-        place_of(setter),
+        site_place(setter),
         (
             tuple(("created at", f"{site}: {site.text}") for site in change.outside)
             if not leaked
             else ()
         ),
         leaked=leaked,
-        library=in_library(setter.file),
+        library=is_library_file(setter.file),
         setter=setter.function,
         where=setter,
         before=dtype_name(change.before),
@@ -180,9 +180,9 @@ class Compiled(Watcher):
 
     def _compiling(self, *args: Any, **kwargs: Any) -> Any:
         self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-        site = here()
-        if site is not None and not in_library(site.file):
-            self.found[site] = say("TR020", place_of(site))
+        site = innermost_site()
+        if site is not None and not is_library_file(site.file):
+            self.found[site] = say("TR020", site_place(site))
         return self._compile(*args, **kwargs)
 
 
@@ -219,7 +219,9 @@ class Autocast(Watcher):
             name = self._context.names.of(module)
             # the modules inside it differ for the same reason: the outermost one is enough
             if not any(name.startswith(f"{outer}.") for outer in self._recomputed):
-                self._recomputed.setdefault(name, (here(), _word(self._last[key]), _word(now)))
+                self._recomputed.setdefault(
+                    name, (innermost_site(), _word(self._last[key]), _word(now))
+                )
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """Autocast keeps its copy of a trainable weight until the outermost autocast ends."""
@@ -235,7 +237,7 @@ class Autocast(Watcher):
             return
         for key, (storage, owner, origin) in self._copies.items():
             if owner() is parameter and not storage.expired():
-                self.stale[key] = (storage, origin, here())
+                self.stale[key] = (storage, origin, innermost_site())
 
     def consumed(self, inputs: list[torch.Tensor]) -> None:
         """Whether an op in forward reads a stale copy."""
@@ -245,7 +247,7 @@ class Autocast(Watcher):
             if storage is not None and storage.expired():
                 del self.stale[key]
             elif origin is not None:
-                self._used.setdefault((origin.via or origin).what, (updated, here()))
+                self._used.setdefault((origin.via or origin).what, (updated, innermost_site()))
 
     def forward_begins(self) -> None:
         self._copies = {key: entry for key, entry in self._copies.items() if not entry[0].expired()}
@@ -267,10 +269,10 @@ class Autocast(Watcher):
             return None
         module, (site, before, after) = next(iter(self._recomputed.items()))
         if site is not None:
-            where = f"{site.function}, {short(site.file)}:{site.line}"
+            where = f"{site.function}, {short_path(site.file)}:{site.line}"
         else:
             where = module
-        place = place_of(site, f"{site.function} ({module})" if site else module)
+        place = site_place(site, f"{site.function} ({module})" if site else module)
         return say(
             "TR003",
             place,
@@ -295,7 +297,7 @@ class Autocast(Watcher):
                 "used": used,
             }
             found.append(
-                say("TR014", place_of(updated, names[0]), at("updated at", updated), **words)
+                say("TR014", site_place(updated, names[0]), at("updated at", updated), **words)
             )
         return found
 

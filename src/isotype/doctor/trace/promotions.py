@@ -12,8 +12,8 @@ import torch
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
-from ...observe.operators import LOW, Operator
-from ...observe.origin import Site, place_of
+from ...observe.operators import NARROW_FLOATS, Operator
+from ...observe.origin import Site, site_place
 from .context import Context, Watcher, at, say
 from .failures import share_of
 from .origin import MARK, Origin
@@ -61,7 +61,7 @@ class Promotions(Watcher):
         census = context.census()
         usual = census.most_common(1)[0][0] if census else None
         if usual is None or (
-            not (narrow.dtype in LOW and usual in LOW)
+            not (narrow.dtype in NARROW_FLOATS and usual in NARROW_FLOATS)
             and not (out.dtype == torch.float64 and usual != torch.float64)
         ):
             return
@@ -139,7 +139,7 @@ def _finding(group: list[Promotion]) -> Finding:
     place = decider.place()
     return say(
         "TR010",
-        place_of(origin.site, origin.module),
+        site_place(origin.site, origin.module),
         at("at", origin.site),
         op=origin.what,
         wide=wide,
@@ -183,7 +183,7 @@ class EngineCasts(Watcher):
         return [
             say(
                 "TR013",
-                place_of(site, module or node),
+                site_place(site, module or node),
                 at("forward at", site),
                 node=node,
                 before=dtype_name(before),

@@ -16,8 +16,8 @@ import torch
 from ...dtypes import eps, significant_bits, to_torch
 from ...dtypes import name as dtype_name
 from ...finding import Finding
-from ...observe.operators import LOW, Operator
-from ...observe.origin import here, place_of
+from ...observe.operators import NARROW_FLOATS, Operator
+from ...observe.origin import innermost_site, site_place
 from .context import After, Before, Context, Watcher, at, now_and_then, say
 from .origin import Origin
 
@@ -84,7 +84,7 @@ class Positions(Watcher):
         return now_and_then(self._looked[key], _LOOKS)
 
     def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
-        key = here()
+        key = innermost_site()
         fractional = source.is_floating_point()
         if key in self._rounded or not self._due(key) or (fractional and source.numel() > 65_536):
             return
@@ -113,7 +113,7 @@ class Positions(Watcher):
             if self._cast and angle.dtype == torch.float32:
                 self._rounded_before(angle)
             return
-        key = here()
+        key = innermost_site()
         if key in self._rounded or not self._due(key):
             return
         largest = float(angle.detach().abs().max())
@@ -137,7 +137,7 @@ class Positions(Watcher):
             ),
             None,
         )
-        if origin is not None and here() not in self._rounded:
+        if origin is not None and innermost_site() not in self._rounded:
             self._note(
                 "timesteps or positions behind cos and sin", *self._cast[origin.site], angle, origin
             )
@@ -171,7 +171,7 @@ class Positions(Watcher):
             origin = by or context.provenance.get(tensor)
         else:
             origin = Origin(dtype, "created", context.calling_name() or what, module, site)
-        self._rounded[here()] = Rounded(what, dtype, largest, origin, module, site)
+        self._rounded[innermost_site()] = Rounded(what, dtype, largest, origin, module, site)
 
     def findings(self) -> list[Finding]:
         places: dict[Any, Rounded] = {}
@@ -213,7 +213,7 @@ def _finding(rounded: Rounded) -> Finding:
     chain = (("chain", "\n".join(rounded.origin.explain())),)
     return say(
         "TR015",
-        place_of(rounded.site, rounded.module),
+        site_place(rounded.site, rounded.module),
         chain + at("at", rounded.site),
         what=rounded.what,
         word=word,
@@ -251,7 +251,12 @@ class Overflows(Watcher):
         word = "NaN" if bool(torch.isnan(out).any()) else "inf"
         name = self._context.names.of(module)
         self.found[name] = say(
-            "TR023", place_of(here(), name), module=name, inside=inside, largest=largest, word=word
+            "TR023",
+            site_place(innermost_site(), name),
+            module=name,
+            inside=inside,
+            largest=largest,
+            word=word,
         )
 
 
@@ -272,7 +277,7 @@ class LogProbs(Watcher):
     def normalised(self, op: Operator, args: tuple, kwargs: dict) -> None:
         logits, dim, widened = args[:3]
         plain = (
-            logits.dtype in LOW
+            logits.dtype in NARROW_FLOATS
             and not widened
             and dim in (-1, logits.ndim - 1)
             and not torch._C._current_autograd_node()
@@ -283,7 +288,7 @@ class LogProbs(Watcher):
         """Compares what is gathered with the same of the logits in fp32."""
         log_probs, dim, index = args[:3]
         logits = self._logits
-        key = here()
+        key = innermost_site()
         if (
             logits is None
             or log_probs.shape != logits.shape
@@ -310,4 +315,4 @@ class LogProbs(Watcher):
                 "off": worst,
                 "tokens": exact.shape[-1] if exact.ndim else 1,
             }
-            self.found[key] = say("TR027", place_of(site, module), at("at", site), **words)
+            self.found[key] = say("TR027", site_place(site, module), at("at", site), **words)

@@ -18,13 +18,13 @@ import torch
 
 from ...errors import UsageError
 from ...finding import Finding, Place, worst_first
-from ...observe.origin import OBSERVERS, TORCH
+from ...observe.origin import OBSERVER_FOLDERS, TORCH_FOLDER
 from ..loading import member, module_of
 from .context import say
 from .tracer import Tracer
 
 # files of frames between a program and the command that runs it
-_OURS = (*OBSERVERS, "<frozen runpy>")
+_OURS = (*OBSERVER_FOLDERS, "<frozen runpy>")
 
 
 class trace:
@@ -130,7 +130,9 @@ class Outcome:
             and not isinstance(self.error, SystemExit)
         ):
             frames = reversed(traceback.extract_tb(self.error.__traceback__))
-            spot = next((f for f in frames if not f.filename.startswith((*_OURS, TORCH))), None)
+            spot = next(
+                (f for f in frames if not f.filename.startswith((*_OURS, TORCH_FOLDER))), None
+            )
             place = Place(file=spot.filename, line=spot.lineno) if spot else Place()
             found.append(
                 say(

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...finding import Finding
 from ...observe.operators import FLOATS, Operator, floating_operands
-from ...observe.origin import here
-from ...observe.tape import Calls, Running, Tape, observing
+from ...observe.origin import innermost_site
+from ...observe.tape import FunctionTape, ModuleCall, Tape, observing
 from .context import EVENTS, Context, Watcher, now_and_then
 from .failures import Failures
 from .origin import Origin, Provenance
@@ -241,8 +241,8 @@ class Tracer(Context):
         self._hooks: list[Any] = []
         self._running = ExitStack()
         self._module_hooks: list[Any] = []
-        self._tape = Tape(self._ran, learned=self._learned)
-        self._calls = Calls(self._called)
+        self._tape = Tape(self._ran, on_new_operator=self._learned)
+        self._calls = FunctionTape(self._called)
         # whether the function mode and the hooks are off too, while the dispatch mode is
         self._suspended: tuple[bool, bool] | None = None
         if model is not None:
@@ -342,12 +342,12 @@ class Tracer(Context):
                 return
             self._tell("forward_begins")
             self._census = None
-        self.stack.append(Running(self.names.of(module), module))
+        self.stack.append(ModuleCall(self.names.of(module), module))
         self._tell("entered", module, args)
 
     @observing
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self.modules.leave(module)
+        self.modules.pop(module)
         self._tell("left", module, args, output)
 
     # ---- the modes
@@ -375,27 +375,27 @@ class Tracer(Context):
             self.calling = outer
 
     def _learned(self, op: Operator) -> None:
-        op.before, op.after = self._of_ops.get(op.name, (None, None))
+        op.on_call, op.on_return = self._of_ops.get(op.name, (None, None))
 
     def _ran(self, op: Operator, args: tuple, kwargs: dict) -> Any:
         self.ops += 1
         if op.factory:
             self.factory_dtype = kwargs.get("dtype")
-        token = op.before(op, args, kwargs) if op.before is not None else None
+        token = op.on_call(op, args, kwargs) if op.on_call is not None else None
         try:
             out = op.func(*args, **kwargs) if kwargs else op.func(*args)
         except Exception as error:
             self.failures.op_failed(error, op, args, kwargs)
             raise
         if token is not None:
-            op.after(token)
+            op.on_return(token)
         if op.product or self.autocast.stale:
             self._feeds(op, args)
         if self.stack and torch._C._current_autograd_node() is None:
             # an op in forward: the autograd node that it gets has its number already
             number = torch._C._autograd._get_sequence_nr() - 1
             if number not in self.forward_sites:
-                self.forward_sites[number] = (self.stack[-1].module, here())
+                self.forward_sites[number] = (self.stack[-1].module, innermost_site())
                 if len(self.forward_sites) > _KEPT_SITES:
                     del self.forward_sites[next(iter(self.forward_sites))]
         if type(out) is torch.Tensor:

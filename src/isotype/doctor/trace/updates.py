@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...dtypes import eps, significant_bits
 from ...dtypes import name as dtype_name
 from ...finding import Finding, listed
-from ...observe.operators import LOW, Operator
-from ...observe.origin import Site, here, place_of
+from ...observe.operators import NARROW_FLOATS, Operator
+from ...observe.origin import Site, innermost_site, site_place
 from .context import After, Before, Context, Watcher, at, now_and_then, say
 
 SAMPLE = 16_384  # elements of a tensor that are compared
@@ -104,14 +104,16 @@ class Updates(Watcher):
                 self._context.autocast.updated(tensor)
         if (
             not several
-            and targets[0].dtype in LOW
+            and targets[0].dtype in NARROW_FLOATS
             and op.name in ("add_", "sub_")
             and self._optimizer is None
         ):
             self._context.sums.added(op, args, kwargs)
         samples = []
         for index in [
-            i for i, t in enumerate(targets) if t.dtype in LOW and (t.numel() > 1 or not several)
+            i
+            for i, t in enumerate(targets)
+            if t.dtype in NARROW_FLOATS and (t.numel() > 1 or not several)
         ][:_PAIR]:
             given = tuple(_item(a, index) for a in args) if several else args
             due = self._due(op, targets[index], given)
@@ -213,7 +215,7 @@ class Updates(Watcher):
         elif self._optimizer is not None:
             role = "state"
             name = f"of shape {tuple(target.shape)}"
-        return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, here())
+        return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, innermost_site())
 
     def _repeat(
         self, op: Operator, watched: Watched, args: tuple, kwargs: dict, index: int | None
@@ -286,7 +288,7 @@ class Updates(Watcher):
             found.append(
                 say(
                     "TR018",
-                    place_of(first.site),
+                    site_place(first.site),
                     at("updated at", first.site),
                     **words,
                     **_shares(lost),
@@ -323,7 +325,7 @@ def _of_parameters(lost: list[Watched], states: list[Watched]) -> Finding:
     }
     return say(
         "TR012",
-        place_of(first.site, names[0]),
+        site_place(first.site, names[0]),
         details,
         **words,
         samples=sum(w.samples for w in moves),
@@ -450,7 +452,14 @@ class Sums(Watcher):
         storage = StorageWeakRef(target.untyped_storage())
         fp32 = _sample(target).float()
         return _Sum(
-            storage, target.dtype, name, here(), variable is not None, fp32, target._version, inside
+            storage,
+            target.dtype,
+            name,
+            innermost_site(),
+            variable is not None,
+            fp32,
+            target._version,
+            inside,
         )
 
     @staticmethod
@@ -466,7 +475,7 @@ class Sums(Watcher):
             p.grad
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None and p.grad.dtype in LOW
+            if p.grad is not None and p.grad.dtype in NARROW_FLOATS
         ]
         for gradient in gradients:
             known = self._sums.get(_place(gradient))
@@ -502,7 +511,7 @@ def _of_sums(kept: list[_Sum]) -> Finding:
     names = list(dict.fromkeys(known.name for known in kept))
     return say(
         "TR024",
-        place_of(worst.site, names[0] if worst.gradient else None),
+        site_place(worst.site, names[0] if worst.gradient else None),
         at("added at", worst.site),
         word=word,
         gradient=worst.gradient,

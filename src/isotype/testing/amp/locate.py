@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...dtypes import name
 from ...finding import Place
-from ...observe.operators import Operator, names
+from ...observe.operators import Operator, split_names
 from ...observe.origin import may_be_at_fault, running_frames
 from ...observe.tape import Tape
 from .attempt import attempt, exact
@@ -137,11 +137,11 @@ def shown(tensor: Tensor) -> str:
     return f"{name(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]"
 
 
-_NO_ARITHMETIC = names("""
+_NO_ARITHMETIC = split_names("""
     _to_copy detach alias lift_fresh view _unsafe_view t transpose permute expand unsqueeze squeeze slice select empty empty_like new_empty
     empty_strided new_empty_strided empty_permuted clone as_strided split set_
     """)
-_ADDS = names(
+_ADDS = split_names(
     "add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_"
 )
 

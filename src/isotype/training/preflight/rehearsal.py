@@ -28,7 +28,7 @@ from ...distributed.world import ALONE
 from ...environment.hardware import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
-from ...observe.origin import code_of_update
+from ...observe.origin import find_custom_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, settle
 from ...wording import counted, first_line
@@ -131,7 +131,7 @@ def rehearsed_step(subject: Subject) -> Iterator[Finding]:
             yield from with_gradient_but_frozen(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
             return
-        if (own := code_of_update(stepper.optimizer)) is not None:
+        if (own := find_custom_update(stepper.optimizer)) is not None:
             yield _not_rehearsed(own)
             return
         try:
