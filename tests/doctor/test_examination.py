@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.doctor.examination import visit
+from isotype.doctor.examination import examine_path
 from isotype.errors import UsageError
 
 KERNEL = """
@@ -51,7 +51,7 @@ def project(tmp_path):
 
 def test_every_part_looks_at_what_is_its(project):
     (project / "kernels.py").write_text(KERNEL + "\nraise SystemExit('imported')\n")
-    found = {one.part: one for one in visit(project)}
+    found = {one.part: one for one in examine_path(project)}
     assert set(found) == {"check", "explain", "kernels", "trace"}
     assert {f.code[:2] for one in found.values() for f in one.findings} == {"CF", "EX"}
     assert found["kernels"].subject == f"isotype doctor kernels {project / 'kernels.py'}"
@@ -74,7 +74,7 @@ def test_what_only_its_user_can_run_is_named_with_the_command(tmp_path):
     (tmp_path / "ops.py").write_text(FUNCTION)
     (tmp_path / "train.py").write_text(BACKWARD_UNDER_AUTOCAST)
     (tmp_path / "test_train.py").write_text(BACKWARD_UNDER_AUTOCAST)
-    named = {one.part: one.subject for one in visit(tmp_path)}
+    named = {one.part: one.subject for one in examine_path(tmp_path)}
     assert named["conform"] == (
         f"isotype doctor conform {tmp_path / 'ops.py'}:build, where build() returns (Scale, inputs) (1 more autograd function)"
     )
@@ -82,7 +82,7 @@ def test_what_only_its_user_can_run_is_named_with_the_command(tmp_path):
     (tmp_path / "ops.py").write_text(FUNCTION + "\n\ndef build():\n    return Scale.apply, ()\n")
     assert (
         "ops.py:build (1"
-        in {one.part: one.subject for one in visit(tmp_path / "ops.py")}["conform"]
+        in {one.part: one.subject for one in examine_path(tmp_path / "ops.py")}["conform"]
     )
 
 
@@ -170,5 +170,5 @@ def test_pipes_and_links_to_nowhere_are_passed_over(project):
         "bf16: 1\na: &a [x, x, x, x]\n" + "".join(f"a{i}: &a [*a, *a, *a, *a]\n" for i in range(20))
     )
     (project / "cells.ipynb").write_text('{"cells": 3}')
-    codes = {f.code for one in visit(project) for f in one.findings}
+    codes = {f.code for one in examine_path(project) for f in one.findings}
     assert {"CF001", "CF099", "EX001"} <= codes

@@ -24,7 +24,7 @@ from ..wording import counted
 from .app import DOCTOR, prepare
 
 if TYPE_CHECKING:
-    from ..doctor.examination import Visit
+    from ..doctor.examination import Examination
 
 CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -101,25 +101,29 @@ def look(
     if CODE.match(subject) and not Path(subject).exists():
         show_page(subject.upper(), json_output)
         return
-    subject, visits = _examine(subject, what or [])
-    findings = [finding for visit in visits for finding in visit.findings]
+    subject, examinations = _examine(subject, what or [])
+    findings = [finding for examination in examinations for finding in examination.findings]
     # the notes of one log alone are printed too
-    with_notes = json_output or [visit.part for visit in visits] == ["explain"]
+    with_notes = json_output or [examination.part for examination in examinations] == ["explain"]
     visible = findings
     if not with_notes:
         visible = [finding for finding in findings if finding.severity > Severity.NOTE]
     if not json_output:
-        for table in filter(None, (visit.shown for visit in visits)):
+        for table in filter(None, (examination.table for examination in examinations)):
             print(table + "\n")
     parts = [
-        {"part": visit.part, "subject": visit.subject, "findings": len(visit.findings)}
-        for visit in visits
+        {
+            "part": examination.part,
+            "subject": examination.subject,
+            "findings": len(examination.findings),
+        }
+        for examination in examinations
     ]
     status = answer(visible, subject=subject, json_output=json_output, fail_on=least, parts=parts)
     if not json_output:
-        for visit in visits:
-            print(_summary_line(visit, with_notes=with_notes))
-        if not any(visit.looked_at for visit in visits):
+        for examination in examinations:
+            print(_summary_line(examination, with_notes=with_notes))
+        if not any(examination.was_examined for examination in examinations):
             print(
                 "  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a"
                 " Triton kernel"
@@ -127,16 +131,16 @@ def look(
     raise typer.Exit(status)
 
 
-def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Visit]]:
+def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]]:
     """The name and the examinations of standard input, a path, or an error's text.
 
     Raises  UsageError for what is neither, and for several paths
     """
-    from ..doctor.examination import visit, visit_log
+    from ..doctor.examination import examine_log, examine_path
 
     if subject == "-":
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
-        return "standard input", [visit_log(sys.stdin)]
+        return "standard input", [examine_log(sys.stdin)]
     names_a_path = any(Path(argument[:200]).exists() for argument in arguments)
     if _is_unknown_command(arguments, names_a_path=names_a_path):
         raise UsageError(
@@ -144,13 +148,13 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Visit]]:
             " check, explain, env, trace, conform and kernels"
         )
     if " " not in subject or Path(subject[:200]).exists():
-        return subject, visit(Path(subject))
+        return subject, examine_path(Path(subject))
     if len(arguments) > 1 and names_a_path:
         raise UsageError(
             f"one path at a time, got {len(arguments)}",
             fix="isotype doctor check PATH PATH, or the folder that holds them",
         )
-    return "the text", [visit_log(subject.splitlines())]
+    return "the text", [examine_log(subject.splitlines())]
 
 
 def _is_unknown_command(arguments: list[str], *, names_a_path: bool) -> bool:
@@ -161,23 +165,25 @@ def _is_unknown_command(arguments: list[str], *, names_a_path: bool) -> bool:
     return len(arguments) == 1 or names_a_path
 
 
-def _summary_line(visit: Visit, *, with_notes: bool) -> str:
+def _summary_line(examination: Examination, *, with_notes: bool) -> str:
     """One line a part: its subject and how much it found."""
-    heading = f"  {visit.part:9}{visit.subject}"
-    if not visit.looked_at:
+    heading = f"  {examination.part:9}{examination.subject}"
+    if not examination.was_examined:
         return heading
-    notes = sum(finding.severity == Severity.NOTE for finding in visit.findings)
-    summary = counted(len(visit.findings) - notes, "finding")
+    notes = sum(finding.severity == Severity.NOTE for finding in examination.findings)
+    summary = counted(len(examination.findings) - notes, "finding")
     codes = Counter(
-        finding.code for finding in worst_first(visit.findings) if finding.severity > Severity.NOTE
+        finding.code
+        for finding in worst_first(examination.findings)
+        if finding.severity > Severity.NOTE
     )
-    if len(visit.findings) > 1 and codes:
+    if len(examination.findings) > 1 and codes:
         listed = ", ".join(f"{number} {code}" for code, number in codes.items())
         summary += f" ({listed})"
     if notes:
         summary += f", {counted(notes, 'note')}"
         if not with_notes:
-            summary += f" (isotype doctor {visit.part} shows them)"
+            summary += f" (isotype doctor {examination.part} shows them)"
     return f"{heading}: {summary}"
 
 
@@ -202,19 +208,19 @@ def check(
 
     isotype doctor check train.yaml ds_config.json --device t4
     """
-    from ..doctor.check.checker import as_json, table, trouble_without_files
     from ..doctor.check.checker import check as check_paths
+    from ..doctor.check.checker import format_record, nothing_recognised_finding, record_to_json
 
     least = threshold(fail_on)
     checked = check_paths(paths, device=device)
-    nothing = trouble_without_files(checked, paths)
+    nothing = nothing_recognised_finding(checked, paths)
     findings = [*checked.findings, *([nothing] if nothing else [])]
     if not json_output:
         for record in checked.records:
-            if text := table(record):
+            if text := format_record(record):
                 print(text + "\n")
     subject = f"{counted(checked.files, 'file')}, {counted(len(checked.records), 'run')}"
-    records = [as_json(record) for record in checked.records]
+    records = [record_to_json(record) for record in checked.records]
     raise typer.Exit(
         answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records)
     )

@@ -19,71 +19,81 @@ from pathlib import Path
 from ..errors import UsageError
 from ..finding import Finding, Severity
 from ..wording import counted
-from .check.checker import SKIPPED_FOLDERS, check, may_be_configuration, table
+from .check.checker import SKIPPED_FOLDERS, check, format_record, may_be_configuration
 
-_LOGS = (".log", ".err", ".out")
-_LONGEST = 2_000_000  # bytes of a source file that is looked into
-_KERNEL = re.compile(r"^\s*@(?:triton\.)?jit\b", re.MULTILINE)
+_LOG_SUFFIXES = (".log", ".err", ".out")
+_MAX_SOURCE_BYTES = 2_000_000  # bytes of a source file that is looked into
+_TRITON_KERNEL = re.compile(r"^\s*@(?:triton\.)?jit\b", re.MULTILINE)
 _AUTOGRAD_FUNCTION = re.compile(r"^class (\w+)\((?:[\w.]*autograd\.)?Function\):", re.MULTILINE)
-_BUILD = re.compile(r"^def build\(\)", re.MULTILINE)
-_TRAINS = re.compile(r"\.backward\(|Trainer\(|\.fit\(")
-_RUNS = re.compile(r"^(?:if __name__|for |with |while |\w[\w.]*\()", re.MULTILINE)
+_BUILD_FUNCTION = re.compile(r"^def build\(\)", re.MULTILINE)
+_TRAINING_CALL = re.compile(r"\.backward\(|Trainer\(|\.fit\(")
+_TOP_LEVEL_STATEMENT = re.compile(r"^(?:if __name__|for |with |while |\w[\w.]*\()", re.MULTILINE)
 
 
 @dataclass
-class Visit:
+class Examination:
     """One part's visit: what it looked at, in words, and what it found; or, where it did not look,
     why, or the command that would.
 
-    shown  what is printed above the findings
+    table  what is printed above the findings
     """
 
     part: str
     subject: str
     findings: list[Finding] = field(default_factory=list)
-    looked_at: bool = True
-    shown: str = ""
+    was_examined: bool = True
+    table: str = ""
 
 
-def visit(path: Path) -> list[Visit]:
+def examine_path(path: Path) -> list[Examination]:
     """Raises  UsageError for a path that does not exist."""
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder")
-    files = list(_files(path))
-    sources = {f: text for f in files if f.suffix == ".py" and (text := _source(f)) is not None}
-    alone = path.is_file() and not may_be_configuration(path.name)
-    logs = [f for f in files if (alone or f.suffix in _LOGS) and not _binary(f)]
-    visits = []
+    files = list(_list_files(path))
+    sources = {
+        file: text
+        for file in files
+        if file.suffix == ".py" and (text := _read_source(file)) is not None
+    }
+    is_single_file = path.is_file() and not may_be_configuration(path.name)
+    logs = [
+        file
+        for file in files
+        if (is_single_file or file.suffix in _LOG_SUFFIXES) and not _is_binary(file)
+    ]
+    examinations = []
     if path.is_dir() or not logs:
-        visits.append(_check(path))
+        examinations.append(_check_configurations(path))
     if logs:
-        visits.append(_explain(logs))
+        examinations.append(_explain_logs(logs))
     return [
-        *visits,
-        *_commands({f: text for f, text in sources.items() if f == path or not _is_test(f)}),
+        *examinations,
+        *_suggest_commands(
+            {file: text for file, text in sources.items() if file == path or not _is_test(file)}
+        ),
     ]
 
 
-def visit_log(lines: Iterable[str]) -> Visit:
+def examine_log(lines: Iterable[str]) -> Examination:
     """A log that is no file."""
     from .explain import explain
 
-    return Visit("explain", "1 log", explain(lines))
+    return Examination("explain", "1 log", explain(lines))
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _list_files(path: Path) -> Iterator[Path]:
     """Regular files: no pipe, no link to nowhere."""
     if path.is_file():
         yield path
         return
-    for here, folders, names in os.walk(path):
+    for directory, folders, names in os.walk(path):
         folders[:] = sorted(
             f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS
         )
-        yield from (file for name in sorted(names) if (file := Path(here, name)).is_file())
+        yield from (file for name in sorted(names) if (file := Path(directory, name)).is_file())
 
 
-def _binary(file: Path) -> bool:
+def _is_binary(file: Path) -> bool:
     try:
         with file.open("rb") as stream:
             return b"\0" in stream.read(4096)
@@ -91,9 +101,9 @@ def _binary(file: Path) -> bool:
         return True
 
 
-def _source(file: Path) -> str | None:
+def _read_source(file: Path) -> str | None:
     try:
-        if file.stat().st_size <= _LONGEST:
+        if file.stat().st_size <= _MAX_SOURCE_BYTES:
             return file.read_text(encoding="utf-8", errors="replace")
         return None
     except OSError:
@@ -106,25 +116,27 @@ def _is_test(file: Path) -> bool:
     ) or file.name.startswith("test_")
 
 
-def _check(path: Path) -> Visit:
+def _check_configurations(path: Path) -> Examination:
     try:
-        found = check([str(path)])
+        checked = check([str(path)])
     except UsageError as error:
         if path.is_file():
-            return Visit("check", "no configuration", looked_at=False)
-        return Visit("check", f"left out: {error.message}", looked_at=False)
-    if not found.files:
-        return Visit("check", "no file that may be a configuration", looked_at=False)
-    subject = f"{counted(found.files, 'configuration file')}, {counted(len(found.records), 'run')}"
-    return Visit(
+            return Examination("check", "no configuration", was_examined=False)
+        return Examination("check", f"left out: {error.message}", was_examined=False)
+    if not checked.files:
+        return Examination("check", "no file that may be a configuration", was_examined=False)
+    subject = (
+        f"{counted(checked.files, 'configuration file')}, {counted(len(checked.records), 'run')}"
+    )
+    return Examination(
         "check",
         subject,
-        list(found.findings),
-        shown=table(found.records[0]) if len(found.records) == 1 else "",
+        list(checked.findings),
+        table=format_record(checked.records[0]) if len(checked.records) == 1 else "",
     )
 
 
-def _explain(logs: list[Path]) -> Visit:
+def _explain_logs(logs: list[Path]) -> Examination:
     from .explain import explain
 
     findings: list[Finding] = []
@@ -135,31 +147,39 @@ def _explain(logs: list[Path]) -> Visit:
                 for f in explain(lines, source=str(log))
                 if f.severity > Severity.NOTE or len(logs) == 1
             ]
-    return Visit("explain", counted(len(logs), "log"), findings)
+    return Examination("explain", counted(len(logs), "log"), findings)
 
 
-def _commands(sources: dict[Path, str]) -> Iterator[Visit]:
+def _suggest_commands(sources: dict[Path, str]) -> Iterator[Examination]:
     """What only its user can run, with the command."""
-    kernels = [file for file, text in sources.items() if "triton" in text and _KERNEL.search(text)]
+    kernels = [
+        file for file, text in sources.items() if "triton" in text and _TRITON_KERNEL.search(text)
+    ]
     functions = [
         (file, name) for file, text in sources.items() for name in _AUTOGRAD_FUNCTION.findall(text)
     ]
     scripts = [
-        file for file, text in sources.items() if _TRAINS.search(text) and _RUNS.search(text)
+        file
+        for file, text in sources.items()
+        if _TRAINING_CALL.search(text) and _TOP_LEVEL_STATEMENT.search(text)
     ]
     if kernels:
-        yield _named("kernels", str(kernels[0]), len(kernels), "more file", " with Triton kernels")
+        yield _suggest_command(
+            "kernels", str(kernels[0]), len(kernels), "more file", " with Triton kernels"
+        )
     if functions:
         file, name = functions[0]
-        if _BUILD.search(sources[file]):
+        if _BUILD_FUNCTION.search(sources[file]):
             target = f"{file}:build"
         else:
             target = f"{file}:build, where build() returns ({name}, inputs)"
-        yield _named("conform", target, len(functions), "more autograd function")
+        yield _suggest_command("conform", target, len(functions), "more autograd function")
     if scripts:
-        yield _named("trace", str(scripts[0]), len(scripts), "more training script")
+        yield _suggest_command("trace", str(scripts[0]), len(scripts), "more training script")
 
 
-def _named(part: str, target: str, number: int, what: str, kind: str = "") -> Visit:
-    more = f" ({counted(number - 1, what)}{kind})" if number > 1 else ""
-    return Visit(part, f"isotype doctor {part} {target}{more}", looked_at=False)
+def _suggest_command(
+    part: str, target: str, count: int, counted_noun: str, suffix: str = ""
+) -> Examination:
+    more = f" ({counted(count - 1, counted_noun)}{suffix})" if count > 1 else ""
+    return Examination(part, f"isotype doctor {part} {target}{more}", was_examined=False)

@@ -16,20 +16,20 @@ from typing import Any
 from ..errors import IsotypeError, UsageError
 
 
-def module_of(place: str, *, as_part: bool = False) -> ModuleType:
+def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
     """The module behind a path or a dotted name. What the module raises is let through.
 
-    as_part  imports a file of a package as the package does, so that it finds its neighbours
+    as_package_member  imports a file of a package as the package does, so that it finds its neighbours
     """
-    path = Path(place)
+    path = Path(target)
     if path.suffix != ".py" and not path.is_file():
-        return import_module(place)
+        return import_module(target)
     if not path.is_file():
-        raise UsageError(f"{place}: no such file")
+        raise UsageError(f"{target}: no such file")
     path = path.resolve()
     package = [path.stem]
     root = path.parent
-    while as_part and (root / "__init__.py").is_file():
+    while as_package_member and (root / "__init__.py").is_file():
         package.insert(0, root.name)
         root = root.parent
     if str(root) not in sys.path:
@@ -39,14 +39,14 @@ def module_of(place: str, *, as_part: bool = False) -> ModuleType:
     name = path.stem if path.stem not in sys.modules else f"_isotype_{path.stem}"
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{place}: not a Python file")
+        raise UsageError(f"{target}: not a Python file")
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def in_one_line(place: str) -> Iterator[None]:
+def convert_import_errors(target: str) -> Iterator[None]:
     """Within it a failed import becomes a UsageError: no such module, a syntax error, what the
     module raised and where.
     """
@@ -55,47 +55,51 @@ def in_one_line(place: str) -> Iterator[None]:
     except IsotypeError:
         raise
     except ModuleNotFoundError as error:
-        missing = place.split(".")[0] == str(error.name).split(".")[0]
+        missing = target.split(".")[0] == str(error.name).split(".")[0]
         if missing:
-            why = "no such file or module"
+            reason = "no such file or module"
         else:
-            why = f"it imports {error.name}, which is not installed"
-        raise UsageError(f"{place}: {why}") from error
+            reason = f"it imports {error.name}, which is not installed"
+        raise UsageError(f"{target}: {reason}") from error
     except SyntaxError as error:
-        raise UsageError(f"{error.filename or place}:{error.lineno}: {error.msg}") from error
+        raise UsageError(f"{error.filename or target}:{error.lineno}: {error.msg}") from error
     except Exception as error:
-        raise UsageError(f"{place}: importing it raised {in_words(error)}") from error
+        raise UsageError(f"{target}: importing it raised {describe_exception(error)}") from error
 
 
-def in_words(error: Exception) -> str:
+def describe_exception(error: Exception) -> str:
     """File and line, type and text of an exception, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-    return f"{at}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    location = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    return f"{location}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def member(module: ModuleType, name: str, place: str) -> Any:
+def get_member(module: ModuleType, name: str, target: str) -> Any:
     """What `NAME` or `Class.method` is.
 
     Raises  UsageError with what the module defines
     """
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        own = [
-            n
-            for n, v in vars(module).items()
-            if callable(v) and n[0] != "_" and getattr(v, "__module__", "") == module.__name__
+        value = getattr(value, part, None)
+    if value is None:
+        function_names = [
+            member_name
+            for member_name, member_value in vars(module).items()
+            if callable(member_value)
+            and member_name[0] != "_"
+            and getattr(member_value, "__module__", "") == module.__name__
         ]
         raise UsageError(
-            f"{place} has no {name!r}",
-            fix=f"one of: {', '.join(own)}" if own else "define it: the file has no function",
+            f"{target} has no {name!r}",
+            fix=f"one of: {', '.join(function_names)}"
+            if function_names
+            else "define it: the file has no function",
         )
-    return found
+    return value
 
 
-def required(function: Callable[..., Any]) -> list[str]:
+def required_parameters(function: Callable[..., Any]) -> list[str]:
     """The parameters without which it cannot be called."""
     kinds = (
         inspect.Parameter.POSITIONAL_ONLY,

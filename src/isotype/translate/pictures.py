@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor.check import shell
-from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, scalar
+from ..doctor.check.text_files import Tree, Unreadable, parse_scalar, read_json, read_toml
 from ..errors import UsageError
 from . import transforms as t
 from .transforms import Draft, Given
@@ -240,13 +240,13 @@ def simpletuner_keys(read: Tree | str, config: Path) -> list[Given]:
     """
     found: dict[str, Given] = {}
     if isinstance(read, str):
-        for name, assignment in shell.read(read).variables.items():
+        for name, assignment in shell.read_script(read).variables.items():
             if name == "TRAINER_EXTRA_ARGS":
-                for key, value in shell.arguments(assignment.value.split()).items():
+                for key, value in shell.parse_options(assignment.value.split()).items():
                     key, written = _OTHER_NAMES.get(key, key), f"{name}: --{key}"
                     found[key] = Given(
                         key,
-                        scalar(value) if isinstance(value, str) else value,
+                        parse_scalar(value) if isinstance(value, str) else value,
                         assignment.line,
                         written,
                     )
@@ -255,7 +255,10 @@ def simpletuner_keys(read: Tree | str, config: Path) -> list[Given]:
                 found.setdefault(
                     _OTHER_NAMES.get(key, key),
                     Given(
-                        _OTHER_NAMES.get(key, key), scalar(assignment.value), assignment.line, name
+                        _OTHER_NAMES.get(key, key),
+                        parse_scalar(assignment.value),
+                        assignment.line,
+                        name,
                     ),
                 )
     else:

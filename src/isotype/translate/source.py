@@ -13,8 +13,8 @@ from typing import Any
 from ..doctor.check import python_calls, shell
 from ..doctor.check.programs import is_config_env
 from ..doctor.check.python_calls import Call, Unknown, read_notebook
-from ..doctor.check.text_files import Unreadable, read_json, read_toml, read_yaml, scalar
-from ..doctor.check.tools import identify
+from ..doctor.check.text_files import Unreadable, parse_scalar, read_json, read_toml, read_yaml
+from ..doctor.check.tools import identify_tool
 from ..errors import UsageError
 from .pictures import (
     keys_of,
@@ -169,7 +169,7 @@ def read(path: Path, asked: str | None = None) -> Source:
         if suffix == ".ipynb":
             code, line_of = read_notebook(text)
             return _program(code, path, line_of)
-        if suffix == ".env" and is_config_env(set(shell.read(text).variables)):
+        if suffix == ".env" and is_config_env(set(shell.read_script(text).variables)):
             return Source(str(path), "simpletuner", simpletuner_keys(text, path))
         if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".env"):
             return _commands(text, path)
@@ -181,7 +181,7 @@ def read(path: Path, asked: str | None = None) -> Source:
         tree = {".toml": read_toml, ".json": read_json}.get(suffix, read_yaml)(text)
     except Unreadable as error:
         raise UsageError(f"{path}:{error.line}: {error}") from None
-    tool = identify(tree.data, path.name)
+    tool = identify_tool(tree.data, path.name)
     if "simpletuner" in (asked, tool):
         return Source(str(path), "simpletuner", simpletuner_keys(tree, path))
     if (of_pictures := tool_of_tree(tree, tool)) is not None:
@@ -209,7 +209,7 @@ _WHOLE = (
 
 
 def _program(text: str, path: Path, line_of: Callable[[int | None], int | None]) -> Source:
-    calls = python_calls.read(text)
+    calls = python_calls.read_calls(text)
     keys = [Given(g.name, g.value, line_of(g.line), g.written) for g in _from_calls(calls)]
     named = frozenset(
         name for call in calls for name in (call.name, call.owner.rpartition(".")[2]) if name
@@ -240,24 +240,24 @@ def _commands(text: str, path: Path) -> Source:
     """The training command of a script: `trl sft --...`, `llamafactory-cli train --...`, `tune run
     RECIPE key=value`, `python x.py ...`.
     """
-    for words, line in shell.read(text).commands:
+    for words, line in shell.read_script(text).commands:
         first = words[0].rpartition("/")[2]
         program = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
         if first not in _COMMANDS and program is None:
             continue
         start = 2 if first in _COMMANDS else (program or 0) + 1
-        given = shell.arguments(words[start:])
+        given = shell.parse_options(words[start:])
         if first == "tune":
             pairs = [
                 m for word in words[start:] if (m := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", word))
             ]
-            given = {m[1]: scalar(m[2]) for m in pairs}
+            given = {m[1]: parse_scalar(m[2]) for m in pairs}
         if not given:
             continue
         keys = [
             Given(
                 key,
-                scalar(value) if isinstance(value, str) else value,
+                parse_scalar(value) if isinstance(value, str) else value,
                 line,
                 f"--{key}" if first != "tune" else key,
             )
@@ -271,7 +271,7 @@ def _commands(text: str, path: Path) -> Source:
             "llamafactory-cli": "llamafactory",
             "axolotl": "axolotl",
             "tune": "torchtune",
-        }.get(first) or identify(given)
+        }.get(first) or identify_tool(given)
         method = " ".join(words[1 : start + 1])
         tool = _TOOL_OF.get(tool or "", tool)
         if tool in (None, "hf", "trl") and (

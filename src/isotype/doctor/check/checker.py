@@ -17,13 +17,13 @@ from pathlib import Path
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
 from ...wording import aligned, counted
-from .programs import from_environment, from_python, from_script
+from .programs import documents_from_environment, documents_from_python, documents_from_script
 from .python_calls import read_notebook
 from .rules import RULES
 from .rules.autocast_regions import autocast_around_backward
 from .settings import ROLES, Document, Facts, Record, parse_device
 from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
-from .tools import effective_precision, identify
+from .tools import identify_tool, resolve_record
 
 
 @dataclass
@@ -44,23 +44,23 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
     """
     if device is not None:
         parse_device(device)
-    found = collect(paths)
+    collection = collect_documents(paths)
     records = []
-    findings = [*found.trouble]
-    for facts in runs(found, device):
+    findings = [*collection.findings]
+    for facts in group_runs(collection, device):
         if facts.has("isotype"):
             file = facts.documents[0].file
             findings.append(
-                _told(
+                _make_finding(
                     file,
                     "a run of Isotype, whose settings are checked by its own plan",
                     f"isotype plan {file}",
                 )
             )
             continue
-        record = effective_precision(facts)
+        record = resolve_record(facts)
         if record.roles or any(
-            d.tool in MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents
+            d.tool in MAIN_TOOLS or d.tool in ("accelerate", "deepspeed") for d in facts.documents
         ):
             records.append(record)
         for function in RULES.values():
@@ -69,10 +69,10 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
     distinct: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         distinct.setdefault((finding.code, str(finding.place), finding.message), finding)
-    return Checked(list(distinct.values()), records, found.files)
+    return Checked(list(distinct.values()), records, collection.file_count)
 
 
-def _told(
+def _make_finding(
     file: str,
     message: str,
     fix: str | None,
@@ -84,50 +84,60 @@ def _told(
     )
 
 
-def trouble_without_files(checked: Checked, paths: Iterable[str]) -> Finding | None:
+def nothing_recognised_finding(checked: Checked, paths: Iterable[str]) -> Finding | None:
     """A note when nothing was recognised: silence would look like a clean bill."""
     if checked.records or checked.findings:
         return None
-    what = f"no configuration found in {counted(checked.files, 'file')}"
-    return _told(", ".join(paths), what, "give the folder or file with the training configuration")
+    message = f"no configuration found in {counted(checked.files, 'file')}"
+    return _make_finding(
+        ", ".join(paths), message, "give the folder or file with the training configuration"
+    )
 
 
-def table(record: Record) -> str:
+def format_record(record: Record) -> str:
     """What the run will really do: role, value, why, and the line that decided."""
     rows = []
     for role in ROLES:
         if role in record.roles:
             decision = record.roles[role]
-            by = decision.by
-            if by is not None:
-                where = f"{by.key}  {by.file}{f':{by.line}' if by.line else ''}"
+            setting = decision.setting
+            if setting is not None:
+                location = (
+                    f"{setting.key}  {setting.file}{f':{setting.line}' if setting.line else ''}"
+                )
             else:
-                where = ""
-            rows.append((role, decision.value, decision.why, where))
+                location = ""
+            rows.append((role, decision.value, decision.reason, location))
     if not rows:
         return ""
-    main = next((d for d in record.facts.documents if d.tool in MAIN), record.facts.documents[0])
+    main = next(
+        (d for d in record.facts.documents if d.tool in MAIN_TOOLS), record.facts.documents[0]
+    )
     return "\n".join(
         [f"what {main.file} will really do ({main.tool})", *(f"  {line}" for line in aligned(rows))]
     )
 
 
-def as_json(record: Record) -> dict[str, object]:
+def record_to_json(record: Record) -> dict[str, object]:
     return {
         "tool": record.tool,
-        "files": sorted({d.file for d in record.facts.documents}),
+        "files": sorted({decision.file for decision in record.facts.documents}),
         "roles": {
             role: {
-                "value": d.value,
-                "why": d.why,
-                **({"key": d.by.key, **d.by.place.to_dict()} if d.by is not None else {}),
+                "value": decision.value,
+                "why": decision.reason,
+                **(
+                    {"key": decision.setting.key, **decision.setting.location.to_dict()}
+                    if decision.setting is not None
+                    else {}
+                ),
             }
-            for role, d in record.roles.items()
+            for role, decision in record.roles.items()
         },
     }
 
 
-MAIN = (
+MAIN_TOOLS = (
     "hf",
     "simpletuner",
     "axolotl",
@@ -145,17 +155,17 @@ def _first_line(document: Document) -> int:
     return min((s.line or 0 for s in document.settings.values()), default=0)
 
 
-def runs(found: Collection, device: str | None) -> list[Facts]:
+def group_runs(collection: Collection, device: str | None) -> list[Facts]:
     """One Facts for each main document (a trainer's arguments) with the documents next to it;
     further documents are separate runs.
     """
-    made: list[Facts] = []
+    runs: list[Facts] = []
     used: set[int] = set()
-    mains = [(folder, d) for folder, d in found.documents if d.tool in MAIN]
+    mains = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
     for folder, main in mains:
         own_launcher = [
             d
-            for _, d in found.documents
+            for _, d in collection.documents
             if d.attributes.get("launcher")
             and d.file == main.file
             and _first_line(d) == _first_line(main)
@@ -169,43 +179,49 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
         referenced = {
             os.path.basename(value) for value in values if re.search(r"\.(?:json|ya?ml)$", value)
         }
-        together = [main]
+        run_documents = [main]
         by_tool: dict[str, list[Document]] = {}
-        for other_folder, other in found.documents:
-            if other.tool in MAIN:
+        for candidate_folder, candidate in collection.documents:
+            if candidate.tool in MAIN_TOOLS:
                 continue
             if (
-                other.attributes.get("reader") == "python"
-                and other.file != main.file
-                and other_folder != folder
+                candidate.attributes.get("reader") == "python"
+                and candidate.file != main.file
+                and candidate_folder != folder
             ):
                 continue  # a program elsewhere in the tree
-            near = folder.is_relative_to(other_folder) or other_folder.is_relative_to(folder)
-            if near or os.path.basename(other.file) in referenced:
-                by_tool.setdefault(other.tool, []).append(other)
+            near = folder.is_relative_to(candidate_folder) or candidate_folder.is_relative_to(
+                folder
+            )
+            if near or os.path.basename(candidate.file) in referenced:
+                by_tool.setdefault(candidate.tool, []).append(candidate)
         for tool, candidates in by_tool.items():
-            named = [d for d in candidates if os.path.basename(d.file) in referenced]
+            referenced_documents = [d for d in candidates if os.path.basename(d.file) in referenced]
             same_file = [d for d in candidates if d.file == main.file]
-            beside = [
+            same_folder = [
                 d for d in candidates if os.path.dirname(d.file) == os.path.dirname(main.file)
             ]
-            chosen = named or same_file or beside or candidates
+            chosen = referenced_documents or same_file or same_folder or candidates
             if tool == "accelerate" and own_launcher:  # its options win over its file's
-                together += own_launcher
+                run_documents += own_launcher
                 used |= {id(d) for d in own_launcher}
-                chosen = named or [d for d in beside if not d.attributes.get("launcher")]
+                chosen = referenced_documents or [
+                    d for d in same_folder if not d.attributes.get("launcher")
+                ]
             several_fit = tool in ("env", "code") or (
                 tool == "checkpoint" and len({os.path.dirname(d.file) for d in chosen}) == 1
             )
-            if named or len(chosen) == 1 or several_fit:
-                together += chosen
+            if referenced_documents or len(chosen) == 1 or several_fit:
+                run_documents += chosen
                 used |= {id(d) for d in chosen}
-        made.append(Facts(together, device))
-    left = [
-        (folder, d) for folder, d in found.documents if d.tool not in MAIN and id(d) not in used
+        runs.append(Facts(run_documents, device))
+    unused = [
+        (folder, d)
+        for folder, d in collection.documents
+        if d.tool not in MAIN_TOOLS and id(d) not in used
     ]
     by_folder: dict[Path, list[Document]] = {}
-    for folder, document in left:
+    for folder, document in unused:
         if document.tool not in ("env", "code", "checkpoint") or not mains:
             by_folder.setdefault(folder, []).append(document)
     for documents in by_folder.values():
@@ -216,21 +232,28 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
             if counts[d.tool] > 1 and d.tool in ("deepspeed", "accelerate", "model")
         ]
         rest = [d for d in documents if d not in alone]
-        made += [Facts([d], device) for d in alone]
+        runs += [Facts([d], device) for d in alone]
         if rest:
-            made.append(Facts(rest, device))
-    return made
+            runs.append(Facts(rest, device))
+    return runs
 
 
 SKIPPED_FOLDERS = {
     ".git", "node_modules", "__pycache__", "site-packages", ".venv", "venv", "wandb", ".mypy_cache", ".ruff_cache", "build", "dist",
     ".cache",
 }  # fmt: skip
-_RUN = {"resolved.yaml", "plan.json", "manifest.json", "env.json"}  # what a run of Isotype leaves
-IS_TEST = re.compile(r"^test_.*\.py$|^conftest\.py$|_test\.py$")
-LARGEST = 8 << 20  # bytes of a text file that may be a configuration
-MOST_FILES = 5000
-_TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
+_RUN_FILES = {
+    "resolved.yaml",
+    "plan.json",
+    "manifest.json",
+    "env.json",
+}  # what a run of Isotype leaves
+_TEST_FILE = re.compile(r"^test_.*\.py$|^conftest\.py$|_test\.py$")
+MAX_TEXT_BYTES = 8 << 20  # bytes of a text file that may be a configuration
+MAX_FILES = 5000
+_TRAINING_WORDS = re.compile(
+    r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16"
+)
 _SUFFIXES = {
     ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".safetensors",
     ".jsonc",
@@ -242,47 +265,47 @@ class Collection:
     """documents: folder-tagged; trouble: files that look like configurations and cannot be read."""
 
     documents: list[tuple[Path, Document]] = field(default_factory=list)
-    trouble: list[Finding] = field(default_factory=list)
-    files: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    file_count: int = 0
 
 
-def collect(paths: Iterable[str]) -> Collection:
+def collect_documents(paths: Iterable[str]) -> Collection:
     """Raises UsageError for a path that does not exist."""
-    found = Collection()
-    for given in paths:
-        path = Path(given)
+    collection = Collection()
+    for path_text in paths:
+        path = Path(path_text)
         if not path.exists():
-            raise UsageError(f"{given}: no such file or folder")
+            raise UsageError(f"{path_text}: no such file or folder")
         if not path.is_file() and not path.is_dir():
-            raise UsageError(f"{given}: neither a file nor a folder")
-        explicit = path.is_file()
-        files = [path] if explicit else list(islice(_walk(path), MOST_FILES + 1))
-        found.files += len(files)
-        if found.files > MOST_FILES:
+            raise UsageError(f"{path_text}: neither a file nor a folder")
+        is_named = path.is_file()
+        files = [path] if is_named else list(islice(_walk_configurations(path), MAX_FILES + 1))
+        collection.file_count += len(files)
+        if collection.file_count > MAX_FILES:
             raise UsageError(
-                f"{given}: more than {MOST_FILES} files that may be configurations; give the folder"
+                f"{path_text}: more than {MAX_FILES} files that may be configurations; give the folder"
                 " with those that are"
             )
         for file in files:
-            _read(file, found, explicit=explicit)
-    return found
+            _read_file(file, collection, is_named=is_named)
+    return collection
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for here, folders, files in os.walk(folder):
+def _walk_configurations(folder: Path) -> Iterator[Path]:
+    for directory, folders, files in os.walk(folder):
         folders[:] = sorted(
             f
             for f in folders
             if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-"))
         )
-        if set(files) >= _RUN:
+        if set(files) >= _RUN_FILES:
             folders.clear()
             continue
         for name in sorted(files):
-            path = Path(here, name)
+            path = Path(directory, name)
             # no pipe, no link to nowhere; tests mix dtypes on purpose, each function as a program
             # of its own
-            if may_be_configuration(name) and path.is_file() and not IS_TEST.search(name):
+            if may_be_configuration(name) and path.is_file() and not _TEST_FILE.search(name):
                 yield path
 
 
@@ -291,37 +314,41 @@ def may_be_configuration(name: str) -> bool:
     return Path(name).suffix.lower() in _SUFFIXES or name == ".env"
 
 
-def _shown(path: Path) -> str:
+def _display_path(path: Path) -> str:
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
-def _read(path: Path, found: Collection, *, explicit: bool) -> None:
+def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
     suffix = path.suffix.lower()
-    shown = _shown(path)
+    display_path = _display_path(path)
     text = ""
     try:
-        if suffix != ".safetensors" and path.stat().st_size > LARGEST:
-            if explicit:
-                raise UsageError(f"{shown}: {path.stat().st_size >> 20} MiB is no configuration")
+        if suffix != ".safetensors" and path.stat().st_size > MAX_TEXT_BYTES:
+            if is_named:
+                raise UsageError(
+                    f"{display_path}: {path.stat().st_size >> 20} MiB is no configuration"
+                )
             return
         if suffix == ".safetensors":
             text = ""
         else:
             text = path.read_text(encoding="utf-8", errors="replace")
         if suffix == ".py":
-            found.trouble += autocast_around_backward(text, shown)
-        if explicit and not may_be_configuration(path.name):
+            collection.findings += autocast_around_backward(text, display_path)
+        if is_named and not may_be_configuration(path.name):
             raise UsageError(
-                f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python"
+                f"{display_path}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python"
                 " and safetensors"
             )
-        documents = _documents(path, text, shown)
-        if explicit and documents == [None]:
-            found.trouble.append(
-                _told(shown, "holds no setting of a tool that isotype doctor check knows", None)
+        documents = _parse_file(path, text, display_path)
+        if is_named and documents == [None]:
+            collection.findings.append(
+                _make_finding(
+                    display_path, "holds no setting of a tool that isotype doctor check knows", None
+                )
             )
-        found.documents += [
+        collection.documents += [
             (path.parent, document)
             for document in documents
             if document is not None and document.settings
@@ -329,58 +356,63 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
     except Unreadable as error:
         # a text that says nothing of training (a template of something else) is nobody's fault
         if (
-            explicit
+            is_named
             or error.line is None
-            or (suffix not in (".py", ".ipynb") and _TRAINING.search(text))
+            or (suffix not in (".py", ".ipynb") and _TRAINING_WORDS.search(text))
         ):
-            found.trouble.append(_trouble(shown, error.line, str(error)))
+            collection.findings.append(_unreadable_finding(display_path, error.line, str(error)))
     except OSError as error:
-        found.trouble.append(_trouble(shown, None, error.strerror or str(error)))
+        collection.findings.append(
+            _unreadable_finding(display_path, None, error.strerror or str(error))
+        )
     except UsageError:
         raise
     # one file that defeats its reader is no reason to say nothing of the others
     except Exception as error:
-        found.trouble.append(_trouble(shown, None, f"{type(error).__name__}: {error}"))
+        collection.findings.append(
+            _unreadable_finding(display_path, None, f"{type(error).__name__}: {error}")
+        )
 
 
-def _documents(path: Path, text: str, shown: str) -> Sequence[Document | None]:
+def _parse_file(path: Path, text: str, display_path: str) -> Sequence[Document | None]:
     """By the file's ending. None for a tree of settings that is no tool's."""
     match path.suffix.lower():
         case ".safetensors":
-            return [_safetensors(path, shown)]
+            return [_document_from_safetensors(path, display_path)]
         case ".py":
-            return from_python(text, shown)
+            return documents_from_python(text, display_path)
         case ".ipynb":
-            code, line_of = read_notebook(text)
-            documents = from_python(code, shown)
-            for made in documents:
-                made.settings = {
-                    k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()
+            code, notebook_line = read_notebook(text)
+            documents = documents_from_python(code, display_path)
+            for document in documents:
+                document.settings = {
+                    key: replace(setting, line=notebook_line(setting.line))
+                    for key, setting in document.settings.items()
                 }
             return documents
         case ".sh" | ".bash" | ".slurm" | ".sbatch":
-            return from_script(text, shown)
+            return documents_from_script(text, display_path)
         case ".json" | ".jsonc":
-            return [_tree_document(read_json(text), path.name, shown)]
+            return [_document_from_tree(read_json(text), path.name, display_path)]
         case ".yaml" | ".yml":
-            return [_tree_document(read_yaml(text), path.name, shown)]
+            return [_document_from_tree(read_yaml(text), path.name, display_path)]
         case ".toml":
-            return [_tree_document(read_toml(text), path.name, shown)]
-    return from_environment(text, shown)
+            return [_document_from_tree(read_toml(text), path.name, display_path)]
+    return documents_from_environment(text, display_path)
 
 
-def _trouble(file: str, line: int | None, what: str) -> Finding:
-    return _told(
+def _unreadable_finding(file: str, line: int | None, reason: str) -> Finding:
+    return _make_finding(
         file,
-        f"cannot be read: {what}",
+        f"cannot be read: {reason}",
         "correct the file; nothing in it was checked",
         Severity.ERROR,
         line,
     )
 
 
-def _tree_document(tree: Tree, name: str, shown: str) -> Document | None:
-    tool = identify(tree.data, name)
+def _document_from_tree(tree: Tree, name: str, display_path: str) -> Document | None:
+    tool = identify_tool(tree.data, name)
     tables: set[str] = set()
     # kohya's scripts take the keys of all tables as if there were no tables
     if tool is None and name.endswith(".toml"):
@@ -388,10 +420,10 @@ def _tree_document(tree: Tree, name: str, shown: str) -> Document | None:
         flat = {k: v for key in tables for k, v in tree.data[key].items()} | {
             k: v for k, v in tree.data.items() if k not in tables
         }
-        tool = "kohya" if identify(flat, name) == "kohya" else None
+        tool = "kohya" if identify_tool(flat, name) == "kohya" else None
     if tool is None:
         return None
-    document = Document(tool, shown)
+    document = Document(tool, display_path)
     for key, value, line in tree.leaves():
         if tool == "kohya" and key.partition(".")[0] in tables:
             key = key.partition(".")[2]
@@ -403,27 +435,36 @@ def _tree_document(tree: Tree, name: str, shown: str) -> Document | None:
     return document
 
 
-def _safetensors(path: Path, shown: str) -> Document | None:
-    count = read_safetensors_header(path)
-    floats = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
-    held = {floats[word]: n for word, n in count.items() if word in floats}
-    if not held or path.name.startswith(("adapter", "optimizer")):
+def _document_from_safetensors(path: Path, display_path: str) -> Document | None:
+    element_counts = read_safetensors_header(path)
+    dtype_names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+    dtype_counts = {
+        dtype_names[stored_name]: n
+        for stored_name, n in element_counts.items()
+        if stored_name in dtype_names
+    }
+    if not dtype_counts or path.name.startswith(("adapter", "optimizer")):
         return None
-    document = Document("checkpoint", shown, attributes={"dtypes": held, "reader": "safetensors"})
+    document = Document(
+        "checkpoint", display_path, attributes={"dtypes": dtype_counts, "reader": "safetensors"}
+    )
     document.add(
-        "stored_dtype", max(held, key=held.__getitem__), None, written="safetensors header"
+        "stored_dtype",
+        max(dtype_counts, key=dtype_counts.__getitem__),
+        None,
+        written="safetensors header",
     )
     return document
 
 
-LARGEST_HEADER = 100 << 20
+MAX_HEADER_BYTES = 100 << 20
 
 
 def read_safetensors_header(path: Path) -> Counter[str]:
     """dtype word of the file (`BF16`, `F32`, `U8`) -> number of elements. Raises Unreadable."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= LARGEST_HEADER:
+        if not 2 <= size <= MAX_HEADER_BYTES:
             raise Unreadable("no safetensors header")
         text = file.read(size)
     try:
@@ -432,7 +473,7 @@ def read_safetensors_header(path: Path) -> Counter[str]:
         raise Unreadable("the safetensors header is not JSON") from error
     if not isinstance(header, dict):
         raise Unreadable("the safetensors header is not an object")
-    count: Counter[str] = Counter()
+    element_counts: Counter[str] = Counter()
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
@@ -448,5 +489,5 @@ def read_safetensors_header(path: Path) -> Counter[str]:
             or not all(isinstance(n, int) for n in shape)
         ):
             raise Unreadable(f"the safetensors header has no dtype and shape for {name[:80]!r}")
-        count[dtype] += prod(shape)
-    return count
+        element_counts[dtype] += prod(shape)
+    return element_counts

@@ -33,7 +33,7 @@ class Call:
     conditional: bool = False  # runs only under a condition
 
 
-def read(text: str) -> list[Call]:
+def read_calls(text: str) -> list[Call]:
     """Every call, in the order of lines. Raises Unreadable."""
     try:
         tree = ast.parse(text)
@@ -41,8 +41,8 @@ def read(text: str) -> list[Call]:
         raise Unreadable(
             getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1
         ) from error
-    names = _constants(tree)
-    conditional = _conditional(tree)
+    constants = _single_assignments(tree)
+    conditional = _conditional_nodes(tree)
     targets = {
         id(node.value): node.targets[0].id
         for node in ast.walk(tree)
@@ -53,10 +53,10 @@ def read(text: str) -> list[Call]:
     calls = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            owner = _dotted(node.targets[0].value)
+            owner = _dotted_name(node.targets[0].value)
             if owner in ("os.environ", "environ"):
-                key = _value(node.targets[0].slice, names)
-                value = _value(node.value, names)
+                key = _evaluate(node.targets[0].slice, constants)
+                value = _evaluate(node.value, constants)
                 calls.append(Call("environ", "os", node.lineno, {str(key): (value, node.lineno)}))
         if (
             isinstance(node, ast.Assign)
@@ -69,12 +69,12 @@ def read(text: str) -> list[Call]:
                     "setattr",
                     target.value.id,
                     node.lineno,
-                    {target.attr: (_value(node.value, names), node.lineno)},
+                    {target.attr: (_evaluate(node.value, constants), node.lineno)},
                 )
             )
         if not isinstance(node, ast.Call):
             continue
-        owner, _, name = _dotted(node.func).rpartition(".")
+        owner, _, name = _dotted_name(node.func).rpartition(".")
         call = Call(
             name,
             owner,
@@ -84,11 +84,14 @@ def read(text: str) -> list[Call]:
         )
         for index, argument in enumerate(node.args):
             if not isinstance(argument, ast.Starred):
-                call.arguments[str(index)] = (_value(argument, names), argument.lineno)
+                call.arguments[str(index)] = (_evaluate(argument, constants), argument.lineno)
         for keyword in node.keywords:
             if keyword.arg is not None:
-                call.arguments[keyword.arg] = (_value(keyword.value, names), keyword.value.lineno)
-            elif isinstance(spread := _value(keyword.value, names), dict):
+                call.arguments[keyword.arg] = (
+                    _evaluate(keyword.value, constants),
+                    keyword.value.lineno,
+                )
+            elif isinstance(spread := _evaluate(keyword.value, constants), dict):
                 call.arguments.update(
                     {str(k): (v, keyword.value.lineno) for k, v in spread.items()}
                 )
@@ -96,7 +99,7 @@ def read(text: str) -> list[Call]:
     return sorted(calls, key=lambda c: c.line)
 
 
-def _conditional(tree: ast.Module) -> set[int]:
+def _conditional_nodes(tree: ast.Module) -> set[int]:
     """Statements that only run under a condition."""
     branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
     return {
@@ -108,64 +111,72 @@ def _conditional(tree: ast.Module) -> set[int]:
     }
 
 
-def _dotted(node: ast.expr) -> str:
+def _dotted_name(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    return _dotted(node.func) if isinstance(node, ast.Call) else ""
+        return f"{_dotted_name(node.value)}.{node.attr}"
+    return _dotted_name(node.func) if isinstance(node, ast.Call) else ""
 
 
-def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
     """Names assigned exactly once in the file, so that their value is known wherever they are used."""
-    found: dict[str, ast.expr | None] = {}
+    values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Name):
-                    found[target.id] = None if target.id in found else node.value
+                    values[target.id] = None if target.id in values else node.value
         elif isinstance(node, ast.AnnAssign | ast.AugAssign) and isinstance(node.target, ast.Name):
-            known = isinstance(node, ast.AnnAssign) and node.target.id not in found
-            found[node.target.id] = node.value if known else None
+            is_constant = isinstance(node, ast.AnnAssign) and node.target.id not in values
+            values[node.target.id] = node.value if is_constant else None
         elif isinstance(node, ast.arg | ast.For):
             name = node.arg if isinstance(node, ast.arg) else getattr(node.target, "id", "")
-            found[name] = None
-    return {name: value for name, value in found.items() if value is not None}
+            values[name] = None
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
+def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) -> Any:
     """A constant, a dotted name as text (`torch.bfloat16`), a container of them, or Unknown."""
     if depth > 8:
         return Unknown
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
-        if node.id in names:
-            return _value(names[node.id], names, depth + 1)
+        if node.id in constants:
+            return _evaluate(constants[node.id], constants, depth + 1)
         return Unknown
     if isinstance(node, ast.Attribute):
-        dotted = _dotted(node)
+        dotted = _dotted_name(node)
         if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1:
             return Name(dotted)
         return Unknown
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = _value(node.operand, names, depth + 1)
+        inner = _evaluate(node.operand, constants, depth + 1)
         return -inner if isinstance(inner, int | float) else Unknown
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item, names, depth + 1) for item in node.elts]
+        return [_evaluate(item, constants, depth + 1) for item in node.elts]
     if isinstance(node, ast.Dict):
         return {
-            _value(k, names, depth + 1): _value(v, names, depth + 1)
-            for k, v in zip(node.keys, node.values, strict=True)
-            if isinstance(k, ast.Constant)
+            _evaluate(key, constants, depth + 1): _evaluate(value, constants, depth + 1)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant)
         }
     if isinstance(node, ast.Call):
-        name = _dotted(node.func).rpartition(".")[2]
+        name = _dotted_name(node.func).rpartition(".")[2]
         if name == "dict":
-            return {k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}
+            return {
+                key.arg: _evaluate(key.value, constants, depth + 1)
+                for key in node.keywords
+                if key.arg
+            }
         return {
             "__call__": name,
-            **{k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg},
+            **{
+                key.arg: _evaluate(key.value, constants, depth + 1)
+                for key in node.keywords
+                if key.arg
+            },
         }
     return Unknown
 
@@ -184,7 +195,7 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
     except ValueError as error:
         raise Unreadable(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
     code: list[str] = []
-    places: list[int] = []
+    line_numbers: list[int] = []
     raw = text
     position = 0
     cells = data.get("cells") if isinstance(data, dict) else None
@@ -202,24 +213,28 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
         magics = {
             line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()
         }
-        foreign = bool(magics - _PYTHON_MAGICS)
-        continued = False
+        is_other_language = bool(magics - _PYTHON_MAGICS)
+        continues_command = False
         for line in lines:
-            written = json.dumps(line, ensure_ascii=False)[1:-1]
-            at = raw.find(written, position) if written.strip() else position
-            position = at if at >= 0 else position
+            encoded_line = json.dumps(line, ensure_ascii=False)[1:-1]
+            offset = raw.find(encoded_line, position) if encoded_line.strip() else position
+            position = offset if offset >= 0 else position
             plain = line.lstrip()
             indent = line[: len(line) - len(plain)]
             # a comment needs no indentation; the first line of a command may be a block's only one
-            within = foreign or continued
-            shell = within or plain.startswith(_NOT_PYTHON)
-            continued = shell and plain.endswith("\\")  # `!pip install \` goes on in the next line
-            code.append(f"# {plain}" if within else f"{indent}pass  # {plain}" if shell else line)
-            places.append(raw.count("\n", 0, position) + 1)
+            is_comment = is_other_language or continues_command
+            is_command = is_comment or plain.startswith(_NOT_PYTHON)
+            continues_command = is_command and plain.endswith(
+                "\\"
+            )  # `!pip install \` goes on in the next line
+            code.append(
+                f"# {plain}" if is_comment else f"{indent}pass  # {plain}" if is_command else line
+            )
+            line_numbers.append(raw.count("\n", 0, position) + 1)
 
-    def line_of(line: int | None) -> int | None:
-        if line is not None and 0 < line <= len(places):
-            return places[line - 1]
+    def notebook_line(line: int | None) -> int | None:
+        if line is not None and 0 < line <= len(line_numbers):
+            return line_numbers[line - 1]
         return line
 
-    return "\n".join(code) + "\n", line_of
+    return "\n".join(code) + "\n", notebook_line

@@ -38,15 +38,15 @@ def parse_device(name: str) -> Device:
     # which Isotype does not train on, and other tools do
     if name.strip().lower() in ("mps", "apple"):
         return Device(name, "mps")
-    known = by_name(name)
-    shown = "CPU" if known.kind == "cpu" else name.upper() if len(name) < 6 else name
+    hardware = by_name(name)
+    display_name = "CPU" if hardware.kind == "cpu" else name.upper() if len(name) < 6 else name
     return Device(
-        shown,
-        known.kind,
-        known.architecture,
-        known.bf16 != "none",
-        known.tf32 == "native",
-        known.fp8 == "native",
+        display_name,
+        hardware.kind,
+        hardware.architecture,
+        hardware.bf16 != "none",
+        hardware.tf32 == "native",
+        hardware.fp8 == "native",
     )
 
 
@@ -73,24 +73,24 @@ class Setting:
         return str(self.value)
 
     @property
-    def place(self) -> Place:
+    def location(self) -> Place:
         return Place(file=self.file, line=self.line, symbol=self.key)
 
     @property
-    def shown(self) -> str:
+    def value_and_origin(self) -> str:
         """`true  (train.yaml:3)`."""
         value = self.value
         if value is None:
-            word = "null"
+            text = "null"
         elif isinstance(value, bool):
-            word = str(value).lower()
+            text = str(value).lower()
         else:
-            word = str(value)
+            text = str(value)
         if self.file and self.line:
-            where = f"{self.file}:{self.line}"
+            origin = f"{self.file}:{self.line}"
         else:
-            where = self.file or "default"
-        return f"{word}  ({where})"
+            origin = self.file or "default"
+        return f"{text}  ({origin})"
 
 
 @dataclass(slots=True)
@@ -108,11 +108,11 @@ class Document:
         self.settings[key] = Setting(value, written or key, self.file, line)
 
 
-TRUE = ("true", "yes", "on", "1")
-FALSE = ("false", "no", "off", "0", "none", "null", "")
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "")
 
 
-def truth(value: Any) -> bool | None:
+def parse_boolean(value: Any) -> bool | None:
     """What a trainer's own boolean parsing makes of a value; None for words that are no booleans
     (`auto`).
     """
@@ -120,11 +120,11 @@ def truth(value: Any) -> bool | None:
         return value
     if isinstance(value, int | float):
         return bool(value)
-    word = str(value).strip().lower()
-    return True if word in TRUE else False if word in FALSE else None
+    text = str(value).strip().lower()
+    return True if text in TRUE_WORDS else False if text in FALSE_WORDS else None
 
 
-def dtype_of(value: Any) -> str | None:
+def parse_dtype(value: Any) -> str | None:
     """`torch.bfloat16`, `bfloat16`, `BF16` -> `bf16`; None for what is no dtype (`auto`)."""
     try:
         return parse(str(value))
@@ -139,7 +139,7 @@ class Facts:
     documents: list[Document] = field(default_factory=list)
     device: str | None = None
 
-    def tool(self, name: str) -> Document | None:
+    def first_document(self, name: str) -> Document | None:
         return next((d for d in self.documents if d.tool == name), None)
 
     def has(self, *tools: str) -> bool:
@@ -152,13 +152,13 @@ class Facts:
             for document in self.documents:
                 if (
                     document.tool == tool
-                    and (found := document.settings.get(key)) is not None
-                    and found.value is not None
+                    and (setting := document.settings.get(key)) is not None
+                    and setting.value is not None
                 ):
-                    return found
+                    return setting
         return None
 
-    def given(self, name: str) -> Setting | None:
+    def get_written(self, name: str) -> Setting | None:
         """As `get`, null included: somebody wrote the key."""
         tool, _, key = name.partition(".")
         return next(
@@ -166,22 +166,30 @@ class Facts:
         )
 
     def value(self, *names: str, default: Any = None) -> Any:
-        found = self.get(*names)
-        return default if found is None else found.value
+        setting = self.get(*names)
+        return default if setting is None else setting.value
 
-    def word(self, *names: str) -> str:
+    def lower_text(self, *names: str) -> str:
         return str(self.value(*names, default="")).strip().lower()
 
-    def on(self, *names: str) -> Setting | None:
+    def first_enabled(self, *names: str) -> Setting | None:
         """The first of the names that is switched on (`auto` is not)."""
         return next(
-            (s for name in names if (s := self.get(name)) is not None and truth(s.value) is True),
+            (
+                s
+                for name in names
+                if (s := self.get(name)) is not None and parse_boolean(s.value) is True
+            ),
             None,
         )
 
-    def off(self, *names: str) -> Setting | None:
+    def first_disabled(self, *names: str) -> Setting | None:
         return next(
-            (s for name in names if (s := self.get(name)) is not None and truth(s.value) is False),
+            (
+                s
+                for name in names
+                if (s := self.get(name)) is not None and parse_boolean(s.value) is False
+            ),
             None,
         )
 
@@ -191,15 +199,17 @@ class Facts:
         except (TypeError, ValueError):
             return None
 
-    def all(self, tool: str) -> Iterator[tuple[str, Setting]]:
+    def tool_settings(self, tool: str) -> Iterator[tuple[str, Setting]]:
         for document in self.documents:
             if document.tool == tool:
                 yield from document.settings.items()
 
-    def under(self, prefix: str) -> list[Setting]:
+    def nested_settings(self, prefix: str) -> list[Setting]:
         """Every setting below `tool.key.`."""
         tool, _, key = prefix.partition(".")
-        return [s for name, s in self.all(tool) if name.startswith(f"{key}.") or name == key]
+        return [
+            s for name, s in self.tool_settings(tool) if name.startswith(f"{key}.") or name == key
+        ]
 
 
 ROLES = (
@@ -215,8 +225,8 @@ class Decision:
     """
 
     value: str
-    why: str
-    by: Setting | None = None
+    reason: str
+    setting: Setting | None = None
 
 
 @dataclass
@@ -229,42 +239,46 @@ class Record:
     facts: Facts
     roles: dict[str, Decision] = field(default_factory=dict)
     adapter: bool | None = None
-    adapter_by: Setting | None = None
-    quantised: int | None = None
-    quantised_by: Setting | None = None
+    adapter_setting: Setting | None = None
+    quantised_bits: int | None = None
+    quantisation_setting: Setting | None = None
     device: Device | None = None
 
-    def set(self, role: str, value: str | None, why: str, by: Setting | None = None) -> None:
+    def set(
+        self, role: str, value: str | None, reason: str, setting: Setting | None = None
+    ) -> None:
         if value is not None:
-            self.roles[role] = Decision(value, why, by)
+            self.roles[role] = Decision(value, reason, setting)
 
     def value(self, role: str) -> str | None:
         return self.roles[role].value if role in self.roles else None
 
-    def by(self, role: str) -> Setting | None:
-        return self.roles[role].by if role in self.roles else None
+    def deciding_setting(self, role: str) -> Setting | None:
+        return self.roles[role].setting if role in self.roles else None
 
     @property
-    def full(self) -> bool:
+    def trains_every_weight(self) -> bool:
         """Every weight is trained, as far as the settings say."""
-        return self.adapter is not True and self.quantised is None
+        return self.adapter is not True and self.quantised_bits is None
 
     @property
     def learning_rate(self) -> float | None:
         return self.facts.number(
-            *_in_any_tool("learning_rate train.learning_rate lr optimizer.lr optimizer.params.lr")
+            *_keys_of_every_tool(
+                "learning_rate train.learning_rate lr optimizer.lr optimizer.params.lr"
+            )
         )
 
     @property
-    def accumulates(self) -> Setting | None:
+    def accumulation_setting(self) -> Setting | None:
         keys = (
             "gradient_accumulation_steps train.accumulate accumulate_grad_batches"
             " trainer.accumulate_grad_batches"
         )
-        return self.facts.get(*_in_any_tool(keys))
+        return self.facts.get(*_keys_of_every_tool(keys))
 
 
-_TOOLS = [
+_ALL_TOOLS = [
     "hf",
     "simpletuner",
     "axolotl",
@@ -279,18 +293,18 @@ _TOOLS = [
     "accelerate",
 ]
 # these have the Trainer's arguments for DeepSpeed and FSDP
-_HAND_ON = ("hf", "axolotl", "llamafactory")
+_TRAINER_TOOLS = ("hf", "axolotl", "llamafactory")
 
 
-def _in_any_tool(keys: str) -> list[str]:
-    return [f"{tool}.{key}" for tool in _TOOLS for key in keys.split()]
+def _keys_of_every_tool(keys: str) -> list[str]:
+    return [f"{tool}.{key}" for tool in _ALL_TOOLS for key in keys.split()]
 
 
-MODEL_DTYPE = (
+MODEL_DTYPE_KEYS = (
     "model.dtype", "model.torch_dtype", "hf.dtype", "hf.torch_dtype", "hf.model_init_kwargs.dtype", "hf.model_init_kwargs.torch_dtype",
     "hf.model_dtype", "model.model_kwargs.torch_dtype",
 )  # fmt: skip
-CHECKPOINT_DTYPE = [
+CHECKPOINT_DTYPE_KEYS = [
     f"checkpoint.{key}"
     for key in (
         "stored_dtype",
@@ -300,23 +314,23 @@ CHECKPOINT_DTYPE = [
         "text_config.torch_dtype",
     )
 ]
-BNB = "quantization_config"
+QUANTIZATION_SECTION = "quantization_config"
 
 
 def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
     """The dtype the weights are loaded in: as asked, or the checkpoint's own."""
-    asked = facts.get(*MODEL_DTYPE)
-    if asked is not None and dtype_of(asked.value):
-        return dtype_of(asked.value), asked
-    stored = facts.get(*CHECKPOINT_DTYPE)
+    requested = facts.get(*MODEL_DTYPE_KEYS)
+    if requested is not None and parse_dtype(requested.value):
+        return parse_dtype(requested.value), requested
+    stored = facts.get(*CHECKPOINT_DTYPE_KEYS)
     if stored:
-        return (dtype_of(stored.value), stored)
+        return (parse_dtype(stored.value), stored)
     return (None, None)
 
 
 def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
     """The trainer's own flag for half precision that is on, bf16 first."""
-    return facts.on(f"{tool}.bf16", f"{tool}.fp16")
+    return facts.first_enabled(f"{tool}.bf16", f"{tool}.fp16")
 
 
 def launcher_mode(facts: Facts) -> Setting | None:
@@ -324,30 +338,30 @@ def launcher_mode(facts: Facts) -> Setting | None:
     return facts.get("env.ACCELERATE_MIXED_PRECISION", "accelerate.mixed_precision")
 
 
-def quantised(record: Record, *prefixes: str) -> None:
+def detect_quantisation(record: Record, *prefixes: str) -> None:
     facts = record.facts
     for bits in (4, 8):
-        if found := facts.on(*(f"{p}.load_in_{bits}bit" for p in prefixes)):
-            record.quantised = bits
-            record.quantised_by = found
+        if flag := facts.first_enabled(*(f"{p}.load_in_{bits}bit" for p in prefixes)):
+            record.quantised_bits = bits
+            record.quantisation_setting = flag
             return
     if stored := facts.get(
         "checkpoint.quantization_config.quant_method", "model.quantization_config.quant_method"
     ):
-        loaded = facts.on(
+        loaded = facts.first_enabled(
             "checkpoint.quantization_config.load_in_4bit", "model.quantization_config._load_in_4bit"
         )
         if loaded or str(stored.value) in ("awq", "gptq", "hqq"):
-            record.quantised = 4
+            record.quantised_bits = 4
         else:
-            record.quantised = 8
-        record.quantised_by = stored
+            record.quantised_bits = 8
+        record.quantisation_setting = stored
 
 
-def adapter_from(record: Record, *names: str) -> None:
+def detect_adapter(record: Record, *names: str) -> None:
     """By the first of these settings that somebody wrote, else by calls of PEFT."""
     facts = record.facts
-    if setting := next(filter(None, map(facts.given, names)), None):
+    if setting := next(filter(None, map(facts.get_written, names)), None):
         record.adapter = str(setting.value).lower() not in (
             "none",
             "null",
@@ -357,10 +371,10 @@ def adapter_from(record: Record, *names: str) -> None:
             "freeze",
             "no",
         )
-        record.adapter_by = setting
+        record.adapter_setting = setting
     elif facts.has("peft"):
         record.adapter = True
-        record.adapter_by = next((s for _, s in facts.all("peft")), None)
+        record.adapter_setting = next((s for _, s in facts.tool_settings("peft")), None)
 
 
 def lightning_precision(facts: Facts) -> Setting | None:
@@ -368,22 +382,22 @@ def lightning_precision(facts: Facts) -> Setting | None:
 
 
 def deepspeed_setting(facts: Facts, key: str) -> Setting | None:
-    places = (
+    sections = (
         "deepspeed",
         "accelerate.deepspeed_config",
-        *(f"{tool}.deepspeed" for tool in _HAND_ON),
+        *(f"{tool}.deepspeed" for tool in _TRAINER_TOOLS),
     )
-    return facts.get(*(f"{place}.{key}" for place in places))
+    return facts.get(*(f"{section}.{key}" for section in sections))
 
 
-def uses_deepspeed(facts: Facts) -> Setting | None:
-    if document := facts.tool("deepspeed"):
+def find_deepspeed(facts: Facts) -> Setting | None:
+    if document := facts.first_document("deepspeed"):
         return next(iter(document.settings.values()), None)
-    if "deepspeed" in facts.word("accelerate.distributed_type"):
+    if "deepspeed" in facts.lower_text("accelerate.distributed_type"):
         return facts.get("accelerate.distributed_type")
-    named = (facts.get(f"{tool}.deepspeed") for tool in _HAND_ON)
-    return next((s for s in named if s and s.value), None) or next(
-        iter(facts.under("hf.deepspeed")), None
+    references = (facts.get(f"{tool}.deepspeed") for tool in _TRAINER_TOOLS)
+    return next((s for s in references if s and s.value), None) or next(
+        iter(facts.nested_settings("hf.deepspeed")), None
     )
 
 
@@ -392,7 +406,7 @@ def deepspeed_half(record: Record) -> str | None:
     for half in ("bf16", "fp16"):
         section = deepspeed_setting(record.facts, f"{half}.enabled")
         if section is not None and (
-            truth(section.value)
+            parse_boolean(section.value)
             or (str(section.value) == "auto" and record.value("compute") == half)
         ):
             return half
@@ -403,63 +417,63 @@ def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
     """By DeepSpeed's settings, else by a digit in the name of its file (`zero3.json`,
     `ds_z2_config.json`).
     """
-    if found := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(
+    if stage := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(
         "accelerate.deepspeed_config.zero_stage"
     ):
-        return _whole(found), found
-    for named in filter(None, (facts.get(f"{tool}.deepspeed") for tool in _HAND_ON)):
-        digits = [c for c in str(named.value).rpartition("/")[2] if c in "0123"]
-        if isinstance(named.value, str) and digits and "z" in named.value.lower():
-            return int(digits[0]), named
+        return _parse_int(stage), stage
+    for reference in filter(None, (facts.get(f"{tool}.deepspeed") for tool in _TRAINER_TOOLS)):
+        digits = [c for c in str(reference.value).rpartition("/")[2] if c in "0123"]
+        if isinstance(reference.value, str) and digits and "z" in reference.value.lower():
+            return int(digits[0]), reference
     return None, None
 
 
-def _whole(setting: Setting) -> int | None:
+def _parse_int(setting: Setting) -> int | None:
     try:
         return int(setting.value)
     except (TypeError, ValueError):
         return None
 
 
-_USE_FSDP = (
+_FSDP_KEYS = (
     "hf.fsdp", "axolotl.fsdp", "llamafactory.fsdp", "simpletuner.fsdp_enable", "axolotl.fsdp_version", "fsdp.strategy",
     "accelerate.use_fsdp", "lightning.strategy", "lightning.trainer.strategy",
 )  # fmt: skip
-_FSDP_VERSION = (
+_FSDP_VERSION_KEYS = (
     "accelerate.fsdp_config.fsdp_version", "hf.fsdp_config.version", "hf.fsdp_config.fsdp_version", "fsdp.fsdp_version", "fsdp.version",
     "axolotl.fsdp_version", "axolotl.fsdp_config.fsdp_version", "simpletuner.fsdp_version", "accelerate.fsdp_version", "env.FSDP_VERSION",
 )  # fmt: skip
 
 
-def uses_fsdp(facts: Facts) -> Setting | None:
-    if "fsdp" in facts.word("accelerate.distributed_type"):
+def find_fsdp(facts: Facts) -> Setting | None:
+    if "fsdp" in facts.lower_text("accelerate.distributed_type"):
         return facts.get("accelerate.distributed_type")
-    for name in _USE_FSDP:
-        found = facts.get(name)
+    for name in _FSDP_KEYS:
+        setting = facts.get(name)
         if (
-            found
-            and found.value not in ("", [], False)
-            and ("strategy" not in name or "fsdp" in str(found.value).lower())
+            setting
+            and setting.value not in ("", [], False)
+            and ("strategy" not in name or "fsdp" in str(setting.value).lower())
         ):
-            return found
-    inner = (
+            return setting
+    config_settings = (
         s
-        for tool in _HAND_ON
-        for s in facts.under(f"{tool}.fsdp_config")
+        for tool in _TRAINER_TOOLS
+        for s in facts.nested_settings(f"{tool}.fsdp_config")
         if s.value not in (None, {}, [])
     )
-    if not facts.has("accelerate") and (found := next(inner, None)):
-        return found
-    return next((s for _, s in facts.all("fsdp")), None)
+    if not facts.has("accelerate") and (setting := next(config_settings, None)):
+        return setting
+    return next((s for _, s in facts.tool_settings("fsdp")), None)
 
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
     """As set; transformers' arguments without a version are FSDP2 since 5.10, while accelerate's
     own file without one stays FSDP1.
     """
-    if found := facts.get(*_FSDP_VERSION):
-        return _whole(found), found
-    asked = next(
+    if version := facts.get(*_FSDP_VERSION_KEYS):
+        return _parse_int(version), version
+    fsdp = next(
         (
             s
             for tool in ("hf", "llamafactory")
@@ -467,6 +481,6 @@ def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
         ),
         None,
     )
-    if asked is None or "fsdp" in facts.word("accelerate.distributed_type"):
+    if fsdp is None or "fsdp" in facts.lower_text("accelerate.distributed_type"):
         return None, None
-    return 2, asked
+    return 2, fsdp

@@ -43,38 +43,38 @@ _TOKEN = re.compile(
 _COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function", "case", "esac"}
 
 
-def read(text: str) -> Script:
+def read_script(text: str) -> Script:
     """As a shell would: `;`, `&&`, `|` and line breaks part commands."""
     script = Script()
     # a word without quotes, whether single quotes kept it from expansion
-    words: list[tuple[str, bool]] = []
-    word = None
-    single = False
-    left_out = False
+    argv: list[tuple[str, bool]] = []
+    argument = None
+    is_single_quoted = False
+    is_skipped = False
     line = 1
-    start = 1
+    first_line = 1
     for token in _TOKEN.finditer(text + "\n\n"):  # the last line may end in a backslash
         kind = str(token.lastgroup)
         if kind in ("single", "double", "plain"):
-            start = start if words or word is not None else line
+            first_line = first_line if argv or argument is not None else line
             piece = token[kind].replace("\\\n", " ")
-            word = (word or "") + (piece.replace('\\"', '"') if kind == "double" else piece)
-            single = single or kind == "single"
-        elif word is not None:
-            words.append((word, single))
-            word = None
-            single = False
-        if kind == "end" and words:
-            left_out = left_out or words[0][0] in _COMPOUND
-            if not left_out:
-                _read_command(script, words, start)
-            words = []
-        left_out = left_out and token[0] != "\n"
+            argument = (argument or "") + (piece.replace('\\"', '"') if kind == "double" else piece)
+            is_single_quoted = is_single_quoted or kind == "single"
+        elif argument is not None:
+            argv.append((argument, is_single_quoted))
+            argument = None
+            is_single_quoted = False
+        if kind == "end" and argv:
+            is_skipped = is_skipped or argv[0][0] in _COMPOUND
+            if not is_skipped:
+                _read_command(script, argv, first_line)
+            argv = []
+        is_skipped = is_skipped and token[0] != "\n"
         line += token[0].count("\n")
     return script
 
 
-def _expand(script: Script, word: str) -> str:
+def _expand_variables(script: Script, text: str) -> str:
     def lookup(match: re.Match[str]) -> str:
         name = match["name"] or match["bare"]
         if name in script.variables:
@@ -83,51 +83,53 @@ def _expand(script: Script, word: str) -> str:
             return match["default"]
         return ""
 
-    return _VARIABLE.sub(lookup, word)
+    return _VARIABLE.sub(lookup, text)
 
 
-def _read_command(script: Script, raw_words: list[tuple[str, bool]], line: int) -> None:
-    words: list[str] = []
+def _read_command(script: Script, raw_argv: list[tuple[str, bool]], line: int) -> None:
+    argv: list[str] = []
     pending: list[Assignment] = []
     exported = False
-    for raw, single in raw_words:
-        value = raw if single else _expand(script, raw)
-        if not words and (match := _ASSIGNMENT.match(value)):
+    for raw, is_single_quoted in raw_argv:
+        value = raw if is_single_quoted else _expand_variables(script, raw)
+        if not argv and (match := _ASSIGNMENT.match(value)):
             old = script.variables.get(match["name"])
             new = (old.value if old and match["plus"] else "") + match["value"]
             pending.append(Assignment(match["name"], new, line))
-        elif not words and value in ("export", "declare", "-x", "env", "set"):
+        elif not argv and value in ("export", "declare", "-x", "env", "set"):
             exported = True
         else:
-            words += (
-                [value] if single or not re.search(r"\s", value) or " " in raw else value.split()
+            argv += (
+                [value]
+                if is_single_quoted or not re.search(r"\s", value) or " " in raw
+                else value.split()
             )
-    target = script.prefixed if words and not exported else script.variables
+    target = script.prefixed if argv and not exported else script.variables
     for assignment in pending:
         target[assignment.name] = assignment
-    if words:
-        script.commands.append((words, line))
+    if argv:
+        script.commands.append((argv, line))
 
 
-def arguments(words: list[str]) -> dict[str, str | bool]:
+def parse_options(argv: list[str]) -> dict[str, str | bool]:
     """`--name value`, `--name=value`, `--flag` -> name (dashes as underscores) to value; a flag
     without a value is True.
     """
-    found: dict[str, str | bool] = {}
-    at = 0
-    while at < len(words):
-        word = words[at]
-        if word.startswith("-") and len(word) > 1 and not re.match(r"^-\d", word):
-            name, equals, value = word.lstrip("-").partition("=")
+    options: dict[str, str | bool] = {}
+    index = 0
+    while index < len(argv):
+        argument = argv[index]
+        if argument.startswith("-") and len(argument) > 1 and not re.match(r"^-\d", argument):
+            name, equals, value = argument.lstrip("-").partition("=")
             name = name.replace("-", "_")
             if equals:
-                found[name] = value
-            elif at + 1 < len(words) and not (
-                words[at + 1].startswith("--") or re.match(r"^-[A-Za-z]", words[at + 1])
+                options[name] = value
+            elif index + 1 < len(argv) and not (
+                argv[index + 1].startswith("--") or re.match(r"^-[A-Za-z]", argv[index + 1])
             ):
-                found[name] = words[at + 1]
-                at += 1
+                options[name] = argv[index + 1]
+                index += 1
             else:
-                found[name] = True
-        at += 1
-    return found
+                options[name] = True
+        index += 1
+    return options

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 class Unreadable(ValueError):
@@ -28,13 +28,13 @@ class Unreadable(ValueError):
 @dataclass(slots=True)
 class Tree:
     data: Any
-    lines: dict[Path, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
 
     def leaves(self) -> Iterator[tuple[str, Any, int | None]]:
         """(dotted key, value, line); empty containers and lists of plain values count as leaves."""
         yield from self._leaves(self.data, ())
 
-    def _leaves(self, node: Any, path: Path) -> Iterator[tuple[str, Any, int | None]]:
+    def _leaves(self, node: Any, path: KeyPath) -> Iterator[tuple[str, Any, int | None]]:
         if isinstance(node, dict) and node:
             for key, value in node.items():
                 yield from self._leaves(value, (*path, key))
@@ -53,7 +53,9 @@ _TOKEN = re.compile(rf'(?P<key>{_STRING})\s*:|{_STRING}|[][{{}},]|[^\s\]\[{{}},:
 
 def read_json(text: str) -> Tree:
     """Raises Unreadable."""
-    plain = _TRAILING_COMMA.sub(_blanked, _COMMENT.sub(_blanked, text.removeprefix("\ufeff")))
+    plain = _TRAILING_COMMA.sub(
+        _blank_match, _COMMENT.sub(_blank_match, text.removeprefix("\ufeff"))
+    )
     try:
         return Tree(json.loads(plain, strict=False), _json_lines(plain))
     except (ValueError, RecursionError) as error:
@@ -62,16 +64,16 @@ def read_json(text: str) -> Tree:
         raise Unreadable(getattr(error, "msg", str(error)), getattr(error, "lineno", 1)) from error
 
 
-def _blanked(match: re.Match[str]) -> str:
+def _blank_match(match: re.Match[str]) -> str:
     """A string as it stands; blanks for a comment or a comma, whose line breaks stay."""
     if match[0].startswith('"'):
         return match[0]
     return re.sub(r"[^\n]", " ", match[0])
 
 
-def _json_lines(text: str) -> dict[Path, int]:
+def _json_lines(text: str) -> dict[KeyPath, int]:
     """The line of every key and of every entry of a list, in a text that is JSON."""
-    lines: dict[Path, int] = {}
+    lines: dict[KeyPath, int] = {}
     path: list[str | int] = []  # the key, or the position, in each of the containers around
     line = 1
     at = 0
@@ -94,14 +96,16 @@ def _json_lines(text: str) -> dict[Path, int]:
     return lines
 
 
-_BOOL = {w: w in ("yes", "true", "on") for w in ("yes", "no", "true", "false", "on", "off")}
+_BOOLEAN_WORDS = {
+    w: w in ("yes", "true", "on") for w in ("yes", "no", "true", "false", "on", "off")
+}
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$|^[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$"
 )
 
 
-MOST_VALUES = 200_000
+MAX_VALUES = 200_000
 
 
 def read_yaml(text: str) -> Tree:
@@ -120,29 +124,29 @@ def read_yaml(text: str) -> Tree:
         raise Unreadable(str(error).splitlines()[0], 1) from error
     tree = Tree(None)
     if root is not None:
-        tree.data = _value(root, (), tree, 0)
+        tree.data = _node_value(root, (), tree, 0)
     return tree
 
 
-def scalar(word: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """A plain (unquoted) word as YAML 1.1 reads it: `1e-5` without a dot stays a string."""
-    lower = word.lower()
+    lower = text.lower()
     if lower in ("", "~", "null"):
         return None
-    if lower in _BOOL and word in (lower, lower.upper(), lower.capitalize()):
-        return _BOOL[lower]
-    if _INT.match(word):
-        return int(word.replace("_", ""))
-    if _FLOAT.match(word):
-        return float(word.replace("_", ""))
-    return word
+    if lower in _BOOLEAN_WORDS and text in (lower, lower.upper(), lower.capitalize()):
+        return _BOOLEAN_WORDS[lower]
+    if _INT.match(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.match(text):
+        return float(text.replace("_", ""))
+    return text
 
 
-def _value(node: Any, path: Path, tree: Tree, depth: int) -> Any:
+def _node_value(node: Any, path: KeyPath, tree: Tree, depth: int) -> Any:
     if depth > 100:
         raise Unreadable("nested too deeply", node.start_mark.line + 1)
-    if len(tree.lines) > MOST_VALUES:  # aliases of aliases grow without end
-        raise Unreadable(f"more than {MOST_VALUES} values", node.start_mark.line + 1)
+    if len(tree.lines) > MAX_VALUES:  # aliases of aliases grow without end
+        raise Unreadable(f"more than {MAX_VALUES} values", node.start_mark.line + 1)
     tree.lines.setdefault(path, node.start_mark.line + 1)
     if node.id == "mapping":
         result: dict[str, Any] = {}
@@ -152,14 +156,14 @@ def _value(node: Any, path: Path, tree: Tree, depth: int) -> Any:
             tree.lines[(*path, key)] = key_node.start_mark.line + 1
             if key == "<<":
                 for source in value_node.value if value_node.id == "sequence" else [value_node]:
-                    merged.update(_value(source, path, tree, depth + 1))
+                    merged.update(_node_value(source, path, tree, depth + 1))
                 continue
-            result[key] = _value(value_node, (*path, key), tree, depth + 1)
+            result[key] = _node_value(value_node, (*path, key), tree, depth + 1)
         return {**merged, **result}
     if node.id == "sequence":
-        return [_value(item, (*path, i), tree, depth + 1) for i, item in enumerate(node.value)]
+        return [_node_value(item, (*path, i), tree, depth + 1) for i, item in enumerate(node.value)]
     if node.style in (None, ""):
-        return scalar(node.value)
+        return parse_scalar(node.value)
     return node.value
 
 
@@ -174,18 +178,18 @@ def read_toml(text: str) -> Tree:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        where = re.search(r"at line (\d+)", str(error))
-        raise Unreadable(str(error), int(where[1]) if where else 1) from error
+        position = re.search(r"at line (\d+)", str(error))
+        raise Unreadable(str(error), int(position[1]) if position else 1) from error
     tree = Tree(data)
-    table: Path = ()
+    table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), 1):
         if match := _TABLE.match(line):
-            table = _parts(match[1])
+            table = _split_dotted_key(match[1])
             tree.lines.setdefault(table, number)
         elif match := _KEY.match(line):
-            tree.lines.setdefault((*table, *_parts(match[1])), number)
+            tree.lines.setdefault((*table, *_split_dotted_key(match[1])), number)
     return tree
 
 
-def _parts(dotted: str) -> Path:
+def _split_dotted_key(dotted: str) -> KeyPath:
     return tuple(part.strip().strip('"') for part in dotted.split("."))

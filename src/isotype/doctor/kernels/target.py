@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import IsotypeError, UsageError
-from ..loading import in_one_line, member, module_of, required
+from ..loading import convert_import_errors, get_member, load_module, required_parameters
 from .calls import Calls, check_wrapper, several, trap_launches
 from .checker import Report, check
 from .infer import returns_a_value
@@ -49,7 +49,7 @@ def load(place: str) -> list[ModuleType]:
 
     Raises  UsageError in one line: no such file, a syntax error, an import that fails.
     """
-    with in_one_line(place), trap_launches():
+    with convert_import_errors(place), trap_launches():
         try:
             return _imported(place)
         except (IsotypeError, ModuleNotFoundError, SyntaxError):
@@ -63,7 +63,7 @@ def load(place: str) -> list[ModuleType]:
 
 def _imported(place: str) -> list[ModuleType]:
     if not Path(place).is_dir():
-        module = module_of(place, as_part=True)
+        module = load_module(place, as_package_member=True)
         return [module, *_submodules(module)]
     files = sorted(
         f
@@ -72,7 +72,7 @@ def _imported(place: str) -> list[ModuleType]:
     )
     if not files:
         raise UsageError(f"{place}: no Python file in it names triton")
-    return [module_of(str(f), as_part=True) for f in files]
+    return [load_module(str(f), as_package_member=True) for f in files]
 
 
 def _submodules(module: ModuleType) -> Iterator[ModuleType]:
@@ -115,7 +115,7 @@ def _check_module(module: ModuleType, targets: Sequence[str], report: Report) ->
 def _check_name(
     module: ModuleType, name: str, place: str, targets: Sequence[str], report: Report
 ) -> None:
-    value = member(module, name, place)
+    value = get_member(module, name, place)
     if is_kernel(value):
         _check_one(module, value, None, targets, report)
     elif callable(value):
@@ -149,7 +149,7 @@ def _check_callable(
     targets: Sequence[str],
     report: Report,
 ) -> None:
-    if isinstance(function, type) or required(function):
+    if isinstance(function, type) or required_parameters(function):
         raise UsageError(
             f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)"
         )

@@ -19,7 +19,7 @@ import torch
 from ...errors import UsageError
 from ...finding import Finding, Place, worst_first
 from ...observe.origin import OBSERVER_FOLDERS, TORCH_FOLDER
-from ..loading import member, module_of
+from ..loading import get_member, load_module
 from .context import say
 from .tracer import Tracer
 
@@ -167,7 +167,7 @@ def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
                 if target.function is None:
                     runpy.run_path(str(target.path), run_name="__main__")
                 else:
-                    member(module_of(str(target.path)), target.function, target.path.name)()
+                    get_member(load_module(str(target.path)), target.function, target.path.name)()
         except (KeyboardInterrupt, UsageError):
             raise
         except BaseException as raised:

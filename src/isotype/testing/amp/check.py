@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...doctor.loading import in_one_line, in_words, member, module_of, required
+from ...doctor.loading import (
+    convert_import_errors,
+    describe_exception,
+    get_member,
+    load_module,
+    required_parameters,
+)
 from ...errors import UsageError
 from ...finding import Finding, Severity, as_text, worst_first
 from ...ops.contract import OpContract
@@ -359,17 +365,17 @@ def load_target(text: str) -> Target:
     if not colon or not name.replace(".", "").isidentifier():
         where = text
         name = "build"
-    with in_one_line(where):
-        module = module_of(where)
-    build = member(module, name, where)
-    if not inspect.isfunction(build) or required(build):
+    with convert_import_errors(where):
+        module = load_module(where)
+    build = get_member(module, name, where)
+    if not inspect.isfunction(build) or required_parameters(build):
         raise UsageError(
             f"{name} needs inputs", fix=f"a build() in {where} that returns ({name}, inputs)"
         )
     try:
         result = build()
     except Exception as error:
-        raise UsageError(f"{where}:{name}() raised {in_words(error)}") from error
+        raise UsageError(f"{where}:{name}() raised {describe_exception(error)}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
         wanted = "return (callable, inputs), where inputs is a tuple of arguments"
         raise UsageError(f"{where}:{name}() returned {type(result).__name__}", fix=wanted)

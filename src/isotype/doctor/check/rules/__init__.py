@@ -9,7 +9,7 @@ from .base import RULES as _REGISTERED
 
 RULES = dict(sorted(_REGISTERED.items()))  # by code: which file a rule lies in decides nothing
 
-_OTHERS = {
+_OTHER_PAGES = {
     CODE: docstring_page(CODE, autocast_around_backward),
     "CF099": (
         """# CF099: a file cannot be read
@@ -22,13 +22,13 @@ it was checked.
 
 
 def codes() -> list[str]:
-    return sorted([*RULES, *_OTHERS])
+    return sorted([*RULES, *_OTHER_PAGES])
 
 
 def page(code: str) -> str | None:
     if code in RULES:
         return docstring_page(code, RULES[code])
-    return _OTHERS.get(code)
+    return _OTHER_PAGES.get(code)
 
 
 __all__ = ["RULES", "codes", "page"]

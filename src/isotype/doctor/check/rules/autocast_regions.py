@@ -10,12 +10,12 @@ from ....finding import Finding, Place, Severity
 
 CODE = "CF018"
 _WORTH_PARSING = re.compile(r"autocast.*\.(?:backward|manual_backward|step)\(", re.DOTALL)
-_LOSS = re.compile(r"loss|^(scale|accelerator|fabric|sum|mean)$", re.IGNORECASE)
-_OPTIMIZER = re.compile(r"optim|^opt(_\w+)?$|^(grad_)?scaler$", re.IGNORECASE)
+_LOSS_NAME = re.compile(r"loss|^(scale|accelerator|fabric|sum|mean)$", re.IGNORECASE)
+_OPTIMIZER_NAME = re.compile(r"optim|^opt(_\w+)?$|^(grad_)?scaler$", re.IGNORECASE)
 _OTHER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
-def autocast_around_backward(text: str, shown: str) -> Iterator[Finding]:
+def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
     """backward or an optimizer step inside an autocast region
 
     **Why it matters.** Autocast chooses dtypes for the forward pass; backward takes them over by
@@ -39,26 +39,26 @@ def autocast_around_backward(text: str, shown: str) -> Iterator[Finding]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return  # the reader of calls reports it
-    renamed = {
+    aliases = {
         a.asname
         for n in ast.walk(tree)
         if isinstance(n, ast.ImportFrom)
         for a in n.names
         if a.name == "autocast" and a.asname
     }
-    for region, symbol in _regions(tree, {"autocast", *renamed}):
-        for call, switched_off_between in _calls(region):
-            if (told := _told(call)) is None:
+    for region, symbol in _regions(tree, {"autocast", *aliases}):
+        for call, is_disabled_between in _method_calls(region):
+            if (violation := _classify_call(call)) is None:
                 continue
-            what, why, severity = told
-            if severity is Severity.WARNING and (switched_off_between or _of_zero(call)):
+            call_name, cause, severity = violation
+            if severity is Severity.WARNING and (is_disabled_between or _has_zero_factor(call)):
                 continue
             yield Finding(
                 code=CODE,
                 severity=severity,
-                message=f"{what} runs inside the autocast region of line {region.lineno}",
-                place=Place(file=shown, line=call.lineno, symbol=symbol),
-                cause=why,
+                message=f"{call_name} runs inside the autocast region of line {region.lineno}",
+                place=Place(file=display_path, line=call.lineno, symbol=symbol),
+                cause=cause,
                 fix=(
                     "do this outside: only the forward pass and the loss belong inside `with"
                     " autocast`"
@@ -71,20 +71,20 @@ def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast
     function around it.
     """
 
-    def switches_on(node: ast.AST) -> bool:
-        return isinstance(node, ast.Call) and _last_name(node) in names and not _is_off(node)
+    def enables_autocast(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and _last_name(node) in names and not _is_disabled(node)
 
-    contexts = {  # ctx = nullcontext() if cpu else torch.autocast("cuda", dtype)
+    context_names = {  # ctx = nullcontext() if cpu else torch.autocast("cuda", dtype)
         target.id
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(map(switches_on, ast.walk(node.value)))
+        if isinstance(node, ast.Assign) and any(map(enables_autocast, ast.walk(node.value)))
         for target in node.targets
         if isinstance(target, ast.Name)
     }
 
-    def opens(node: ast.With) -> bool:
-        given = [item.context_expr for item in node.items]
-        entered = [  # stack.enter_context(torch.autocast(...))
+    def opens_region(node: ast.With) -> bool:
+        context_expressions = [item.context_expr for item in node.items]
+        entered_contexts = [  # stack.enter_context(torch.autocast(...))
             argument
             for s in node.body
             if isinstance(s, ast.Expr)
@@ -92,18 +92,19 @@ def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast
             and _last_name(s.value) == "enter_context"
             for argument in s.value.args
         ]
-        return any(map(switches_on, (*given, *entered))) or any(
-            isinstance(e, ast.Name) and e.id in contexts for e in given
+        return any(map(enables_autocast, (*context_expressions, *entered_contexts))) or any(
+            isinstance(e, ast.Name) and e.id in context_names for e in context_expressions
         )
 
-    def visit(node: ast.AST, within: str) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
+    def visit(node: ast.AST, scope: str) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-                name = f"{within}.{child.name}".lstrip(".")
+                name = f"{scope}.{child.name}".lstrip(".")
             else:
-                name = within
-            if (isinstance(child, ast.With) and opens(child)) or (
-                isinstance(child, ast.FunctionDef) and any(map(switches_on, child.decorator_list))
+                name = scope
+            if (isinstance(child, ast.With) and opens_region(child)) or (
+                isinstance(child, ast.FunctionDef)
+                and any(map(enables_autocast, child.decorator_list))
             ):
                 yield child, name
             else:
@@ -112,7 +113,7 @@ def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast
     yield from visit(tree, "")
 
 
-def _calls(region: ast.AST, switched_off: bool = False) -> Iterator[tuple[ast.Call, bool]]:
+def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[ast.Call, bool]]:
     """Method calls of a region, not those of functions defined inside it, and whether
     `autocast(enabled=False)` stands between.
     """
@@ -120,41 +121,42 @@ def _calls(region: ast.AST, switched_off: bool = False) -> Iterator[tuple[ast.Ca
         if isinstance(child, _OTHER_SCOPES):
             continue
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
-            yield child, switched_off
+            yield child, is_disabled
         if isinstance(child, ast.With):
-            given = [item.context_expr for item in child.items]
+            context_expressions = [item.context_expr for item in child.items]
         else:
-            given = []
-        off = any(
-            isinstance(e, ast.Call) and "autocast" in _last_name(e) and _is_off(e) for e in given
+            context_expressions = []
+        disables_autocast = any(
+            isinstance(e, ast.Call) and "autocast" in _last_name(e) and _is_disabled(e)
+            for e in context_expressions
         )
-        yield from _calls(child, switched_off or off)
+        yield from _method_calls(child, is_disabled or disables_autocast)
 
 
-def _told(call: ast.Call) -> tuple[str, str, Severity] | None:
+def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
     """What the call is, why it does not belong in the region, how bad that is."""
     assert isinstance(call.func, ast.Attribute)
     receiver = _last_name(call.func.value)
-    given = _last_name(call.args[0]) if call.args else ""
+    first_argument = _last_name(call.args[0]) if call.args else ""
     if call.func.attr in ("backward", "manual_backward"):
         # loss.backward(), engine.backward(loss)
-        of_a_loss = _LOSS.search(receiver) or _LOSS.search(given)
-        if given != "ctx" and (of_a_loss or call.func.attr == "manual_backward"):
-            why = (
+        is_loss = _LOSS_NAME.search(receiver) or _LOSS_NAME.search(first_argument)
+        if first_argument != "ctx" and (is_loss or call.func.attr == "manual_backward"):
+            cause = (
                 "backward follows the dtypes that forward used; under autocast, hand-written"
                 " backwards and recomputation are cast again"
             )
-            return f"{receiver}.backward", why, Severity.WARNING
-    if call.func.attr == "step" and _OPTIMIZER.search(receiver):
-        why = (
+            return f"{receiver}.backward", cause, Severity.WARNING
+    if call.func.attr == "step" and _OPTIMIZER_NAME.search(receiver):
+        cause = (
             "autocast caches a low-precision copy of each weight until its region ends: "
             "a forward pass after this optimizer step still uses the stale copies"
         )
-        return f"{receiver}.step", why, Severity.ERROR
+        return f"{receiver}.step", cause, Severity.ERROR
     return None
 
 
-def _of_zero(call: ast.Call) -> bool:
+def _has_zero_factor(call: ast.Call) -> bool:
     """`(logits * 0).sum().backward()`: a pass for its side effects, whose gradients are zero in
     every dtype.
     """
@@ -168,10 +170,10 @@ def _of_zero(call: ast.Call) -> bool:
     )
 
 
-def _is_off(call: ast.Call) -> bool:
+def _is_disabled(call: ast.Call) -> bool:
     """`autocast("cuda", enabled=False)`, with a literal."""
-    given = [k.value for k in call.keywords if k.arg == "enabled"] + call.args[:1]
-    return any(isinstance(v, ast.Constant) and v.value is False for v in given)
+    enabled_values = [k.value for k in call.keywords if k.arg == "enabled"] + call.args[:1]
+    return any(isinstance(v, ast.Constant) and v.value is False for v in enabled_values)
 
 
 def _last_name(node: ast.AST) -> str:

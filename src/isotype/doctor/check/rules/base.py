@@ -24,19 +24,19 @@ from ....pages import registered
 from ....pages.sheets import Entry, Section, sections
 from ....pages.sheets import Facts as Known
 from ..settings import (
-    CHECKPOINT_DTYPE,
+    CHECKPOINT_DTYPE_KEYS,
     ROLES,
     Record,
     Setting,
     deepspeed_half,
     deepspeed_setting,
-    dtype_of,
+    find_deepspeed,
+    find_fsdp,
     fsdp_version,
     launcher_mode,
     lightning_precision,
-    truth,
-    uses_deepspeed,
-    uses_fsdp,
+    parse_boolean,
+    parse_dtype,
     zero_stage,
 )
 
@@ -46,51 +46,55 @@ RULES: dict[str, Rule] = {}
 rule = partial(registered, RULES)
 
 
-def found(
+def make_finding(
     severity: Severity,
     message: str,
     *settings: Setting | None,
     cause: str,
     fix: str,
-    wins: str | None = None,
-    holds: str | None = None,
+    current_effect: str | None = None,
+    known_versions: str | None = None,
 ) -> Finding:
     """A finding at the first setting, listing all of them.
 
-    wins   what happens today, when two settings disagree
-    holds  the versions the rule is known for
+    current_effect  what happens today, when two settings disagree
+    known_versions  the versions the rule is known for
     """
-    given = list({(s.key, s.file, s.line): s for s in settings if s is not None}.values())
+    distinct_settings = list(
+        {(s.key, s.file, s.line): s for s in settings if s is not None}.values()
+    )
     details: list[tuple[str, str]] = []
-    for setting in given:
-        if all(setting.key != known for known, _ in details):
+    for setting in distinct_settings:
+        if all(setting.key != listed_label for listed_label, _ in details):
             label = setting.key
         else:
             label = f"{setting.key}, also"
-        details.append((label, setting.shown))
-    if wins:
-        details.append(("today", wins))
-    if holds:
-        details.append(("holds for", holds))
-    place = given[0].place if given else Place()
+        details.append((label, setting.value_and_origin))
+    if current_effect:
+        details.append(("today", current_effect))
+    if known_versions:
+        details.append(("holds for", known_versions))
+    location = distinct_settings[0].location if distinct_settings else Place()
     return Finding(
         code="",
         severity=severity,
         message=message,
-        place=place,
+        place=location,
         cause=cause,
         fix=fix,
         details=tuple(details),
     )
 
 
-error = partial(found, Severity.ERROR)
+error = partial(make_finding, Severity.ERROR)
 
 
 def _evaluated_before_training(r: Record) -> Setting | None:
     """The program's first call of evaluate or predict, where it stands above its call of train."""
     calls = [
-        (s.line or 0, name.partition("@")[0], s) for name, s in r.facts.all("code") if "@" in name
+        (s.line or 0, name.partition("@")[0], s)
+        for name, s in r.facts.tool_settings("code")
+        if "@" in name
     ]
     calls.sort(key=lambda call: call[0])
     first = next((call for call in calls if call[1] in ("evaluate", "predict")), None)
@@ -140,7 +144,7 @@ def _undivided_size(r: Record) -> Setting | None:
 
 def _rounded_activations(r: Record) -> Setting | None:
     """The setting of a published checkpoint that asks for them, by compressed-tensors or torchao."""
-    for setting in r.facts.under("checkpoint.quantization_config"):
+    for setting in r.facts.nested_settings("checkpoint.quantization_config"):
         if (
             ".config_groups." in setting.key
             and ".input_activations" in setting.key
@@ -153,33 +157,34 @@ def _rounded_activations(r: Record) -> Setting | None:
 
 
 def _precision_plugin(r: Record) -> Setting | None:
-    given = (
+    candidates = (
         (name, s, f"{s.value}{name}".lower().replace("trainer.precision", ""))
-        for name, s in r.facts.all("lightning")
+        for name, s in r.facts.tool_settings("lightning")
     )
     return next(
-        (s for name, s, text in given if "plugins" in name.split(".") and "precision" in text), None
+        (s for name, s, text in candidates if "plugins" in name.split(".") and "precision" in text),
+        None,
     )
 
 
 _QUANTO = "precision with quanto"
 _SHARED: dict[str, Callable[[Record], Any]] = {
-    "accumulates": lambda r: r.accumulates,
+    "accumulates": lambda r: r.accumulation_setting,
     "adapter": lambda r: r.adapter,
-    "adapter by": lambda r: r.adapter_by,
+    "adapter by": lambda r: r.adapter_setting,
     "without adapter": lambda r: r.adapter is False,
-    "checkpoint dtype": lambda r: r.facts.get(*CHECKPOINT_DTYPE),
-    "deepspeed": lambda r: uses_deepspeed(r.facts),
+    "checkpoint dtype": lambda r: r.facts.get(*CHECKPOINT_DTYPE_KEYS),
+    "deepspeed": lambda r: find_deepspeed(r.facts),
     "deepspeed half": deepspeed_half,
     "evaluated before training": _evaluated_before_training,
-    "full": lambda r: r.full,
+    "full": lambda r: r.trains_every_weight,
     "learning rate": lambda r: r.learning_rate,
     "precision plugin": _precision_plugin,
     "rounded activations": _rounded_activations,
     "undivided size": _undivided_size,
     "unsloth": lambda r: any(d.attributes.get("unsloth") for d in r.facts.documents),
     "device": lambda r: r.device,
-    "fsdp": lambda r: uses_fsdp(r.facts),
+    "fsdp": lambda r: find_fsdp(r.facts),
     "fsdp version": lambda r: fsdp_version(r.facts)[0],
     "fsdp version by": lambda r: fsdp_version(r.facts)[1],
     "made by": lambda r: next(
@@ -187,10 +192,10 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
     ),
     "launcher": lambda r: launcher_mode(r.facts),
     "lightning precision": lambda r: lightning_precision(r.facts),
-    "quantised": lambda r: r.quantised,
-    "quantised by": lambda r: r.quantised_by,
+    "quantised": lambda r: r.quantised_bits,
+    "quantised by": lambda r: r.quantisation_setting,
     "quantised by simpletuner": (
-        lambda r: r.facts.word("simpletuner.base_model_precision") not in ("", "no_change")
+        lambda r: r.facts.lower_text("simpletuner.base_model_precision") not in ("", "no_change")
     ),
     "tool": lambda r: r.tool,
     "zero stage": lambda r: zero_stage(r.facts)[0],
@@ -198,17 +203,17 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
     _QUANTO: lambda r: next(
         (
             s
-            for n, s in r.facts.all("simpletuner")
+            for n, s in r.facts.tool_settings("simpletuner")
             if n.endswith("_precision") and "quanto" in str(s.value)
         ),
         None,
     ),
 }
 _READINGS: dict[str, Callable[[Any], Any]] = {
-    " as dtype": dtype_of,
+    " as dtype": parse_dtype,
     " as text": str,
     " as torch": torch_word,
-    " as truth": truth,
+    " as truth": parse_boolean,
     " as type": lambda value: type(value).__name__,
     " in lower case": lambda value: str(value).lower(),
 }
@@ -276,15 +281,17 @@ class Facts(Known):
         kind, _, rest = name.partition(" ")
         match kind:
             case "on":
-                return facts.on(*rest.split(", "))
+                return facts.first_enabled(*rest.split(", "))
             case "off":
-                return facts.off(*rest.split(", "))
+                return facts.first_disabled(*rest.split(", "))
             case "given":
-                return facts.given(rest)
+                return facts.get_written(rest)
             case "under":
-                return next((s for prefix in rest.split(", ") for s in facts.under(prefix)), None)
+                return next(
+                    (s for prefix in rest.split(", ") for s in facts.nested_settings(prefix)), None
+                )
             case "by":
-                return record.by(rest)
+                return record.deciding_setting(rest)
             case "deepspeed":
                 return deepspeed_setting(facts, rest)
             case "has":
@@ -318,14 +325,14 @@ def _findings(entries: list[Entry], facts: Facts) -> Iterator[Finding]:
                 entry.first(name, facts) for name in ("cause", "fix", "today", "holds")
             )
             settings = [facts.setting(names) for names in entry.first("shows", facts).split(", ")]
-            yield found(
+            yield make_finding(
                 Severity.parse(severity),
                 facts.say(entry.title),
                 *settings,
                 cause=cause,
                 fix=fix,
-                wins=wins,
-                holds=holds,
+                current_effect=wins,
+                known_versions=holds,
             )
 
 

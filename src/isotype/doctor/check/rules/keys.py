@@ -9,17 +9,25 @@ from collections.abc import Iterator
 from ....dtypes import torch_word
 from ....finding import Finding
 from ..python_calls import Name
-from ..settings import Record, Setting, deepspeed_setting, dtype_of, fsdp_version, truth, uses_fsdp
+from ..settings import (
+    Record,
+    Setting,
+    deepspeed_setting,
+    find_fsdp,
+    fsdp_version,
+    parse_boolean,
+    parse_dtype,
+)
 from .base import error, rule
 
-_PAIRS = (
+_EXCLUSIVE_PAIRS = (
     ("hf.bf16_full_eval", "hf.fp16_full_eval"),
     ("llamafactory.pure_bf16", "llamafactory.fp16"),
     ("kohya.full_bf16", "kohya.full_fp16"),
 )
 
 
-def _siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
+def _enabled_siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
     """`bf16` and `fp16` both on in the same section, for any tool."""
     for document in r.facts.documents:
         if document.tool in ("env", "checkpoint", "code"):
@@ -30,7 +38,7 @@ def _siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
             if (
                 last == "fp16"
                 and bf16 is not None
-                and truth(fp16.value) is truth(bf16.value) is True
+                and parse_boolean(fp16.value) is parse_boolean(bf16.value) is True
             ):
                 yield bf16, fp16
 
@@ -49,7 +57,13 @@ def both_halves(r: Record) -> Iterator[Finding]:
     **What to do.** Keep one: bf16 on Ampere and newer, else fp16.
     """
     f = r.facts
-    for bf16, fp16 in [*_siblings(r), *((f.on(one), f.on(other)) for one, other in _PAIRS)]:
+    for bf16, fp16 in [
+        *_enabled_siblings(r),
+        *(
+            (f.first_enabled(bf16_key), f.first_enabled(fp16_key))
+            for bf16_key, fp16_key in _EXCLUSIVE_PAIRS
+        ),
+    ]:
         if bf16 and fp16:
             yield error(
                 f"{fp16.key} and {bf16.key} are both on",
@@ -60,7 +74,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
                     f"keep only one: {bf16.key}: true with {fp16.key}: false where the GPU has"
                     " bf16, else the reverse"
                 ),
-                wins=(
+                current_effect=(
                     "there is no error: bf16 weights run under fp16 autocast with a GradScaler"
                     if "pure" in bf16.key
                     else "the trainer refuses to start, or takes whichever it looks at first"
@@ -68,7 +82,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
             )
     bf16 = deepspeed_setting(f, "bf16.enabled")
     fp16 = deepspeed_setting(f, "fp16.enabled")
-    if bf16 and fp16 and truth(bf16.value) and truth(fp16.value):
+    if bf16 and fp16 and parse_boolean(bf16.value) and parse_boolean(fp16.value):
         yield error(
             "DeepSpeed's fp16 and bf16 sections are both enabled",
             fp16,
@@ -77,13 +91,13 @@ def both_halves(r: Record) -> Iterator[Finding]:
                 "DeepSpeed: bfloat16 and fp16 modes cannot be enabled at once; both sections are"
                 " true"
             ),
-            wins="DeepSpeed refuses to start",
+            current_effect="DeepSpeed refuses to start",
             fix='keep one section enabled, and "enabled": false or "auto" in the other',
         )
     if bf16 and fp16 and str(bf16.value) == str(fp16.value) == "auto":
         for train, evaluate in (("hf.bf16", "hf.fp16_full_eval"), ("hf.fp16", "hf.bf16_full_eval")):
-            flag = f.on(train)
-            full = f.on(evaluate)
+            flag = f.first_enabled(train)
+            full = f.first_enabled(evaluate)
             if flag and full:
                 yield error(
                     f"{flag.key} with {full.key} enables both of DeepSpeed's sections",
@@ -96,17 +110,17 @@ def both_halves(r: Record) -> Iterator[Finding]:
                         " of that half is set: both fp16 and bf16 are on"
                     ),
                     fix=f"evaluate in the same half as training: remove {full.key}",
-                    wins="DeepSpeed refuses to start",
+                    current_effect="DeepSpeed refuses to start",
                 )
 
 
-_NOT_TORCHS = ("bf16", "fp16", "fp32")
+_NOT_TORCH_NAMES = ("bf16", "fp16", "fp32")
 # attributes of torch, and yet not among the words that a storage dtype may be
 _NOT_FOR_STORAGE = ("half", "float", "double")
 
 
 @rule("CF043")
-def word_not_looked_up(r: Record) -> Iterator[Finding]:
+def unresolvable_dtype_name(r: Record) -> Iterator[Finding]:
     """A dtype of weights in a word that is not found: `torch.bfloat16`, `bf16`
 
     **Why it matters.** `bnb_4bit_compute_dtype`, and a text given as `dtype` to `from_pretrained`,
@@ -120,47 +134,47 @@ def word_not_looked_up(r: Record) -> Iterator[Finding]:
     for document in r.facts.documents:
         if document.tool not in ("model", "hf", "peft", "axolotl"):
             continue
-        done = set()
+        reported = set()
         for key, setting in document.settings.items():
             last = key.rpartition(".")[2]
-            word = setting.value
-            loaded = (
+            dtype_name = setting.value
+            is_load_dtype = (
                 key in ("dtype", "torch_dtype")
                 and document.attributes.get("reader") == "python"
                 and document.tool == "model"
             )
-            looked_up = last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (
-                loaded and not document.attributes.get("unsloth")
+            is_torch_attribute = last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (
+                is_load_dtype and not document.attributes.get("unsloth")
             )
-            if not looked_up or (last, setting.line) in done:
+            if not is_torch_attribute or (last, setting.line) in reported:
                 continue
-            if not isinstance(word, str) or isinstance(word, Name):
+            if not isinstance(dtype_name, str) or isinstance(dtype_name, Name):
                 continue
-            stored = last == "bnb_4bit_quant_storage"
+            is_storage_dtype = last == "bnb_4bit_quant_storage"
             if (
-                word.startswith("torch.")
-                or word in _NOT_TORCHS
-                or (stored and word in _NOT_FOR_STORAGE)
+                dtype_name.startswith("torch.")
+                or dtype_name in _NOT_TORCH_NAMES
+                or (is_storage_dtype and dtype_name in _NOT_FOR_STORAGE)
             ):
-                done.add((last, setting.line))
+                reported.add((last, setting.line))
                 yield error(
                     (
-                        f"{last} does not take {word!r}"
-                        if stored
-                        else f"{last}: {word!r} is not a name in torch"
+                        f"{last} does not take {dtype_name!r}"
+                        if is_storage_dtype
+                        else f"{last}: {dtype_name!r} is not a name in torch"
                     ),
                     setting,
                     cause=(
                         "the string must be one of float16, bfloat16, float32, float64, int8 and"
                         " uint8"
-                        if stored
+                        if is_storage_dtype
                         else (
                             "the string is looked up as an attribute of torch, and must be torch's"
                             " own word without prefix"
                         )
                     ),
-                    fix=f'{last}: "{torch_word(dtype_of(word) or word.removeprefix("torch."))}"',
-                    wins=f"loading stops with {'a ValueError' if stored else 'an AttributeError'}",
+                    fix=f'{last}: "{torch_word(parse_dtype(dtype_name) or dtype_name.removeprefix("torch."))}"',
+                    current_effect=f"loading stops with {'a ValueError' if is_storage_dtype else 'an AttributeError'}",
                 )
 
 
@@ -196,12 +210,12 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
                         " refused"
                     ),
                     fix=f"remove {last} from the bf16 section",
-                    wins="DeepSpeed stops",
+                    current_effect="DeepSpeed stops",
                 )
 
 
 @rule("CF060")
-def policy_keys(r: Record) -> Iterator[Finding]:
+def wrong_policy_keys(r: Record) -> Iterator[Finding]:
     """A mixed precision policy with a key of the other FSDP version
 
     **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate
@@ -213,7 +227,7 @@ def policy_keys(r: Record) -> Iterator[Finding]:
     **What to do.** The keys of the version that is used.
     """
     f = r.facts
-    version, by = fsdp_version(f)
+    version, version_setting = fsdp_version(f)
     for document in f.documents:
         if document.tool != "fsdp" or document.attributes.get("reader") != "python":
             continue
@@ -224,15 +238,15 @@ def policy_keys(r: Record) -> Iterator[Finding]:
             if (version == 2 and last == "buffer_dtype") or (
                 version in (1, None) and last == "output_dtype"
             ):
-                other = "output_dtype" if version == 2 else "buffer_dtype"
+                valid_key = "output_dtype" if version == 2 else "buffer_dtype"
                 yield error(
                     f"{last} in the policy of FSDP{version or 1}",
                     setting,
-                    by or uses_fsdp(f),
+                    version_setting or find_fsdp(f),
                     cause=(
                         f"the mixed precision policy of FSDP{version or 1} has param_dtype,"
-                        f" reduce_dtype and {other}, and no {last}"
+                        f" reduce_dtype and {valid_key}, and no {last}"
                     ),
-                    fix=f"{other} instead of {last}",
-                    wins="accelerate stops: Invalid mixed precision policy",
+                    fix=f"{valid_key} instead of {last}",
+                    current_effect="accelerate stops: Invalid mixed precision policy",
                 )
