@@ -18,7 +18,7 @@ from isotype.model.adapter import load_adapter
 from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision.precision import PRESETS
 from isotype.report import live
-from isotype.report.record import picture_of, read_run
+from isotype.report.record import read_picture, read_run
 from isotype.runs.checkpoint.atomic_folder import write_text
 from isotype.runs.folder import CONSENT, RunFolder
 from isotype.tasks.choose import train
@@ -207,7 +207,7 @@ def test_nothing_is_read_through_a_link_out_of_the_folder(name, tmp_path):
     record = read_run(run)
     everything = repr(record) + repr(RunFolder(run).read_json(name)) + live._last_lines(run)
     assert secret not in everything
-    assert picture_of(run, sample) is None
+    assert read_picture(run, sample) is None
     assert name in ("log.txt", "samples") or any(
         "a link out of the run's folder" in line for line in record.damaged
     )

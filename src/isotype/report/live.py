@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from ..errors import IsotypeError, UsageError
 from ..runs.folder import LOCK, LOG, holder, is_held, open_inside
 from .page import STEPS, Live, render
-from .record import RunRecord, picture_of, read_run
+from .record import RunRecord, read_picture, read_run
 
 HOST = "127.0.0.1"
 # of the log: lines that are shown, bytes that are read
@@ -56,9 +56,9 @@ class WatchServer(ThreadingHTTPServer):
                 f"{folder}: the run has not begun yet: its checks come first",
                 fix="give the same command again",
             ) from None
-        self._making = threading.Lock()
-        self._made = ("", b"")
-        self._asked: int | None = None
+        self._lock = threading.Lock()
+        self._cached_page = ("", b"")
+        self._asked_to_stop: int | None = None
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -72,15 +72,15 @@ class WatchServer(ThreadingHTTPServer):
 
     def page(self) -> tuple[str, bytes]:
         """A tag that changes when a file of the run does, and the page."""
-        with self._making:
+        with self._lock:
             tag = self._tag()
-            if tag != self._made[0]:
+            if tag != self._cached_page[0]:
                 record = read_run(self.folder)
-                self._made = (
+                self._cached_page = (
                     tag,
                     render(record, live=self._live(record)).encode("utf-8", "backslashreplace"),
                 )
-            return self._made
+            return self._cached_page
 
     def stop(self) -> None:
         """Sends what Ctrl-C sends, once: a second one would end the run without a save. Raises
@@ -89,29 +89,33 @@ class WatchServer(ThreadingHTTPServer):
         process = holder(self.folder)
         if process is None:
             raise UsageError(f"{self.folder}: no process of this machine and user trains there")
-        if process != self._asked:
+        if process != self._asked_to_stop:
             os.kill(process, signal.SIGINT)
-            self._asked = process
+            self._asked_to_stop = process
 
     def _live(self, record: RunRecord) -> Live:
         process = holder(self.folder) if record.status == "running" else None
         return Live(
-            _last_lines(self.folder), process, process is not None and process == self._asked
+            _last_lines(self.folder),
+            process,
+            process is not None and process == self._asked_to_stop,
         )
 
     def _tag(self) -> str:
-        found = []
-        for place in (self.folder, self.folder / "samples"):
+        entries_seen = []
+        for folder in (self.folder, self.folder / "samples"):
             try:
-                entries = [entry for entry in os.scandir(place) if entry.name != LOCK]
-                found += [
+                entries = [entry for entry in os.scandir(folder) if entry.name != LOCK]
+                entries_seen += [
                     (entry.name, stat.st_mtime_ns, stat.st_size)
                     for entry in entries
                     if (stat := entry.stat(follow_symlinks=False))
                 ]
             except OSError:  # no samples yet, or a file that is just being replaced
-                found.append((place.name, 0, 0))
-        return f'"{hash((tuple(sorted(found)), is_held(self.folder), self._asked)):x}"'
+                entries_seen.append((folder.name, 0, 0))
+        return (
+            f'"{hash((tuple(sorted(entries_seen)), is_held(self.folder), self._asked_to_stop)):x}"'
+        )
 
 
 def _last_lines(folder: Path) -> str:
@@ -135,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self._answer({"stop": self._stop})
 
-    def _answer(self, known: dict[str, Any]) -> None:
+    def _answer(self, routes: dict[str, Any]) -> None:
         _, token, *rest = [*unquote(urlsplit(self.path).path).split("/"), ""]
         path = "/".join(rest).removesuffix("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
@@ -144,14 +148,14 @@ class _Handler(BaseHTTPRequestHandler):
                 b"the address that isotype watch printed is needed\n",
                 "text/plain",
             )
-        elif path in known:
+        elif path in routes:
             try:
-                known[path]()
+                routes[path]()
             except IsotypeError as error:
                 self._send(HTTPStatus.CONFLICT, f"{error}\n".encode(), "text/plain")
         elif (
             self.command == "GET"
-            and (picture := picture_of(self.server.folder, {"file": path})) is not None
+            and (picture := read_picture(self.server.folder, {"file": path})) is not None
         ):
             self._send(HTTPStatus.OK, picture, "image/png")
         else:
@@ -165,8 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, content, "text/html", tag)
 
     def _script(self) -> None:
-        both = [files(__package__).joinpath(name).read_bytes() for name in (STEPS, SCRIPT)]
-        self._send(HTTPStatus.OK, b"\n".join(both), "text/javascript")
+        scripts = [files(__package__).joinpath(name).read_bytes() for name in (STEPS, SCRIPT)]
+        self._send(HTTPStatus.OK, b"\n".join(scripts), "text/javascript")
 
     def _stop(self) -> None:
         self.server.stop()
@@ -191,5 +195,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *given: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -21,19 +21,19 @@ from ..config.sources import short_names
 from ..errors import RunError, UsageError
 from ..runs.checkpoint.atomic_folder import write_text
 from ..wording import count, counted, duration, percent, plain, size
-from .plots import MANY, line_chart, loss_plot, plots, smoothed
+from .plots import SMOOTHED_ABOVE, line_chart, loss_plot, plots, smooth
 from .record import (
     AVERAGE,
     RunRecord,
-    as_data,
-    asked,
-    dict_of,
-    list_of,
-    picture_of,
+    data_url,
+    dict_or_empty,
+    list_or_empty,
+    prompt_label,
+    read_picture,
     read_run,
-    rows_of,
-    smaller,
-    spread,
+    rows_or_empty,
+    shrink_picture,
+    spread_evenly,
 )
 
 REPORT = "report.html"
@@ -45,7 +45,7 @@ _MOODS = {
     "interrupted": "warn",
     "stopped": "warn",
 }
-_WORDS = {"interrupted": "interrupted, can be resumed", "stopped": "stopped without an end"}
+_STATUS_LABELS = {"interrupted": "interrupted, can be resumed", "stopped": "stopped without an end"}
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,15 @@ class Tile:
 def page(record: RunRecord) -> dict[str, Any]:
     """The variables of report.html.jinja."""
     loss = loss_plot(record)
-    shown = samples(record)
-    pictures = any(one["picture"] for sample in shown for one in sample["answers"])
+    prompts = samples(record)
+    pictures = any(edited["picture"] for sample in prompts for edited in sample["answers"])
     return {
         "verdict": verdict(record) if record.metrics else None,
         "name": record.folder.resolve().name,
-        "status": (_WORDS.get(record.status, record.status), _MOODS.get(record.status, "warn")),
+        "status": (
+            _STATUS_LABELS.get(record.status, record.status),
+            _MOODS.get(record.status, "warn"),
+        ),
         "progress": progress(record),
         "error": record.result.get("error"),
         "subtitle": subtitle(record),
@@ -125,13 +128,13 @@ def page(record: RunRecord) -> dict[str, Any]:
         "figures": [(plot, line_chart(plot)) for plot in plots(record)],
         "precision": precision(record),
         "preflight": preflight(record),
-        "samples": shown,
+        "samples": prompts,
         "pictures": pictures,
-        "drawn": side_by_side(shown) if pictures else [],
+        "drawn": side_by_side(prompts) if pictures else [],
         "before_edits": {
-            prompt: one
-            for prompt, one in record.before_edits.items()
-            if isinstance(one, str) and _PICTURE.fullmatch(one)
+            prompt: edited
+            for prompt, edited in record.before_edits.items()
+            if isinstance(edited, str) and _PICTURE.fullmatch(edited)
         },
         "first_is_base": not record.setting("adapter", "start_from"),
         "levels": noise_levels(record),
@@ -161,49 +164,59 @@ def subtitle(record: RunRecord) -> str:
     model = record.setting("model", "name") or record.result.get("base")
     kind = record.setting("adapter", "kind")
     train = record.setting("data", "train") or record.setting("images", "train")
-    total, trained = (
-        n if isinstance(n := record.plan.get(key), int) else 0 for key in ("parameters", "trained")
-    )
+    total = _whole_number(record.plan.get("parameters"))
+    trained = _whole_number(record.plan.get("trained"))
     adapter = {"lora": "LoRA", "lokr": "LoKr"}.get(kind)
     if adapter:
-        how = f"{adapter} r={record.setting('adapter', 'r')}"
+        adaptation = f"{adapter} r={record.setting('adapter', 'r')}"
     elif kind == "none":
-        how = "every weight trained"
+        adaptation = "every weight trained"
     else:
-        how = None
-    parts = [
-        "/".join(Path(str(model)).parts[-2:]) if model else None,
-        f"{count(total)} parameters" if total else None,
-        record.precision.get("preset"),
-        f"{how}, {percent(trained / total)} trained" if total and adapter else how,
-        f"on {short_names(train)}" if train else None,
-    ]
+        adaptation = None
+    parts = []
+    if model:
+        parts.append("/".join(Path(str(model)).parts[-2:]))
+    if total:
+        parts.append(f"{count(total)} parameters")
+    parts.append(record.precision.get("preset"))
+    if total and adapter:
+        adaptation = f"{adaptation}, {percent(trained / total)} trained"
+    parts.append(adaptation)
+    if train:
+        parts.append(f"on {short_names(train)}")
     return "  ·  ".join(str(part) for part in parts if part)
+
+
+def _whole_number(value: Any) -> int:
+    """The value where it is an integer, else 0."""
+    return value if isinstance(value, int) else 0
 
 
 def tiles(record: RunRecord) -> list[Tile]:
     """The key numbers of a run; unknown ones are left out."""
-    found: list[Tile] = []
+    result: list[Tile] = []
     units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
     loss = record.curve("loss")
     if loss:
-        many = len(loss) > MANY
-        line = smoothed(loss) if many else loss  # the line that the chart labels
-        name = "training loss" + (", smoothed" if many else "")
-        found.append(
+        name = "training loss"
+        line = loss  # the line that the chart labels
+        if len(loss) > SMOOTHED_ABOVE:
+            name = "training loss, smoothed"
+            line = smooth(loss)
+        result.append(
             Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}")
         )
     if evaluations := record.evaluations():
         step, best = min(evaluations, key=lambda p: p[1])
         first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""
-        found.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
+        result.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
     if loss:
-        seen = record.last(units)
-        found.append(
+        total = record.last(units)
+        result.append(
             Tile(
                 "steps",
                 f"{max(step for step, _ in loss):,.0f}",
-                "" if seen is None else f"{count(seen)} {units}",
+                "" if total is None else f"{count(total)} {units}",
             )
         )
     seconds, speed, memory = (
@@ -211,12 +224,12 @@ def tiles(record: RunRecord) -> list[Tile]:
     )
     trained = record.result.get("trained_seconds") or sum(seconds)
     if isinstance(trained, int | float) and trained > 0:
-        found.append(Tile("training time", duration(trained), "in steps alone"))
+        result.append(Tile("training time", duration(trained), "in steps alone"))
     if speed:
-        found.append(Tile(f"{units} per second", plain(median(speed)), "median"))
+        result.append(Tile(f"{units} per second", plain(median(speed)), "median"))
     if memory:
-        found.append(Tile("peak memory", size(max(memory))))
-    return found
+        result.append(Tile("peak memory", size(max(memory))))
+    return result
 
 
 def finite_values(record: RunRecord, key: str) -> list[float]:
@@ -233,7 +246,7 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
         for sample in moment["samples"]:
             if not isinstance(sample, dict):
                 continue
-            prompt = asked(sample)
+            prompt = prompt_label(sample)
             turns[prompt] += 1
             fresh: dict[str, Any] = {
                 "prompt": prompt,
@@ -242,40 +255,42 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
                 "answers": [],
             }
             entry = by_prompt.setdefault((prompt, turns[prompt]), fresh)
-            kind, content = smaller(picture_of(record.folder, sample))
+            kind, content = shrink_picture(read_picture(record.folder, sample))
             answer = {
                 "step": moment["step"],
                 "text": str(sample.get("answer", "")),
-                "picture": as_data(content or None, kind),
+                "picture": data_url(content or None, kind),
             }
             entry["answers"].append(
                 answer | {"file": str(sample.get("file") or "") if content else ""}
             )
     # the average beside the trained weights
-    order = list(dict.fromkeys(map(_question, by_prompt.values())))
-    return sorted(by_prompt.values(), key=lambda entry: order.index(_question(entry)))
+    order = list(dict.fromkeys(map(_prompt_and_turn, by_prompt.values())))
+    return sorted(by_prompt.values(), key=lambda entry: order.index(_prompt_and_turn(entry)))
 
 
-def _question(entry: dict[str, Any]) -> tuple[str, int]:
+def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
     """The prompt itself and its turn, the same for the trained weights and their average."""
     return entry["prompt"].removesuffix(AVERAGE), entry["turn"]
 
 
-def side_by_side(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every prompt the picture before training, and by step those of the trained weights and of
     their average.
     """
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    for entry in shown:
-        prompt, _ = question = _question(entry)
-        one = found.setdefault(question, {"prompt": prompt, "first": None, "steps": {}})
+    prompts: dict[tuple[str, int], dict[str, Any]] = {}
+    for entry in entries:
+        prompt, _ = question = _prompt_and_turn(entry)
+        prompt_row = prompts.setdefault(question, {"prompt": prompt, "first": None, "steps": {}})
         for answer in entry["answers"]:
             if answer["step"] == 0:
-                one["first"] = one["first"] or answer  # the average is the weights themselves
+                prompt_row["first"] = (
+                    prompt_row["first"] or answer
+                )  # the average is the weights themselves
             else:
-                whose = "trained" if prompt == entry["prompt"] else "average"
-                one["steps"].setdefault(answer["step"], {})[whose] = answer
-    return list(found.values())
+                weights = "trained" if prompt == entry["prompt"] else "average"
+                prompt_row["steps"].setdefault(answer["step"], {})[weights] = answer
+    return list(prompts.values())
 
 
 _LEVEL = re.compile(r"eval_loss_t(\d+)_(\d+)")
@@ -286,7 +301,7 @@ def noise_levels(record: RunRecord) -> dict[str, Any] | None:
     """The evaluation loss of a diffusion run by noise level, at steps that are evenly spread; None
     where it was not written.
     """
-    steps = spread(sorted({int(step) for step, _ in record.evaluations()}), MOST_EVALUATIONS)
+    steps = spread_evenly(sorted({int(step) for step, _ in record.evaluations()}), MOST_EVALUATIONS)
     levels = {
         (int(match[1]), int(match[2]))
         for row in record.metrics
@@ -310,29 +325,32 @@ def data(record: RunRecord) -> dict[str, Any]:
     """Counts, files and notes of both sides."""
     sides: list[dict[str, Any]] = []
     if record.plan.get("task") == "diffusion":
-        sides.append({"title": "Pictures", "facts": _of_pictures(record.data), "files": []})
+        sides.append({"title": "Pictures", "facts": _picture_facts(record.data), "files": []})
     for key, title in (("train", "Training"), ("eval", "Evaluation")):
         side = record.data.get(key)
         if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
             continue
         dropped = [
-            one["rows"]
-            for one in list_of(side.get("dropped"))
-            if isinstance(one, dict) and isinstance(one.get("rows"), int)
+            dropped_rows["rows"]
+            for dropped_rows in list_or_empty(side.get("dropped"))
+            if isinstance(dropped_rows, dict) and isinstance(dropped_rows.get("rows"), int)
         ]
-        known = {**dict_of(side.get("lengths")), **side, "dropped": sum(dropped)}
+        counts = {**dict_or_empty(side.get("lengths")), **side, "dropped": sum(dropped)}
         sides.append(
             {
                 "title": title + (" (held out)" if side.get("held_out") else ""),
                 "facts": [
                     (name, f"{n:,}")
                     for fact, name in _ROW_FACTS.items()
-                    if isinstance(n := known.get(fact), int)
+                    if isinstance(n := counts.get(fact), int)
                 ],
                 "files": _sources(side, record.data.get("mix") if key == "train" else None),
             }
         )
-    return {"sides": sides, "notes": [str(note) for note in list_of(record.data.get("notes"))]}
+    return {
+        "sides": sides,
+        "notes": [str(note) for note in list_or_empty(record.data.get("notes"))],
+    }
 
 
 _ROW_FACTS = {
@@ -347,19 +365,19 @@ _PICTURE_FACTS = {
 }  # fmt: skip
 
 
-def _of_pictures(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    shown = {
+def _picture_facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    labelled = {
         name: facts[key] for key, name in _PICTURE_FACTS.items() if facts.get(key) not in (None, 0)
     }
-    sizes = dict_of(facts.get("train_pictures_by_size")).items()
-    return [(name, _written(value)) for name, value in shown.items()] + [
-        (f"training pictures of {size}", _written(n)) for size, n in sizes
+    sizes = dict_or_empty(facts.get("train_pictures_by_size")).items()
+    return [(name, _format_value(value)) for name, value in labelled.items()] + [
+        (f"training pictures of {size}", _format_value(n)) for size, n in sizes
     ]
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(map(_written, value))
+        return ", ".join(map(_format_value, value))
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
@@ -371,22 +389,26 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
     """The sources of a side: how many rows each had and gave, and of weighted ones how often a row
     comes.
     """
-    found = rows_of(side.get("files"), "path", "format", "why")
-    shares = {str(one.get("path")): one for one in list_of(mix) if isinstance(one, dict)}
-    for shown, file in zip(found, (f for f in list_of(side.get("files")) if isinstance(f, dict))):
+    sources = rows_or_empty(side.get("files"), "path", "format", "why")
+    shares = {
+        str(mixed.get("path")): mixed for mixed in list_or_empty(mix) if isinstance(mixed, dict)
+    }
+    for source, file in zip(
+        sources, (f for f in list_or_empty(side.get("files")) if isinstance(f, dict))
+    ):
         rows = file.get("rows")
-        kept = file.get("kept")
-        words = [counted(rows, "row")] if isinstance(rows, int) else []
-        if isinstance(kept, int) and kept != rows:
-            words.append(f"{kept:,} here")
-        if (share := shares.get(shown["path"])) is not None:
+        rows_kept = file.get("kept")
+        counts = [counted(rows, "row")] if isinstance(rows, int) else []
+        if isinstance(rows_kept, int) and rows_kept != rows:
+            counts.append(f"{rows_kept:,} here")
+        if (share := shares.get(source["path"])) is not None:
             weight, part, passes = (
                 n if isinstance(n := share.get(k), int | float) else math.nan
                 for k in ("weight", "share", "passes")
             )
-            words.append(f"weight {weight:g}: {part:.1%} of an epoch, each row {passes:.3g} times")
-        shown["counts"] = ", ".join(words)
-    return found
+            counts.append(f"weight {weight:g}: {part:.1%} of an epoch, each row {passes:.3g} times")
+        source["counts"] = ", ".join(counts)
+    return sources
 
 
 _PICTURE = re.compile(r"data:image/(?:png|webp);base64,[A-Za-z0-9+/=]+")
@@ -394,22 +416,22 @@ _PICTURE = re.compile(r"data:image/(?:png|webp);base64,[A-Za-z0-9+/=]+")
 
 def examples(record: RunRecord) -> list[dict[str, Any]]:
     """Training rows as parts of text, each marked as learnt or not."""
-    found = []
+    result = []
     for row in record.examples:
         parts = [
             (str(part.get("text", "")), bool(part.get("learnt")))
-            for part in list_of(row.get("parts"))
+            for part in list_or_empty(row.get("parts"))
             if isinstance(part, dict)
         ]
         if parts:
-            shown = [
-                one
-                for one in list_of(row.get("pictures"))
-                if isinstance(one, str) and _PICTURE.fullmatch(one)
+            pictures = [
+                picture
+                for picture in list_or_empty(row.get("pictures"))
+                if isinstance(picture, str) and _PICTURE.fullmatch(picture)
             ]
             facts = {key: row.get(key) for key in ("which", "tokens", "learnt", "left_out")}
-            found.append(facts | {"parts": parts, "pictures": shown})
-    return found
+            result.append(facts | {"parts": parts, "pictures": pictures})
+    return result
 
 
 def commands(record: RunRecord) -> list[str]:
@@ -418,19 +440,20 @@ def commands(record: RunRecord) -> list[str]:
     folder = shlex.quote(str(run))
     adapter = (run / "adapter").is_dir()
     saved = any((run / name).is_dir() for name in ("adapter", "model", "checkpoints"))
-    found = []
+    result = []
     if saved and record.plan.get("task") == "diffusion":
-        found = [f"isotype sample {folder} 'Your prompt'"]
+        result = [f"isotype sample {folder} 'Your prompt'"]
     elif saved and record.setting("train", "objective") != "reward":
-        found = [
+        result = [
             f"isotype chat {folder}",
             f"isotype sample {folder} 'Your prompt'",
             f"isotype eval {folder} FILE",
         ]
-        found += [f"isotype merge {folder}"] if adapter else []
-    return found + (
-        [f"isotype train --resume {folder}"] if record.status not in ("done", "running") else []
-    )
+        if adapter:
+            result.append(f"isotype merge {folder}")
+    if record.status not in ("done", "running"):
+        result.append(f"isotype train --resume {folder}")
+    return result
 
 
 # --- Declared against observed: the precision of every role, the preflight, and the verdict on the
@@ -463,24 +486,30 @@ class Verdict:
 
 def verdict(record: RunRecord) -> Verdict:
     """Base against tuned loss on the evaluation rows, and whether the declared precision was kept."""
-    (learnt, mood), (kept, other) = _learnt(record), _precision(record)
+    (learning_sentence, mood), (precision_sentence, precision_mood) = (
+        _learning_verdict(record),
+        _precision_verdict(record),
+    )
     return Verdict(
-        learnt, kept, next(worst for worst in ("bad", "warn", "good") if worst in (mood, other))
+        learning_sentence,
+        precision_sentence,
+        next(worst for worst in ("bad", "warn", "good") if worst in (mood, precision_mood)),
     )
 
 
-def _learnt(record: RunRecord) -> tuple[str, str]:
+def _learning_verdict(record: RunRecord) -> tuple[str, str]:
     evaluations = record.evaluations()
     if not evaluations:
         return (
             "No evaluation: whether it learnt something that holds for other rows is not known.",
             "warn",
         )
-    taken = record.result.get("of_step")
+    saved_step = record.result.get("of_step")
     (first, base), (last, tuned) = evaluations[0], evaluations[-1]
-    if isinstance(taken, int):  # the step whose weights are the result
+    if isinstance(saved_step, int):  # the step whose weights are the result
         last, tuned = next(
-            ((step, loss) for step, loss in reversed(evaluations) if step <= taken), evaluations[-1]
+            ((step, loss) for step, loss in reversed(evaluations) if step <= saved_step),
+            evaluations[-1],
         )
     if last == first:
         return (
@@ -490,29 +519,31 @@ def _learnt(record: RunRecord) -> tuple[str, str]:
             ),
             "warn",
         )
-    before = "before training" if first == 0 else f"at step {first:,.0f}"
+    begin = "before training" if first == 0 else f"at step {first:,.0f}"
     share = (tuned - base) / base if base else 0.0
     best_step, best = min(evaluations, key=lambda point: point[1])
     if plain(tuned) == plain(base):
-        how = "no change"
+        change = "no change"
     else:
-        how = f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
-    said = f"Evaluation loss {plain(base)} {before}, {plain(tuned)} at step {last:,.0f}: {how}"
+        change = f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
+    sentence = (
+        f"Evaluation loss {plain(base)} {begin}, {plain(tuned)} at step {last:,.0f}: {change}"
+    )
     of_result = ""
-    if isinstance(taken, int):
+    if isinstance(saved_step, int):
         of_result = f" The result is of step {last:,.0f}; run.save: best takes the other."
     if best_step not in (first, last) and plain(best) != plain(tuned):
         return (
             (
-                f"{said}. It was lower at step {best_step:,.0f}, {plain(best)}: it learns its"
+                f"{sentence}. It was lower at step {best_step:,.0f}, {plain(best)}: it learns its"
                 f" training rows by heart.{of_result}"
             ),
             "warn",
         )
-    return f"{said}.", "good" if tuned < base else "warn"
+    return f"{sentence}.", "good" if tuned < base else "warn"
 
 
-def _precision(record: RunRecord) -> tuple[str, str]:
+def _precision_verdict(record: RunRecord) -> tuple[str, str]:
     table = precision(record)
     broken = len(table["violations"])
     if broken:
@@ -528,22 +559,25 @@ def _precision(record: RunRecord) -> tuple[str, str]:
         for row in table["rows"]
         if row["role"] not in _NOT_A_DTYPE and row["declared"] is not None
     ]
-    seen = [row for row in roles if row["mood"] == "good"]
-    if not seen:
+    observed = [row for row in roles if row["mood"] == "good"]
+    if not observed:
         return "The precision was not observed.", "warn"
-    unseen = [str(row["role"]) for row in roles if row not in seen]
+    unseen = [str(row["role"]) for row in roles if row not in observed]
     rest = f"; not observed: {', '.join(unseen)}" if unseen else ""
-    return f"The declared precision was kept in {len(seen)} of {len(roles)} roles{rest}.", "good"
+    return (
+        f"The declared precision was kept in {len(observed)} of {len(roles)} roles{rest}.",
+        "good",
+    )
 
 
 def precision(record: RunRecord) -> dict[str, Any]:
     """One row a role: declared, why, observed, and whether they agree. A reason that most roles
-    share stands once, in `why`.
+    share stands once, in `explanation`.
     """
-    declared = dict_of(record.precision.get("declared"))
-    observed = dict_of(record.precision.get("observed"))
-    unobserved = dict_of(record.precision.get("unobserved"))
-    violations = rows_of(record.precision.get("violations"), "code", "message", "declared")
+    declared = dict_or_empty(record.precision.get("declared"))
+    observed = dict_or_empty(record.precision.get("observed"))
+    unobserved = dict_or_empty(record.precision.get("unobserved"))
+    violations = rows_or_empty(record.precision.get("violations"), "code", "message", "declared")
     broken = " ".join(v["declared"] for v in violations)
     rows = []
     for role in [r for r in ROLES if r in declared or r in observed] + [
@@ -556,25 +590,25 @@ def precision(record: RunRecord) -> dict[str, Any]:
         value = setting.get("value")
         if isinstance(setting.get("rest"), str):
             value = f"{value} (rest {setting['rest']})"
-        words = [
+        counts = [
             f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}"
-            for dtype, n in dict_of(observed.get(role)).items()
+            for dtype, n in dict_or_empty(observed.get(role)).items()
         ]
         if f"precision.{role}:" in broken:
             mood = "bad"
-        elif words and value is not None:
+        elif counts and value is not None:
             mood = "good"
         else:
             mood = ""
-        said = ", ".join(words) or ("" if role in _NOT_A_DTYPE else "not observed")
+        observation = ", ".join(counts) or ("" if role in _NOT_A_DTYPE else "not observed")
         rows.append(
             {
                 "role": role,
                 "declared": value,
                 "reason": str(setting.get("reason") or ""),
-                "observed": said,
+                "observed": observation,
                 "mood": mood,
-                "seen": bool(words),
+                "seen": bool(counts),
                 "unseen": str(unobserved.get(role, "")),
             }
         )
@@ -584,17 +618,17 @@ def precision(record: RunRecord) -> dict[str, Any]:
         "rows": rows,
         "why": usual,
         "differing": any(reason != usual for reason in reasons),
-        "promotions": rows_of(record.precision.get("promotions"), "module", "dtype", "times"),
+        "promotions": rows_or_empty(record.precision.get("promotions"), "module", "dtype", "times"),
         "violations": violations,
         "places": [
-            {"place": str(place), "why": str(why)}
-            for place, why in unobserved.items()
-            if place not in ROLES
+            {"place": str(role_name), "why": str(explanation)}
+            for role_name, explanation in unobserved.items()
+            if role_name not in ROLES
         ],
-        "not_watched": [str(what) for what in list_of(record.precision.get("not watched"))],
+        "not_watched": [str(entry) for entry in list_or_empty(record.precision.get("not watched"))],
         "observed_at": [
             plain(float(s))
-            for s in list_of(record.precision.get("observed_at"))
+            for s in list_or_empty(record.precision.get("observed_at"))
             if isinstance(s, int)
         ],
     }
@@ -604,17 +638,19 @@ def preflight(record: RunRecord) -> dict[str, Any] | None:
     """Every check with what became of it: passed, found something, or left out with its reason.
     None where there is no record.
     """
-    said = record.preflight
-    if not said:
+    recorded = record.preflight
+    if not recorded:
         return None
-    findings = rows_of(said.get("findings"), "code", "severity", "message", "fix")
-    skipped = rows_of(said.get("skipped"), "code", "check", "reason")
+    findings = rows_or_empty(recorded.get("findings"), "code", "severity", "message", "fix")
+    skipped = rows_or_empty(recorded.get("skipped"), "code", "check", "reason")
     moods = {f["code"]: "bad" if f["severity"] == "error" else "warn" for f in findings}
     checks = [
-        {"code": code, "what": what, "mood": moods.get(code, "good")}
-        for code, what in dict_of(said.get("checks")).items()
+        {"code": code, "what": title, "mood": moods.get(code, "good")}
+        for code, title in dict_or_empty(recorded.get("checks")).items()
     ]
-    seconds = [s for s in dict_of(said.get("seconds")).values() if isinstance(s, int | float)]
+    seconds = [
+        s for s in dict_or_empty(recorded.get("seconds")).values() if isinstance(s, int | float)
+    ]
     passed = sum(check["mood"] == "good" for check in checks)
     return {
         "checks": checks,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from ..wording import count, percent, plain, size
-from .record import RunRecord, spread
+from .record import RunRecord, spread_evenly
 
 Point = tuple[float, float]
 LOSSES = (
@@ -29,10 +29,10 @@ LOSSES_OF_PICTURES = (
     " drawn. Evaluation loss: the same at fixed noise levels of the evaluation pictures."
 )
 # number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
-MANY = 30
+SMOOTHED_ABOVE = 30
 MOST_POINTS = 600  # of one line: more than a page has pixels for
 COLUMNS = 48  # columns of a chart that show their values under the pointer
-FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
+FIT_ABOVE = 0.5  # an axis is fitted to values whose least is above this share of their greatest
 _NOISY = ("tokens_per_second", "share_changed")
 
 
@@ -52,7 +52,7 @@ class Series:
 class Plot:
     """Curves over steps with a title and one sentence that says how to read them.
 
-    written    writes a value on the axis
+    format_value  writes a value on the axis
     guide      a horizontal line at a value that means something, and its label
     trouble    what is wrong with the values themselves
     from_zero  the axis begins at 0, unless the values lie so close together that their course could
@@ -63,7 +63,7 @@ class Plot:
     key: str
     title: str
     series: Sequence[Series]
-    written: Callable[[float], str] = plain
+    format_value: Callable[[float], str] = plain
     note: str = ""
     guide: tuple[float, str] | None = None
     from_zero: bool = True
@@ -77,14 +77,14 @@ class Plot:
     @property
     def legend(self) -> list[Series]:
         """The series to name: none where there is only one."""
-        named = [s for s in self.series if s.look != "faint"]
-        return named if len(named) > 1 else []
+        labelled = [s for s in self.series if s.look != "faint"]
+        return labelled if len(labelled) > 1 else []
 
 
 def loss_plot(record: RunRecord) -> Plot | None:
     """Training loss, raw and smoothed, with the evaluations."""
     note = LOSSES_OF_PICTURES if record.plan.get("task") == "diffusion" else LOSSES
-    plot = _plot(
+    plot = _metric_plot(
         record,
         "loss",
         "Loss",
@@ -99,14 +99,14 @@ def loss_plot(record: RunRecord) -> Plot | None:
 
 
 # key, title, note, how values are written; those with evaluations
-_OF_PREFERENCES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+_PREFERENCE_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", plain),
     ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", plain),
     ("accuracy", "Accuracy", "Pairs in which the chosen answer has the higher score.", percent),
     ("rewards/accuracies", "Accuracy", "Pairs with the larger reward on the chosen side; of kto, answers on their side of its reference.",
      percent),
 )  # fmt: skip
-_OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+_STEP_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     (
         "share_changed",
         "Share changed",
@@ -128,13 +128,13 @@ _OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 def plots(record: RunRecord) -> list[Plot]:
     """The smaller ones; a metric that the run did not write has none."""
-    found = []
+    result = []
     sets = record.setting("data", "eval")
     for name in sets if isinstance(sets, dict) else ():
         key = f"eval_loss_{name}"
         title = f"Evaluation loss, {name}"
-        found.append(
-            _plot(
+        result.append(
+            _metric_plot(
                 record,
                 key,
                 title,
@@ -145,19 +145,19 @@ def plots(record: RunRecord) -> list[Plot]:
                 from_zero=False,
             )
         )
-    for key, title, note, written in _OF_PREFERENCES:
-        found.append(
-            _plot(
+    for key, title, note, format_value in _PREFERENCE_PLOTS:
+        result.append(
+            _metric_plot(
                 record,
                 key,
                 title,
                 record.curve(f"eval_{key}"),
                 name="training",
                 note=note,
-                written=written,
+                format_value=format_value,
             )
         )
-    found.append(_norm(record))
+    result.append(_gradient_norm_plot(record))
     overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
     if any(overflowed):
         skipped = (
@@ -165,14 +165,18 @@ def plots(record: RunRecord) -> list[Plot]:
         )
     else:
         skipped = ""
-    for key, title, note, written in _OTHERS:
+    for key, title, note, format_value in _STEP_PLOTS:
         if key != "promotions" or any(v for _, v in record.curve(key)):
             note += skipped if key == "loss_scale" else ""
-            found.append(_plot(record, key, title, noisy=key in _NOISY, note=note, written=written))
-    return [plot for plot in found if plot.finite]
+            result.append(
+                _metric_plot(
+                    record, key, title, noisy=key in _NOISY, note=note, format_value=format_value
+                )
+            )
+    return [plot for plot in result if plot.finite]
 
 
-def _plot(
+def _metric_plot(
     record: RunRecord,
     key: str,
     title: str,
@@ -183,35 +187,41 @@ def _plot(
     noisy: bool = True,
     smoothing: str = "smoothed",
     evaluated: str = "evaluation",
-    **how: Any,
+    **options: Any,
 ) -> Plot:
     """A metric's curve; of a noisy one with many points the raw values are faint behind a smoothed
     line. `points`: by default `key`'s.
     """
-    points = record.curve(key) if points is None else points
+    if points is None:
+        points = record.curve(key)
     name = name or title.lower()
-    many = noisy and len(points) > MANY
-    series = [Series(name, points, "faint" if many else "line")] if points else []
-    series += [Series(f"{name}, {smoothing}", smoothed(points))] if many else []
-    series += [Series(evaluated, evaluations, "dots", colour=2)] if evaluations else []
+    series = []
+    if noisy and len(points) > SMOOTHED_ABOVE:
+        series.append(Series(name, points, "faint"))
+        series.append(Series(f"{name}, {smoothing}", smooth(points)))
+    elif points:
+        series.append(Series(name, points, "line"))
+    if evaluations:
+        series.append(Series(evaluated, evaluations, "dots", colour=2))
     lost = sum(not math.isfinite(v) for _, v in [*points, *evaluations])
-    if lost:
-        trouble = f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top."
-    else:
-        trouble = ""
+    trouble = ""
+    if lost == 1:
+        trouble = "1 value is not finite: marked at the top."
+    elif lost:
+        trouble = f"{lost} values are not finite: marked at the top."
     return Plot(
-        key=key, title=title, series=series, trouble=trouble, resumed=record.resumed_at, **how
+        key=key, title=title, series=series, trouble=trouble, resumed=record.resume_steps, **options
     )
 
 
-def _norm(record: RunRecord) -> Plot:
+def _gradient_norm_plot(record: RunRecord) -> Plot:
     clip = record.setting("train", "clip")
     if not isinstance(clip, int | float) or clip <= 0:
-        return _plot(record, "grad_norm", "Gradient norm", note="Not clipped.")
+        return _metric_plot(record, "grad_norm", "Gradient norm", note="Not clipped.")
     finite = [v for _, v in _finite(record.curve("grad_norm"))]
     over = sum(v > clip for v in finite) / max(1, len(finite))
     note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
-    return _plot(
+    return _metric_plot(
         record,
         "grad_norm",
         "Gradient norm",
@@ -224,17 +234,17 @@ def _finite(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if math.isfinite(point[1])]
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
+def smooth(points: Sequence[Point]) -> list[Point]:
     """A moving average over 4% of the points; values that are not finite break it and stay."""
     import numpy as np
 
     span = max(1, int(len(points) * 0.04 / 2))
     values = np.pad([y for _, y in points], span, constant_values=math.nan)
     window = np.ones(2 * span + 1)
-    known = np.isfinite(values)
+    is_finite = np.isfinite(values)
     # each window is added up by itself, so that one huge value leaves those without it exact
-    sums = np.convolve(np.where(known, values, 0.0), window, "valid")
-    counts = np.convolve(known, window, "valid")
+    sums = np.convolve(np.where(is_finite, values, 0.0), window, "valid")
+    counts = np.convolve(is_finite, window, "valid")
     return [
         (x, float(total / number) if math.isfinite(y) else math.nan)
         for (x, y), total, number in zip(points, sums, counts)
@@ -245,7 +255,10 @@ def nice_ticks(low: float, high: float) -> list[float]:
     """About five round values that enclose [low, high]."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
-        low = 0.0 if low >= 0 else low - pad
+        if low >= 0:
+            low = 0.0
+        else:
+            low -= pad
         high = high + pad
     step = (high - low) / 4
     magnitude = 10.0 ** math.floor(math.log10(step))
@@ -255,7 +268,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
     return [step * k for k in range(first, last + 1)]
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin_points(points: Sequence[Point]) -> list[Point]:
     """At most about MOST_POINTS: of every bucket its smallest and largest, and the first that is
     not finite, so that no peak is lost.
     """
@@ -287,15 +300,15 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
 class _Frame:
     """The plot area and its scales. A guide far above the curve would flatten it, and is left out."""
 
-    left = 52
-    right = 58
-    top = 14
-    bottom = 24
+    left_margin = 52
+    right_margin = 58
+    top_margin = 14
+    bottom_margin = 24
 
     def __init__(self, plot: Plot, width: int, height: int) -> None:
-        self.plot, self.written, self.height = plot, plot.written, height
-        self.end = width - self.right
-        self.base = height - self.bottom
+        self.plot, self.format_value, self.height = plot, plot.format_value, height
+        self.end = width - self.right_margin
+        self.base = height - self.bottom_margin
         steps, values = zip(*plot.finite)
         low = min(values)
         high = max(values)
@@ -305,70 +318,78 @@ class _Frame:
             high = max(high, self.guide[0])
         self.x0 = min(steps)
         self.x1 = max(steps)
-        self.ticks = nice_ticks(0.0 if plot.from_zero and low <= FITTED * high else low, high)
+        if plot.from_zero and low <= FIT_ABOVE * high:
+            low = 0.0
+        self.ticks = nice_ticks(low, high)
         self.y0 = self.ticks[0]
         self.y1 = self.ticks[-1]
 
     def x(self, value: float) -> float:
-        span = self.end - self.left
-        return self.left + (
-            span * (value - self.x0) / (self.x1 - self.x0) if self.x1 > self.x0 else span / 2
-        )
+        span = self.end - self.left_margin
+        if self.x1 <= self.x0:
+            return self.left_margin + span / 2
+        return self.left_margin + span * (value - self.x0) / (self.x1 - self.x0)
 
     def y(self, value: float) -> float:
-        return self.base - (self.base - self.top) * (value - self.y0) / (self.y1 - self.y0)
+        return self.base - (self.base - self.top_margin) * (value - self.y0) / (self.y1 - self.y0)
 
     def _across(self, look: str, y: float) -> str:
-        return f'<line class="{look}" x1="{self.left}" x2="{self.end}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        return f'<line class="{look}" x1="{self.left_margin}" x2="{self.end}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
     def _down(self, look: str, x: float) -> str:
-        return f'<line class="{look}" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top}" y2="{self.base}"/>'
+        return f'<line class="{look}" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top_margin}" y2="{self.base}"/>'
 
     def grid(self) -> list[str]:
         parts = []
         for tick in self.ticks:
             parts.append(self._across("grid", self.y(tick)))
-            text = escape(self.written(tick))
+            text = escape(self.format_value(tick))
             parts.append(
-                f'<text class="tick" x="{self.left - 7}" y="{self.y(tick) + 3.5:.1f}"'
+                f'<text class="tick" x="{self.left_margin - 7}" y="{self.y(tick) + 3.5:.1f}"'
                 f' text-anchor="end">{text}</text>'
             )
-        whole = [
+        ticks = [
             t for t in nice_ticks(self.x0, self.x1) if self.x0 <= t <= self.x1 and t == int(t)
         ] or [self.x0]
-        for tick in whole:
+        for tick in ticks:
             parts.append(
                 f'<text class="tick" x="{self.x(tick):.1f}" y="{self.base + 15}"'
                 f' text-anchor="middle">{tick:,.0f}</text>'
             )
         parts.append(f'<text class="tick" x="{self.end + 24}" y="{self.base + 15}">step</text>')
-        guide = [self._across("guide", self.y(self.guide[0]))] if self.guide else []
-        return [*parts, self._across("axis", self.base), *guide]
+        parts.append(self._across("axis", self.base))
+        if self.guide:
+            parts.append(self._across("guide", self.y(self.guide[0])))
+        return parts
 
     def resumed(self) -> list[str]:
         """A line at each resume within the curves."""
-        places = [self.x(step) for step in self.plot.resumed if self.x0 <= step <= self.x1]
-        said = [
-            f'<text class="tick" x="{x + 4:.1f}" y="{self.top + 9}">resumed</text>'
-            for x in places
+        positions = [self.x(step) for step in self.plot.resumed if self.x0 <= step <= self.x1]
+        labels = [
+            f'<text class="tick" x="{x + 4:.1f}" y="{self.top_margin + 9}">resumed</text>'
+            for x in positions
             if self.plot.key == "loss"
         ]
-        return [*(self._down("resumed", x) for x in places), *said]
+        return [*(self._down("resumed", x) for x in positions), *labels]
 
     def labels(self) -> list[str]:
         """Last values and the guide at the right edge, moved apart where they would overlap."""
         if self.guide:
-            wanted = [(self.y(self.guide[0]), "guide-label", self.guide[1])]
+            requested = [(self.y(self.guide[0]), "guide-label", self.guide[1])]
         else:
-            wanted = []
-        for one in self.plot.series:
-            if one.look != "faint" and (finite := _finite(one.points)):
-                wanted.append(
-                    (self.y(finite[-1][1]), f"value c{one.colour}", self.written(finite[-1][1]))
+            requested = []
+        for series in self.plot.series:
+            if series.look != "faint" and (finite := _finite(series.points)):
+                requested.append(
+                    (
+                        self.y(finite[-1][1]),
+                        f"value c{series.colour}",
+                        self.format_value(finite[-1][1]),
+                    )
                 )
         placed: list[str] = []
         lowest = -math.inf
-        for y, look, text in sorted(wanted):
+        for y, look, text in sorted(requested):
             lowest = max(y, lowest + 13)
             placed.append(
                 f'<text class="{look}" x="{self.end + 8}"'
@@ -377,7 +398,7 @@ class _Frame:
         return placed
 
     def series(self, series: Series) -> list[str]:
-        points = thinned(series.points)
+        points = thin_points(series.points)
         finite = _finite(points)
         if not finite:
             return []
@@ -392,47 +413,52 @@ class _Frame:
             mark = f"<title>{escape(series.name)} is not finite at step {x:,.0f}</title>"
             parts.append(
                 f'<circle class="lost" cx="{self.x(min(max(x, self.x0), self.x1)):.1f}"'
-                f' cy="{self.top}" r="4">{mark}</circle>'
+                f' cy="{self.top_margin}" r="4">{mark}</circle>'
             )
         return parts
 
     def columns(self) -> list[str]:
         """Invisible columns; under the pointer each shows a line and the values at its step."""
-        values = [(one, dict(_finite(one.points))) for one in self.plot.series]
-        marked = {step for one, found in values if one.look == "dots" for step in found}
-        steps = sorted({step for _, found in values for step in found})
-        places = [
+        values = [(series, dict(_finite(series.points))) for series in self.plot.series]
+        marked = {step for series, by_step in values if series.look == "dots" for step in by_step}
+        steps = sorted({step for _, by_step in values for step in by_step})
+        positions = [
             (self.x(step), step)
-            for step in sorted({*spread(steps, COLUMNS), *spread(sorted(marked), COLUMNS)})
+            for step in sorted(
+                {*spread_evenly(steps, COLUMNS), *spread_evenly(sorted(marked), COLUMNS)}
+            )
         ]
-        edges = [self.left, *((a + b) / 2 for (a, _), (b, _) in pairwise(places)), self.end]
+        edges = [
+            self.left_margin,
+            *((a + b) / 2 for (a, _), (b, _) in pairwise(positions)),
+            self.end,
+        ]
         parts = []
-        for (x, step), (start, stop) in zip(places, pairwise(edges)):
-            said = [f"step {step:,.0f}"]
-            for one, found in values:
-                if step in found:
-                    name, _, how = one.name.partition(", ")
-                    said.append(
-                        f"{'smoothed' if how.startswith('smoothed') else name}"
-                        f" {self.written(found[step])}"
-                    )
+        for (x, step), (start, stop) in zip(positions, pairwise(edges)):
+            lines = [f"step {step:,.0f}"]
+            for series, by_step in values:
+                if step in by_step:
+                    name, _, detail = series.name.partition(", ")
+                    if detail.startswith("smoothed"):
+                        name = "smoothed"
+                    lines.append(f"{name} {self.format_value(by_step[step])}")
             hit = (
                 f'<rect class="hit" x="{start:.1f}" y="0" width="{max(stop - start, 0.1):.1f}"'
                 f' height="{self.height}"/>'
             )
             text = (
                 f'<text class="said" x="{self.end}" y="9"'
-                f' text-anchor="end">{escape("   ".join(said))}</text>'
+                f' text-anchor="end">{escape("   ".join(lines))}</text>'
             )
             parts.append(f'<g class="column">{hit}{self._down("at", x)}{text}</g>')
         return parts
 
     def _path(self, points: Sequence[Point]) -> str:
         """A line that is interrupted where a value is not finite."""
-        words = []
+        segments = []
         pen_up = True
         for x, y in points:
             if math.isfinite(y):
-                words.append(f"{'M' if pen_up else 'L'}{self.x(x):.1f} {self.y(y):.1f}")
+                segments.append(f"{'M' if pen_up else 'L'}{self.x(x):.1f} {self.y(y):.1f}")
             pen_up = not math.isfinite(y)
-        return "".join(words)
+        return "".join(segments)

@@ -52,13 +52,13 @@ class RunRecord:
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of a metric, in order; values that are not finite stay, as NaN."""
-        found = []
+        points = []
         for row in self.metrics:
             step = _number(row.get("step"))
             value = row.get(key)
             if step is not None and math.isfinite(step) and (number := _number(value)) is not None:
-                found.append((step, number))
-        return found
+                points.append((step, number))
+        return points
 
     def last(self, key: str) -> float | None:
         """The last value of a metric, None where there is none that is finite."""
@@ -74,17 +74,18 @@ class RunRecord:
         earlier ones are of other rows.
         """
         changes = [
-            one
-            for one in list_of(self.resumes.get("changes"))
-            if isinstance(one, dict) and one.get("of") == "evaluation rows"
+            change
+            for change in list_or_empty(self.resumes.get("changes"))
+            if isinstance(change, dict) and change.get("of") == "evaluation rows"
         ]
-        since = max(
-            (step for one in changes if type(step := one.get("after_step")) is int), default=-1
+        changed_after = max(
+            (step for change in changes if type(step := change.get("after_step")) is int),
+            default=-1,
         )
         return [
             (step, loss)
             for step, loss in self.curve("eval_loss")
-            if math.isfinite(loss) and step > since
+            if math.isfinite(loss) and step > changed_after
         ]
 
     @property
@@ -92,30 +93,34 @@ class RunRecord:
         """done, running, failed, interrupted, or stopped: neither held by a process nor at an end
         that it wrote.
         """
-        said = self.result.get("status")
-        if said is not None:
-            return str(said)
+        recorded = self.result.get("status")
+        if recorded is not None:
+            return str(recorded)
         if self.running:
             return "running"
         return "stopped"
 
     @property
-    def resumed_at(self) -> list[int]:
+    def resume_steps(self) -> list[int]:
         """The steps from which the run was resumed, in order."""
         return sorted(
-            {step for step in list_of(self.resumes.get("steps")) if type(step) is int and step >= 0}
+            {
+                step
+                for step in list_or_empty(self.resumes.get("steps"))
+                if type(step) is int and step >= 0
+            }
         )
 
     @property
     def changes(self) -> list[str]:
         """What a resume of the run changed, and after which step."""
         return [
-            f"after step {one['after_step']}: {one['what']}"
-            for one in rows_of(self.resumes.get("changes"), "after_step", "what")
+            f"after step {change['after_step']}: {change['what']}"
+            for change in rows_or_empty(self.resumes.get("changes"), "after_step", "what")
         ]
 
     def setting(self, section: str, key: str) -> Any:
-        return dict_of(self.settings.get(section)).get(key)
+        return dict_or_empty(self.settings.get(section)).get(key)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -132,11 +137,13 @@ def read_run(folder: Path) -> RunRecord:
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
     record = RunRecord(folder)
     for name in ("precision", "data", "result", "preflight", "plan", "resumes"):
-        setattr(record, name, dict_of(_json(folder / f"{name}.json", record)))
-    record.environment = dict_of(_json(folder / "env.json", record))
-    shown = dict_of(_json(folder / "examples.json", record))
-    record.before_edits = dict_of(shown.get("before"))
-    record.examples = [row for row in list_of(shown.get("examples")) if isinstance(row, dict)]
+        setattr(record, name, dict_or_empty(_json(folder / f"{name}.json", record)))
+    record.environment = dict_or_empty(_json(folder / "env.json", record))
+    examples = dict_or_empty(_json(folder / "examples.json", record))
+    record.before_edits = dict_or_empty(examples.get("before"))
+    record.examples = [
+        row for row in list_or_empty(examples.get("examples")) if isinstance(row, dict)
+    ]
     record.running = is_held(folder)
     record.metrics, broken = rows_in(_text(folder / "metrics.jsonl", record) or "")
     if broken:
@@ -145,7 +152,7 @@ def read_run(folder: Path) -> RunRecord:
         )
     record.settings_text = _text(folder / "resolved.yaml", record) or ""
     try:
-        record.settings = dict_of(YAML(typ="safe", pure=True).load(record.settings_text))
+        record.settings = dict_or_empty(YAML(typ="safe", pure=True).load(record.settings_text))
     except (YAMLError, ValueError) as error:
         record.damaged.append(f"resolved.yaml: {first_line(error)}")
     for path in folder.glob("samples/step_*.json"):
@@ -160,23 +167,23 @@ def read_run(folder: Path) -> RunRecord:
     return record
 
 
-def list_of(value: Any) -> list[Any]:
+def list_or_empty(value: Any) -> list[Any]:
     """What a run's file holds where a list belongs; nothing where it holds something else."""
     return value if isinstance(value, list) else []
 
 
-def dict_of(value: Any) -> dict[str, Any]:
+def dict_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def rows_of(value: Any, *keys: str) -> list[dict[str, str]]:
+def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
     """The mappings in a list, each with these keys and no others, as text; empty where one is
     missing.
     """
     return [
-        {key: str(one[key]) if one.get(key) is not None else "" for key in keys}
-        for one in list_of(value)
-        if isinstance(one, dict)
+        {key: str(row[key]) if row.get(key) is not None else "" for key in keys}
+        for row in list_or_empty(value)
+        if isinstance(row, dict)
     ]
 
 
@@ -216,7 +223,7 @@ _LARGEST = 8 << 20  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def picture_of(folder: Path, sample: dict[str, Any]) -> bytes | None:
+def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
     """The PNG of one sample; None for text, and where the file is missing or no picture of a run."""
     name = sample.get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -233,7 +240,7 @@ def picture_of(folder: Path, sample: dict[str, Any]) -> bytes | None:
 AVERAGE = " (average of the weights)"
 
 
-def asked(sample: dict[str, Any]) -> str:
+def prompt_label(sample: dict[str, Any]) -> str:
     """The prompt, and whose picture it is where a round has two of it."""
     prompt = str(sample.get("prompt", ""))
     if sample.get("weights") == "average":
@@ -241,17 +248,17 @@ def asked(sample: dict[str, Any]) -> str:
     return prompt
 
 
-def spread(steps: list[Any], most: int) -> list[Any]:
+def spread_evenly(steps: list[Any], most: int) -> list[Any]:
     """At most so many, evenly spread."""
     if len(steps) <= most:
         return steps
     return [steps[round(k * (len(steps) - 1) / (most - 1))] for k in range(most)]
 
 
-SHOWN = 512  # pixels, the longer side of a picture in the page
+PAGE_PIXELS = 512  # pixels, the longer side of a picture in the page
 
 
-def smaller(content: bytes | None) -> tuple[str, bytes]:
+def shrink_picture(content: bytes | None) -> tuple[str, bytes]:
     """A picture's kind and bytes at the size at which the page shows it; the PNG itself where
     Pillow is missing or cannot read it.
     """
@@ -261,16 +268,16 @@ def smaller(content: bytes | None) -> tuple[str, bytes]:
         from PIL import Image
 
         with Image.open(io.BytesIO(content)) as image:
-            shown = image.convert("RGB")
-        shown.thumbnail((SHOWN, SHOWN))
+            resized = image.convert("RGB")
+        resized.thumbnail((PAGE_PIXELS, PAGE_PIXELS))
         out = io.BytesIO()
-        shown.save(out, format="WEBP", quality=88, method=4)
+        resized.save(out, format="WEBP", quality=88, method=4)
         return "webp", out.getvalue()
     except (ImportError, OSError, ValueError, SyntaxError):
         return "png", content
 
 
-def as_data(content: bytes | None, kind: str = "png") -> str:
+def data_url(content: bytes | None, kind: str = "png") -> str:
     """For an `img` of the page; empty where there is no picture."""
     if content:
         return f"data:image/{kind};base64," + base64.b64encode(content).decode()
