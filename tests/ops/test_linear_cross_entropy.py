@@ -113,6 +113,6 @@ def test_a_product_in_parts_of_the_vocabulary_is_the_product():
         torch.randn(777, 33, generator=generator),
     )
     exact = left.double() @ right.double()
-    room = chunked.rows_of_logits(65, 777, torch.float32, left.device).copy_(left)
+    room = chunked.allocate_logits(65, 777, torch.float32, left.device).copy_(left)
     got = chunked.product_in_parts(room, right, torch.full((65, 33), float("nan")), 3)
     assert (got - exact).abs().max() <= 4 * (left @ right - exact).abs().max()

@@ -21,31 +21,31 @@ from .backend import (
     refuse_second_derivative,
 )
 from .contract import OpContract
-from .cross_entropy.op import rule_logits
-from .cross_entropy.rows import Again, Cpp, Source, row_paths
+from .cross_entropy.op import apply_rule
+from .cross_entropy.rows import CppRowKernels, LogitsSource, RecomputedLogits, choose_row_kernels
 from .cross_entropy.rule import (
     RULE,
     LossRule,
+    RequestedValues,
     RowValues,
     RuleArguments,
     Upstream,
-    Wanted,
+    allocate_row_values,
     check_targets,
-    room,
 )
 from .library import library_op
 from .linear_cross_entropy.chunked import (
     Chunks,
-    by_vocabulary,
-    cast,
+    cast_head,
     check_head,
-    chunk_of,
+    default_chunk,
+    empty_gradients,
     gradient_factors,
-    gradients_wanted,
-    largest,
-    like_gradients,
+    gradients_by_vocabulary,
+    largest_gradient,
+    required_gradients,
     rows_to_compute,
-    scaled,
+    scale_to_dtype,
     stored_gradient_dtype,
 )
 from .linear_cross_entropy.op import reference_logits
@@ -73,49 +73,57 @@ def linear_log_probs_reference(
     """What `linear_log_probs` computes, every output of it, differentiated by PyTorch (log_probs,
     entropy and logsumexp have gradients).
     """
-    rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
+    rule = LossRule.from_options(
+        ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap
+    )
     with autocast_off(hidden):
-        z = rule_logits(reference_logits(hidden, weight, bias), rule) / temperature
+        z = apply_rule(reference_logits(hidden, weight, bias), rule) / temperature
         ignored = targets == ignore_index
         lse = torch.logsumexp(z, -1)
-        picked = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
+        target_logit = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(
+            -1
+        )
         log_p = z - lse.unsqueeze(-1)
         # p log p is 0 where p is, also for a class masked with -inf
         p = log_p.exp()
         entropy = -(p * log_p.clamp_min(torch.finfo(z.dtype).min)).sum(-1)
         squares = torch.logsumexp(2 * log_p.detach(), -1)
-        made = (picked - lse, entropy, lse, squares, z.detach().mean(-1))
+        values = (target_logit - lse, entropy, lse, squares, z.detach().mean(-1))
         top1 = z.detach().argmax(-1).masked_fill(ignored, -1)
-        return *(x.masked_fill(ignored, 0.0) for x in made), top1
+        return *(x.masked_fill(ignored, 0.0) for x in values), top1
 
 
 class Forward(NamedTuple):
     """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was
-    not asked for. `again` are the logits that the C++ kernels made again; empty where they made
+    not asked for. `recomputed` are the logits that the C++ kernels made again; empty where they made
     none.
     """
 
     values: RowValues
     dhidden_TH: Tensor
-    again: Again
+    recomputed: RecomputedLogits
 
 
-def rounds(hidden_TH: Tensor) -> bool:
+def loses_fp32_sums(hidden_TH: Tensor) -> bool:
     """Whether a product of these rows loses its fp32 sums, and C++ kernels may make some logits
     again.
     """
     return hidden_TH.dtype == torch.bfloat16 and stands_for(hidden_TH.device) == "cpu"
 
 
-def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str, again: bool) -> Forward:
+def empty_outputs(
+    hidden_TH: Tensor, requested: RequestedValues, gradient_of: str, has_recomputed: bool
+) -> Forward:
     """Outputs of the right shapes and dtypes; ignored rows stay 0."""
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return Forward(
-        room(hidden_TH.shape[0], arithmetic_dtype(hidden_TH.dtype), hidden_TH.device, wanted),
+        allocate_row_values(
+            hidden_TH.shape[0], arithmetic_dtype(hidden_TH.dtype), hidden_TH.device, requested
+        ),
         torch.zeros(
             hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device
         ),
-        Again.room(hidden_TH.shape[0] if again else 0, hidden_TH.device),
+        RecomputedLogits.allocate(hidden_TH.shape[0] if has_recomputed else 0, hidden_TH.device),
     )
 
 
@@ -142,14 +150,16 @@ class TokenLogProbs(NamedTuple):
 
 
 def _fake_forward(hidden_TH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    wanted, gradient_of = rest[-2:]
-    made = like(hidden_TH, Wanted(*wanted), gradient_of, rounds(hidden_TH))
-    return (*made.values, made.dhidden_TH, *made.again)
+    requested, gradient_of = rest[-2:]
+    outputs = empty_outputs(
+        hidden_TH, RequestedValues(*requested), gradient_of, loses_fp32_sums(hidden_TH)
+    )
+    return (*outputs.values, outputs.dhidden_TH, *outputs.recomputed)
 
 
 @library_op(
     f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE},"
-    " int chunk, bool[] wanted, str gradient_of) -> (Tensor, Tensor, Tensor, Tensor, Tensor,"
+    " int chunk, bool[] requested, str gradient_of) -> (Tensor, Tensor, Tensor, Tensor, Tensor,"
     " Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
@@ -161,59 +171,61 @@ def _forward(
     ignore_index: int,
     factors: Sequence[float],
     chunk: int,
-    wanted: Sequence[bool],
+    requested: Sequence[bool],
     gradient_of: str,
 ) -> tuple[Tensor, ...]:
     """The values of every row that is not ignored; ignored rows are not computed.
 
-    wanted       as `Wanted` has them
+    requested    as `RequestedValues` has them
     gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
     """
     rule = LossRule.from_arguments(ignore_index, factors)
-    wanted = Wanted(*wanted)
-    out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
+    requested = RequestedValues(*requested)
+    out = empty_outputs(hidden_TH, requested, gradient_of, loses_fp32_sums(hidden_TH))
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
-    into, back = gradient_factors(
+    pre_scale, post_scale = gradient_factors(
         chunks.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
     )
-    compute = row_paths(chunks.logits)
+    kernels = choose_row_kernels(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         ignored = targets_T[rows] == rule.ignore_index
         targets_N = targets_T[rows].masked_fill(ignored, 0)
-        if compute is Cpp:
-            more: dict[str, Any] = {
-                "source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)
+        if kernels is CppRowKernels:
+            source_argument: dict[str, Any] = {
+                "source": LogitsSource.from_product(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)
             }
         else:
-            more = {}
-        values = compute.row_values(z_NV, targets_N, rule, wanted, **more)
-        for whole, part in zip(out.values, values):
-            if whole.numel():
-                whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
-        source = more.get("source")
-        given: dict[str, Any] = {}
-        if source and source.again:
-            given["again"] = source.again
-            for whole, part in zip(out.again, source.again):
-                whole[rows] = part
+            source_argument = {}
+        values = kernels.row_values(z_NV, targets_N, rule, requested, **source_argument)
+        for output, part in zip(out.values, values):
+            if output.numel():
+                output[rows] = part.masked_fill(ignored, -1 if output is out.values.top1 else 0)
+        source = source_argument.get("source")
+        recomputed_argument: dict[str, Any] = {}
+        if source and source.recomputed:
+            recomputed_argument["recomputed"] = source.recomputed
+            for output, part in zip(out.recomputed, source.recomputed):
+                output[rows] = part
         if not gradient_of:
             continue
-        one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
+        unit_N = pre_scale.expand(z_NV.shape[0]).masked_fill(ignored, 0)
         if gradient_of == "log_probs":
-            upstream = Upstream(one_N, None, None, None)
+            upstream = Upstream(unit_N, None, None, None)
         else:
-            upstream = Upstream(None, one_N, None, None)
+            upstream = Upstream(None, unit_N, None, None)
         lse_N = values.logsumexp.masked_fill(ignored, torch.inf)
-        compute.row_value_gradients(z_NV, targets_N, lse_N, upstream, rule, g_NV, **given)
-        chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
-    return (*out.values, out.dhidden_TH, *out.again)
+        kernels.row_value_gradients(
+            z_NV, targets_N, lse_N, upstream, rule, g_NV, **recomputed_argument
+        )
+        chunks.write_dhidden(out.dhidden_TH, rows, g_NV, post_scale)
+    return (*out.values, out.dhidden_TH, *out.recomputed)
 
 
 @library_op(
     "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor"
     " lse, Tensor? entropy, Tensor at, Tensor exact, Tensor? dlog_probs, Tensor? dlse, Tensor?"
     f" dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
-    fake=like_gradients,
+    fake=empty_gradients,
 )
 def _backward(
     hidden_TH: Tensor,
@@ -243,32 +255,43 @@ def _backward(
     lse_N = lse_T[rows].masked_fill(ignored, torch.inf)
     entropy_N = None if entropy_T is None else entropy_T[rows]
     if at_T9.numel():
-        again_N = Again(at_T9[rows].contiguous(), exact_T9[rows].contiguous())
+        recomputed_N = RecomputedLogits(at_T9[rows].contiguous(), exact_T9[rows].contiguous())
     else:
-        again_N = None
-    given = [
+        recomputed_N = None
+    upstream_gradients = [
         None if u is None else u[rows].to(fp32).masked_fill(ignored, 0)
         for u in (dlog_probs_T, dlse_T, dentropy_T)
     ]
 
-    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
-        scaled = [u if u is None or factor is None else u * factor for u in given]
-        compute = row_paths(z)
-        more: dict[str, Any] = {"again": again_N} if compute is Cpp and again_N else {}
-        compute.row_value_gradients(
+    def write_gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        scaled_gradients = [
+            u if u is None or factor is None else u * factor for u in upstream_gradients
+        ]
+        kernels = choose_row_kernels(z)
+        recomputed_argument: dict[str, Any] = (
+            {"recomputed": recomputed_N} if kernels is CppRowKernels and recomputed_N else {}
+        )
+        kernels.row_value_gradients(
             z,
             targets_N,
             lse_N,
-            Upstream(scaled[0], scaled[1], scaled[2], entropy_N),
+            Upstream(scaled_gradients[0], scaled_gradients[1], scaled_gradients[2], entropy_N),
             rule,
             out,
             first,
-            **more,
+            **recomputed_argument,
         )
 
-    unit = largest(*(u for u in given if u is not None))
-    return by_vocabulary(
-        hidden_TH, weight_VH, bias_V, rows, unit, gradient, want_dhidden, want_dweight
+    upstream_size = largest_gradient(*(u for u in upstream_gradients if u is not None))
+    return gradients_by_vocabulary(
+        hidden_TH,
+        weight_VH,
+        bias_V,
+        rows,
+        upstream_size,
+        write_gradient,
+        want_dhidden,
+        want_dweight,
     )
 
 
@@ -287,28 +310,41 @@ class LinearLogProbs(torch.autograd.Function):
         rule: RuleArguments,
         dtype: torch.dtype,
         chunk: int,
-        wanted: Wanted,
-        first: str,
-        want: tuple[bool, bool, bool],
+        requested: RequestedValues,
+        first_output: str,
+        needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor, ...]:
         """first: the output whose gradient is made at once where the head is frozen"""
         ctx.set_materialize_grads(False)
-        now = first if want[0] and not (want[1] or want[2]) else ""
+        gradient_of = first_output if needs[0] and not (needs[1] or needs[2]) else ""
         with autocast_off(hidden_TH):
-            made = _forward(
-                *cast(dtype, hidden_TH, weight_VH, bias_V), targets_T, *rule, chunk, wanted, now
+            outputs = _forward(
+                *cast_head(dtype, hidden_TH, weight_VH, bias_V),
+                targets_T,
+                *rule,
+                chunk,
+                requested,
+                gradient_of,
             )
-        *values, dhidden_TH, at_T9, exact_T9 = made
+        *values, dhidden_TH, at_T9, exact_T9 = outputs
         ctx.rule = rule
         ctx.dtype = dtype
-        ctx.want = want
-        ctx.now = now
+        ctx.needs = needs
+        ctx.gradient_of = gradient_of
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         _, lse_T, entropy_T, *without_gradient = values
-        entropy = entropy_T if wanted.entropy else None
-        made_TH = dhidden_TH if now else None
+        entropy = entropy_T if requested.entropy else None
+        stored_dhidden_TH = dhidden_TH if gradient_of else None
         ctx.save_for_backward(
-            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy, made_TH, at_T9, exact_T9
+            hidden_TH,
+            weight_VH,
+            bias_V,
+            targets_T,
+            lse_T,
+            entropy,
+            stored_dhidden_TH,
+            at_T9,
+            exact_T9,
         )
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
@@ -322,34 +358,48 @@ class LinearLogProbs(torch.autograd.Function):
         *_: Any,
     ) -> tuple[Any, ...]:
         refuse_second_derivative("linear_log_probs")
-        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH, *again = (
-            ctx.saved_tensors
-        )
+        (
+            hidden_TH,
+            weight_VH,
+            bias_V,
+            targets_T,
+            lse_T,
+            entropy_T,
+            stored_dhidden_TH,
+            *recomputed,
+        ) = ctx.saved_tensors
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
             return (*grads, None, None, None, None, None, None, None)
         with autocast_off(hidden_TH):
-            if ctx.now == "log_probs":
-                own = dlog_probs_T
-                other = dlse_T
+            if ctx.gradient_of == "log_probs":
+                dfirst_T = dlog_probs_T
+                dother_T = dlse_T
             else:
-                own = dlse_T
-                other = dlog_probs_T
-            if made_TH is not None and other is None and dentropy_T is None:
-                assert own is not None
-                grads[0] = scaled(made_TH, own.unsqueeze(-1), ctx.dtypes[0])
+                dfirst_T = dlse_T
+                dother_T = dlog_probs_T
+            if stored_dhidden_TH is not None and dother_T is None and dentropy_T is None:
+                assert dfirst_T is not None
+                grads[0] = scale_to_dtype(stored_dhidden_TH, dfirst_T.unsqueeze(-1), ctx.dtypes[0])
             else:
                 upstream = (
                     None if u is None else u.contiguous()
                     for u in (dlog_probs_T, dlse_T, dentropy_T)
                 )
-                heads = cast(ctx.dtype, hidden_TH, weight_VH, bias_V)
-                made = _backward(
-                    *heads, targets_T, lse_T, entropy_T, *again, *upstream, *ctx.rule, *ctx.want[:2]
+                operands = cast_head(ctx.dtype, hidden_TH, weight_VH, bias_V)
+                raw_grads = _backward(
+                    *operands,
+                    targets_T,
+                    lse_T,
+                    entropy_T,
+                    *recomputed,
+                    *upstream,
+                    *ctx.rule,
+                    *ctx.needs[:2],
                 )
                 grads = [
-                    grad.to(dtype) if wanted else None
-                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                    grad.to(dtype) if is_needed else None
+                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
                 ]
         return (*grads, None, None, None, None, None, None, None)
 
@@ -393,16 +443,18 @@ def linear_log_probs(
         )
     if not temperature > 0.0:
         raise UsageError(f"temperature is {temperature}: expected a positive number")
-    rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
+    rule = LossRule.from_options(
+        ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap
+    )
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     dtype = product_dtype(hidden, weight)
-    want = gradients_wanted(hidden, weight, bias)
-    chunk = chunk_of(targets.numel(), weight, (dtype,), False) if chunk is None else chunk
+    needs = required_gradients(hidden, weight, bias)
+    chunk = default_chunk(targets.numel(), weight, (dtype,), False) if chunk is None else chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rule = replace(
         rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature
     )
-    wanted = Wanted(
+    requested = RequestedValues(
         *(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1"))
     )
     log_probs, lse, entropy, squares, mean, top1 = apply_function(
@@ -414,11 +466,11 @@ def linear_log_probs(
         rule.arguments,
         dtype,
         chunk,
-        wanted,
+        requested,
         next((name for name in ("log_probs", "logsumexp") if name in outputs), ""),
-        want,
+        needs,
     )
-    every = (log_probs, entropy, lse, squares, mean, top1)
+    values = (log_probs, entropy, lse, squares, mean, top1)
     return TokenLogProbs(
-        *(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, every))
+        *(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, values))
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backend import apply_function, arithmetic_dtype, autocast_off, refuse_second_derivative
 from ..contract import OpContract
 from ..library import library_op
-from .rows import row_paths
+from .rows import choose_row_kernels
 from .rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
 
 CROSS_ENTROPY = OpContract(
@@ -22,7 +22,7 @@ CROSS_ENTROPY = OpContract(
 )
 
 
-def rule_logits(logits_TV: Tensor, rule: LossRule) -> Tensor:
+def apply_rule(logits_TV: Tensor, rule: LossRule) -> Tensor:
     """The wide logits after scale and softcap."""
     z_TV = logits_TV.to(arithmetic_dtype(logits_TV.dtype)) * rule.logit_scale
     if rule.softcap:
@@ -33,10 +33,12 @@ def rule_logits(logits_TV: Tensor, rule: LossRule) -> Tensor:
 def row_losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
     """fp32[T], 0 where ignored."""
     ignored_T = targets_T == rule.ignore_index
-    z_TV = rule_logits(logits_TV, rule)
+    z_TV = apply_rule(logits_TV, rule)
     lse_T = torch.logsumexp(z_TV, -1)
-    picked_T = z_TV.gather(-1, targets_T.masked_fill(ignored_T, 0).long().unsqueeze(-1)).squeeze(-1)
-    loss_T = (1 - rule.label_smoothing) * (lse_T - picked_T) + rule.z_loss * lse_T**2
+    target_logit_T = z_TV.gather(
+        -1, targets_T.masked_fill(ignored_T, 0).long().unsqueeze(-1)
+    ).squeeze(-1)
+    loss_T = (1 - rule.label_smoothing) * (lse_T - target_logit_T) + rule.z_loss * lse_T**2
     if rule.label_smoothing:
         loss_T = loss_T + rule.label_smoothing * (lse_T - z_TV.mean(-1))
     return loss_T.masked_fill(ignored_T, 0.0)
@@ -55,7 +57,7 @@ def cross_entropy_reference(
     num_items: int | float | Tensor | None = None,
 ) -> Tensor:
     """What `cross_entropy` computes, differentiated by PyTorch."""
-    rule = LossRule.of(
+    rule = LossRule.from_options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         logit_scale=logit_scale,
@@ -63,7 +65,7 @@ def cross_entropy_reference(
         z_loss=z_loss,
     )
     with autocast_off(logits):
-        return reduce(
+        return reduce_losses(
             row_losses(logits, targets, rule), targets, reduction, num_items, ignore_index
         )
 
@@ -80,11 +82,11 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def _forward(
     logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    compute = row_paths(logits_TV)
-    made: tuple[Tensor, Tensor] = compute.cross_entropy_forward(
+    kernels = choose_row_kernels(logits_TV)
+    results: tuple[Tensor, Tensor] = kernels.cross_entropy_forward(
         logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors)
     )
-    return made
+    return results
 
 
 def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
@@ -106,7 +108,7 @@ def _backward(
 ) -> Tensor:
     rule = LossRule.from_arguments(ignore_index, factors)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
-    row_paths(logits_TV).cross_entropy_backward(
+    choose_row_kernels(logits_TV).cross_entropy_backward(
         logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1]
     )
     return out_TV
@@ -137,7 +139,7 @@ class CrossEntropy(torch.autograd.Function):
 # --- the op
 
 
-def reduce(
+def reduce_losses(
     loss_T: Tensor,
     targets_T: Tensor,
     reduction: str,
@@ -157,10 +159,10 @@ def reduce(
         count = count.to(total.device)
     else:
         count = total.new_full((), count)
-    empty = count == 0
+    is_empty = count == 0
     # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0
     # would be nan and spoil the weights
-    return torch.where(empty, torch.nan, total / count.masked_fill(empty, 1).to(total))
+    return torch.where(is_empty, torch.nan, total / count.masked_fill(is_empty, 1).to(total))
 
 
 def cross_entropy(
@@ -189,7 +191,7 @@ def cross_entropy(
              UsageError
     """
     check_reduction(reduction, num_items)
-    rule = LossRule.of(
+    rule = LossRule.from_options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         logit_scale=logit_scale,
@@ -202,7 +204,7 @@ def cross_entropy(
         loss_T = apply_function(
             CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments
         )
-        loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
+        loss = reduce_losses(loss_T, targets_T, reduction, num_items, ignore_index)
     if reduction == "none":
         return loss.reshape(targets.shape)
     return loss

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backend import uses_cpp, uses_triton
 from ..cpp import CppKernels
 from . import rule as eager
-from .rule import LossRule, RowValues, Upstream, Wanted, room
+from .rule import LossRule, RequestedValues, RowValues, Upstream, allocate_row_values
 
 KERNELS = CppKernels(
     __file__,
@@ -23,33 +23,33 @@ KERNELS = CppKernels(
 )
 
 
-def _rows(logits_TV: Tensor) -> Tensor:
+def _make_rows_contiguous(logits_TV: Tensor) -> Tensor:
     if logits_TV.stride(-1) == 1:
         return logits_TV
     return logits_TV.contiguous()
 
 
-MADE_AGAIN = 9  # as cpu.cpp has it
+RECOMPUTED_LOGITS = 9  # as cpu.cpp has it
 
 
-class Again(NamedTuple):
-    """at     int64[N 9]  classes of the logits of a row that were made again; -1: none
-    exact  fp32[N 9]   these logits, after scale and softcap
+class RecomputedLogits(NamedTuple):
+    """classes  int64[N 9]  classes of the logits of a row that were made again; -1: none
+    logits  fp32[N 9]   these logits, after scale and softcap
     """
 
-    at: Tensor
-    exact: Tensor
+    classes: Tensor
+    logits: Tensor
 
     @classmethod
-    def room(cls, rows: int, device: torch.device) -> Again:
-        shape = rows, MADE_AGAIN
+    def allocate(cls, rows: int, device: torch.device) -> RecomputedLogits:
+        shape = rows, RECOMPUTED_LOGITS
         return cls(
             torch.full(shape, -1, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
         )
 
 
-class Source:
+class LogitsSource:
     """What bf16 logits of a CPU product were made of: the C++ kernels make the target's and the
     largest ones again in fp32.
 
@@ -57,29 +57,29 @@ class Source:
     log-probability -1.2, V 32,000) that is a root mean square of 4.5e-2 a token, and of 6.2e-4 with
     these.
 
-    again  which logits `row_values` has made again
+    recomputed  which logits `row_values` has made again
     """
 
     def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> None:
-        self.x_NH = _rows(x_NH)
+        self.x_NH = _make_rows_contiguous(x_NH)
         self.weight_VH = weight_VH
         self.bias_V = bias_V
-        self.again: Again | None = None
+        self.recomputed: RecomputedLogits | None = None
 
     @classmethod
-    def of(
+    def from_product(
         cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None
-    ) -> Source | None:
+    ) -> LogitsSource | None:
         """None where the product keeps its fp32 sums."""
-        narrow = (
+        is_narrow = (
             logits_NV.is_cpu
             and logits_NV.dtype == x_NH.dtype == weight_VH.dtype == torch.bfloat16
             and weight_VH.stride(-1) == 1
         )
-        return cls(x_NH, weight_VH, bias_V) if narrow else None
+        return cls(x_NH, weight_VH, bias_V) if is_narrow else None
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def cpp_arguments(self) -> tuple[Any, ...]:
         return (
             self.x_NH,
             self.x_NH.stride(0),
@@ -90,10 +90,10 @@ class Source:
         )
 
 
-NO_SOURCE = (None, 0, None, 0, 0, None)
+NO_SOURCE_ARGUMENTS = (None, 0, None, 0, 0, None)
 
 
-class Cpp:
+class CppRowKernels:
     """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride. As the functions of
     `rule`.
     """
@@ -105,12 +105,12 @@ class Cpp:
         rule: LossRule,
         out_TV: Tensor | None = None,
         dloss: Tensor | None = None,
-        source: Source | None = None,
+        source: LogitsSource | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert out_TV is None or out_TV.dtype == logits_TV.dtype, (
             "a CPU product's result has its operands' dtype"
         )
-        logits_TV = _rows(logits_TV)
+        logits_TV = _make_rows_contiguous(logits_TV)
         targets_T = targets_T.long().contiguous()
         tokens, classes = logits_TV.shape
         loss_T = torch.empty(tokens, dtype=torch.float32)
@@ -126,8 +126,8 @@ class Cpp:
             targets_T,
             loss_T,
             lse_T,
-            *rule.values,
-            *(source.arguments if source else NO_SOURCE),
+            *rule.cpp_arguments,
+            *(source.cpp_arguments if source else NO_SOURCE_ARGUMENTS),
             out_TV,
             stride,
             0.0 if dloss is None else float(dloss),
@@ -143,10 +143,10 @@ class Cpp:
         rule: LossRule,
         out_TV: Tensor,
         classes: int,
-        first: int = 0,
+        first_class: int = 0,
     ) -> Tensor:
         assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
-        logits_TV = _rows(logits_TV)
+        logits_TV = _make_rows_contiguous(logits_TV)
         targets_T = targets_T.long().contiguous()
         dloss_T = dloss_T.to(torch.float32).contiguous()
         tokens, columns = logits_TV.shape
@@ -160,11 +160,11 @@ class Cpp:
             targets_T,
             lse_T.contiguous(),
             dloss_T,
-            *rule.values,
+            *rule.cpp_arguments,
             out_TV,
             out_TV.stride(0),
             classes,
-            first,
+            first_class,
         )
         return out_TV
 
@@ -173,14 +173,14 @@ class Cpp:
         logits_NV: Tensor,
         targets_N: Tensor,
         rule: LossRule,
-        wanted: Wanted,
-        source: Source | None = None,
+        requested: RequestedValues,
+        source: LogitsSource | None = None,
     ) -> RowValues:
         if source:
-            source.again = Again.room(logits_NV.shape[0], logits_NV.device)
-        logits_NV = _rows(logits_NV)
+            source.recomputed = RecomputedLogits.allocate(logits_NV.shape[0], logits_NV.device)
+        logits_NV = _make_rows_contiguous(logits_NV)
         targets_N = targets_N.long().contiguous()
-        values = room(logits_NV.shape[0], torch.float32, logits_NV.device, wanted)
+        values = allocate_row_values(logits_NV.shape[0], torch.float32, logits_NV.device, requested)
         KERNELS(
             "row_values",
             logits_NV.dtype,
@@ -191,7 +191,11 @@ class Cpp:
             rule.logit_scale,
             rule.softcap,
             *(t if t.numel() else None for t in (*values[:5], values.top1)),
-            *((*source.arguments, *(source.again or ())) if source else (*NO_SOURCE, None, None)),
+            *(
+                (*source.cpp_arguments, *(source.recomputed or ()))
+                if source
+                else (*NO_SOURCE_ARGUMENTS, None, None)
+            ),
         )
         return values
 
@@ -203,13 +207,13 @@ class Cpp:
         upstream: Upstream,
         rule: LossRule,
         out_NV: Tensor,
-        first: int = 0,
-        again: Again | None = None,
+        first_class: int = 0,
+        recomputed: RecomputedLogits | None = None,
     ) -> Tensor:
         assert out_NV.dtype == logits_NV.dtype, "a CPU product's result has its operands' dtype"
-        logits_NV = _rows(logits_NV)
+        logits_NV = _make_rows_contiguous(logits_NV)
         targets_N = targets_N.long().contiguous()
-        held = [None if t is None else t.to(torch.float32).contiguous() for t in upstream]
+        upstream_fp32 = [None if t is None else t.to(torch.float32).contiguous() for t in upstream]
         KERNELS(
             "row_value_gradients",
             logits_NV.dtype,
@@ -218,18 +222,18 @@ class Cpp:
             logits_NV.stride(0),
             targets_N,
             lse_N.contiguous(),
-            *held,
-            *(again or (None, None)),
+            *upstream_fp32,
+            *(recomputed or (None, None)),
             rule.logit_scale,
             rule.softcap,
             out_NV,
             out_NV.stride(0),
-            first,
+            first_class,
         )
         return out_NV
 
 
-def row_paths(x: Tensor) -> Any:
+def choose_row_kernels(x: Tensor) -> Any:
     """What computes on rows of logits, with the functions of `Cpp`: Triton kernels on a GPU, C++
     ones on a CPU, blocks of plain PyTorch elsewhere.
     """
@@ -237,4 +241,4 @@ def row_paths(x: Tensor) -> Any:
         from . import triton
 
         return triton
-    return Cpp if uses_cpp(KERNELS, x) else eager
+    return CppRowKernels if uses_cpp(KERNELS, x) else eager

@@ -43,7 +43,7 @@ class LossRule:
             )
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         *,
         ignore_index: int,
@@ -84,7 +84,7 @@ class LossRule:
         )
 
     @property
-    def values(self) -> tuple[int, float, float, float, float]:
+    def cpp_arguments(self) -> tuple[int, float, float, float, float]:
         """In the order in which the C++ kernels take them."""
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
 
@@ -129,18 +129,18 @@ def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
     """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side
     assert keeps the check without a sync.
     """
-    good = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
+    is_valid = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
     if targets.is_meta:
         return
     if torch.compiler.is_compiling() or targets.device.type != "cpu":
         torch._assert_async(
-            good.all(),
+            is_valid.all(),
             f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}",
         )
-    elif not bool(good.all()):
-        bad = targets[~good].flatten()
+    elif not bool(is_valid.all()):
+        invalid = targets[~is_valid].flatten()
         raise IsotypeError(
-            f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: "
+            f"{invalid.numel()} targets are out of range, the first is {int(invalid[0])}: "
             f"expected 0..{classes - 1} or ignore_index ({ignore_index})",
             code="SH002",
             fix=(
@@ -154,8 +154,8 @@ def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
 
 # fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in
 # flight
-_BLOCK = {"cpu": 2**18}
-_BLOCK_ELSEWHERE = 2**26
+_BLOCK_ELEMENTS = {"cpu": 2**18}
+_DEFAULT_BLOCK_ELEMENTS = 2**26
 
 
 def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tensor]]:
@@ -164,13 +164,18 @@ def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tens
     alone, so that a run repeats.
     """
     tokens, columns = logits_TV.shape
-    size = max(1, _BLOCK.get(logits_TV.device.type, _BLOCK_ELSEWHERE) // max(1, columns))
-    work = torch.empty(
-        min(size, tokens), columns, dtype=arithmetic_dtype(logits_TV.dtype), device=logits_TV.device
+    block_rows = max(
+        1, _BLOCK_ELEMENTS.get(logits_TV.device.type, _DEFAULT_BLOCK_ELEMENTS) // max(1, columns)
     )
-    for start in range(0, tokens, size):
-        rows = slice(start, min(start + size, tokens))
-        z = work[: rows.stop - start].copy_(logits_TV[rows])
+    buffer = torch.empty(
+        min(block_rows, tokens),
+        columns,
+        dtype=arithmetic_dtype(logits_TV.dtype),
+        device=logits_TV.device,
+    )
+    for start in range(0, tokens, block_rows):
+        rows = slice(start, min(start + block_rows, tokens))
+        z = buffer[: rows.stop - start].copy_(logits_TV[rows])
         if rule.logit_scale != 1.0:
             z.mul_(rule.logit_scale)
         if rule.softcap:
@@ -183,14 +188,14 @@ def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tenso
     loss and gradient.
     """
     ignored = targets == rule.ignore_index
-    picked = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
+    target_logit = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
     mean = z.mean(-1) if rule.label_smoothing else None
-    top = z.amax(-1, keepdim=True)
+    maximum = z.amax(-1, keepdim=True)
     # a row of -inf has no finite maximum: its logsumexp is -inf, not nan
-    z.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
+    z.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)).exp_()
     total = z.sum(-1)
-    lse = total.log() + top.squeeze(-1)
-    loss = (1 - rule.label_smoothing) * (lse - picked) + rule.z_loss * lse**2
+    lse = total.log() + maximum.squeeze(-1)
+    loss = (1 - rule.label_smoothing) * (lse - target_logit) + rule.z_loss * lse**2
     if mean is not None:
         loss += rule.label_smoothing * (lse - mean)
     return loss.masked_fill_(ignored, 0.0), lse, total
@@ -204,34 +209,34 @@ def gradient_rows_(
     dloss: Tensor,
     rule: LossRule,
     classes: int,
-    first: int = 0,
+    first_class: int = 0,
     total: Tensor | None = None,
 ) -> None:
     """`p`, the softmax of the rows times `total` a row where given, becomes the gradient of the
     logits.
 
-    classes   the whole vocabulary's size; `first` is the class of column 0 when these columns are a
+    classes   the whole vocabulary's size; `first_class` is the class of column 0 when these columns are a
               block of it
     """
     factor = dloss * (1 + 2 * rule.z_loss * lse)
     p.mul_((factor if total is None else factor / total).unsqueeze(-1))
     if rule.label_smoothing:
         p.sub_((dloss * (rule.label_smoothing / classes)).unsqueeze(-1))
-    _add_at_targets_(p, (rule.label_smoothing - 1) * dloss, targets - first)
-    _back_through_(p, logits, rule)
+    _add_at_targets_(p, (rule.label_smoothing - 1) * dloss, targets - first_class)
+    _backpropagate_rule_(p, logits, rule)
 
 
 def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
     """Adds a value a row at its column, where that is one of these."""
-    elsewhere = (column < 0) | (column >= g.shape[-1])
+    is_outside = (column < 0) | (column >= g.shape[-1])
     g.scatter_add_(
         -1,
-        column.masked_fill(elsewhere, 0).long().unsqueeze(-1),
-        values.masked_fill(elsewhere, 0.0).unsqueeze(-1),
+        column.masked_fill(is_outside, 0).long().unsqueeze(-1),
+        values.masked_fill(is_outside, 0.0).unsqueeze(-1),
     )
 
 
-def _back_through_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
+def _backpropagate_rule_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
     """The gradient of what scale and softcap make of the logits becomes that of the logits."""
     if rule.softcap:
         # d tanh(u) = 1 - tanh(u)^2, from the logits again: softcapping is rare, and a second buffer
@@ -291,7 +296,7 @@ def cross_entropy_backward(
     rule: LossRule,
     out_TV: Tensor,
     classes: int,
-    first: int = 0,
+    first_class: int = 0,
 ) -> Tensor:
     """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the
     caller owns it.
@@ -302,7 +307,14 @@ def cross_entropy_backward(
     for rows, p in wide_blocks(logits_TV, rule):
         p.sub_(lse_T[rows].unsqueeze(-1)).exp_()
         gradient_rows_(
-            p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, classes, first
+            p,
+            logits_TV[rows],
+            targets_T[rows],
+            lse_T[rows],
+            dloss_T[rows],
+            rule,
+            classes,
+            first_class,
         )
         out_TV[rows] = p
     return zero_ignored_(out_TV, targets_T, rule)
@@ -314,9 +326,9 @@ def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Ten
     if not can_count_rows(targets_T):
         return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
     # most batches have none, and a mask would write every row again
-    ignored_N = ignored_T.nonzero().squeeze(-1)
-    if ignored_N.numel():
-        return gradient_TV.index_fill_(0, ignored_N, 0)
+    ignored_rows_N = ignored_T.nonzero().squeeze(-1)
+    if ignored_rows_N.numel():
+        return gradient_TV.index_fill_(0, ignored_rows_N, 0)
     return gradient_TV
 
 
@@ -326,7 +338,7 @@ def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Ten
 # N rows
 
 
-class Wanted(NamedTuple):
+class RequestedValues(NamedTuple):
     """Which optional outputs are computed. Log-probability and logsumexp always are."""
 
     entropy: bool
@@ -357,44 +369,52 @@ class Upstream(NamedTuple):
     entropy: Tensor | None
 
 
-def room(rows: int, dtype: torch.dtype, device: torch.device, wanted: Wanted) -> RowValues:
+def allocate_row_values(
+    rows: int, dtype: torch.dtype, device: torch.device, requested: RequestedValues
+) -> RowValues:
     """Outputs of the right shapes, for `rows` rows: 0, and -1 for top1, where nothing is written."""
 
-    def zeros(asked: bool) -> Tensor:
-        return torch.zeros(rows if asked else 0, dtype=dtype, device=device)
+    def zeros(is_requested: bool) -> Tensor:
+        return torch.zeros(rows if is_requested else 0, dtype=dtype, device=device)
 
-    top1 = torch.full((rows if wanted.top1 else 0,), -1, dtype=torch.int64, device=device)
+    top1 = torch.full((rows if requested.top1 else 0,), -1, dtype=torch.int64, device=device)
     return RowValues(
         zeros(True),
         zeros(True),
-        zeros(wanted.entropy),
-        zeros(wanted.log_sum_sq_probs),
-        zeros(wanted.mean_logits),
+        zeros(requested.entropy),
+        zeros(requested.log_sum_sq_probs),
+        zeros(requested.mean_logits),
         top1,
     )
 
 
-def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
+def row_values(
+    logits_NV: Tensor, targets_N: Tensor, rule: LossRule, requested: RequestedValues
+) -> RowValues:
     """The values of each row; no target is ignored."""
-    values = room(logits_NV.shape[0], arithmetic_dtype(logits_NV.dtype), logits_NV.device, wanted)
+    values = allocate_row_values(
+        logits_NV.shape[0], arithmetic_dtype(logits_NV.dtype), logits_NV.device, requested
+    )
     for rows, z in wide_blocks(logits_NV, rule):
-        picked = z.gather(-1, targets_N[rows].long().unsqueeze(-1)).squeeze(-1)
-        if wanted.mean_logits:
+        target_logit = z.gather(-1, targets_N[rows].long().unsqueeze(-1)).squeeze(-1)
+        if requested.mean_logits:
             values.mean_logits[rows] = z.mean(-1)
-        if wanted.top1:
+        if requested.top1:
             values.top1[rows] = z.argmax(-1)
-        top = z.amax(-1, keepdim=True)
-        top = top.masked_fill_(top == -torch.inf, 0.0)
-        z.sub_(top)
-        e = z.exp()
-        total = e.sum(-1)
-        values.logsumexp[rows] = total.log() + top.squeeze(-1)
-        values.log_probs[rows] = picked - values.logsumexp[rows]
-        if wanted.log_sum_sq_probs:
-            values.log_sum_sq_probs[rows] = (e * e).sum(-1).log() - 2 * total.log()
-        if wanted.entropy:
+        maximum = z.amax(-1, keepdim=True)
+        maximum = maximum.masked_fill_(maximum == -torch.inf, 0.0)
+        z.sub_(maximum)
+        exponential = z.exp()
+        total = exponential.sum(-1)
+        values.logsumexp[rows] = total.log() + maximum.squeeze(-1)
+        values.log_probs[rows] = target_logit - values.logsumexp[rows]
+        if requested.log_sum_sq_probs:
+            values.log_sum_sq_probs[rows] = (exponential * exponential).sum(
+                -1
+            ).log() - 2 * total.log()
+        if requested.entropy:
             # from z - max, whose size is that of the entropy: no cancellation for large logits
-            values.entropy[rows] = total.log() - (e * z.clamp_(min=-1e30)).sum(-1) / total
+            values.entropy[rows] = total.log() - (exponential * z.clamp_(min=-1e30)).sum(-1) / total
     return values
 
 
@@ -405,10 +425,10 @@ def row_value_gradients(
     upstream: Upstream,
     rule: LossRule,
     out_NV: Tensor,
-    first: int = 0,
+    first_class: int = 0,
 ) -> Tensor:
     """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is
-    the class `first`.
+    the class `first_class`.
 
     A row whose logsumexp is inf is an ignored one: its gradient is 0, also where its logits are not
     finite.
@@ -427,7 +447,9 @@ def row_value_gradients(
             factor = factor - upstream.dentropy[rows].unsqueeze(-1) * shifted
         g = log_p.exp_().mul_(factor)
         if upstream.dlog_probs is not None:
-            _add_at_targets_(g, upstream.dlog_probs[rows].to(g.dtype), targets_N[rows] - first)
-        _back_through_(g, logits_NV[rows], rule)
+            _add_at_targets_(
+                g, upstream.dlog_probs[rows].to(g.dtype), targets_N[rows] - first_class
+            )
+        _backpropagate_rule_(g, logits_NV[rows], rule)
         out_NV[rows] = g.masked_fill_((lse_N[rows] == torch.inf).unsqueeze(-1), 0.0)
     return out_NV

@@ -17,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_tensor_device, warps
-from .rule import LossRule, RowValues, Upstream, Wanted, room
+from .rule import LossRule, RequestedValues, RowValues, Upstream, allocate_row_values
 
 # 16 values a thread at 8 warps
 MAX_BLOCK = 4096
 
 
 @triton.jit
-def capped(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr):
+def apply_rule(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr):
     if HAS_SCALE:
         x_fp32 = x_fp32 * scale.to(tl.float32)
     if HAS_CAP:
@@ -36,11 +36,11 @@ def capped(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexp
 
 
 @triton.jit
-def block_of(start, v, stop, WHOLE: tl.constexpr):
+def load_block(start, v, stop, FULL: tl.constexpr):
     """Logits in fp32; past `stop`, which no whole block reaches, zeros. A mask that ends at any
     number is one for every value: with it 8 values of bf16 are 8 loads, without it one.
     """
-    if WHOLE:
+    if FULL:
         x_fp32 = tl.load(start + v).to(tl.float32)
     else:
         x_fp32 = tl.load(start + v, mask=v < stop, other=0.0).to(tl.float32)
@@ -57,18 +57,18 @@ def add_to_loss(
     classes,
     scale,
     softcap,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     """The lanes' maxima and sums with a block of logits added."""
-    z_fp32 = capped(
-        block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP
+    z_fp32 = apply_rule(
+        load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
     )  # [LANES, EACH]
     if HAS_SMOOTHING:
-        summed += tl.sum(z_fp32 if WHOLE else tl.where(v < classes, z_fp32, 0.0), 1)
-    if not WHOLE:
+        summed += tl.sum(z_fp32 if FULL else tl.where(v < classes, z_fp32, 0.0), 1)
+    if not FULL:
         z_fp32 = tl.where(v < classes, z_fp32, float("-inf"))
     higher = tl.maximum(top, tl.max(z_fp32, 1))
     # a lane that has only -inf so far keeps 0 as its shift: exp(-inf - -inf) would be nan
@@ -107,8 +107,8 @@ def cross_entropy_forward_kernel(
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     summed = tl.zeros([LANES], tl.float32)
-    whole = classes // (LANES * EACH) * (LANES * EACH)
-    for first in range(0, whole, LANES * EACH):
+    full_end = classes // (LANES * EACH) * (LANES * EACH)
+    for first in range(0, full_end, LANES * EACH):
         top, total, summed = add_to_loss(
             top,
             total,
@@ -123,13 +123,13 @@ def cross_entropy_forward_kernel(
             HAS_SCALE,
             HAS_CAP,
         )
-    if whole < classes:
+    if full_end < classes:
         top, total, summed = add_to_loss(
             top,
             total,
             summed,
             start,
-            whole + lanes,
+            full_end + lanes,
             classes,
             scale,
             softcap,
@@ -142,7 +142,7 @@ def cross_entropy_forward_kernel(
     row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
     row_lse = tl.log(tl.sum(total * tl.exp(top - row_shift), 0)) + row_shift
     picked_fp32 = tl.load(start + tl.where(ignored, 0, target)).to(tl.float32)
-    picked_z = capped(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+    picked_z = apply_rule(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     smoothing_fp32 = smoothing.to(tl.float32)
     row_loss = (1.0 - smoothing_fp32) * (row_lse - picked_z) + z_loss.to(
         tl.float32
@@ -179,18 +179,18 @@ def cross_entropy_backward_kernel(
     # the blocks of a row are neighbours in the grid: memory is swept in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    whole = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
+    is_full = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
     target = tl.load(targets + row).to(tl.int64)
     ignored = target == ignore_index
     # a column of this block, or none of it: 32 bits hold any vocabulary
     column = tl.where(ignored, -1, target - first_class).to(tl.int32)
     row_lse = tl.load(lse + row).to(tl.float32)
     dloss_fp32 = tl.load(dloss + row).to(tl.float32)
-    if whole:
-        x_fp32 = block_of(logits + row * row_stride, v, columns, True)  # [BLOCK]
+    if is_full:
+        x_fp32 = load_block(logits + row * row_stride, v, columns, True)  # [BLOCK]
     else:
-        x_fp32 = block_of(logits + row * row_stride, v, columns, False)  # [BLOCK]
-    z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+        x_fp32 = load_block(logits + row * row_stride, v, columns, False)  # [BLOCK]
+    z_fp32 = apply_rule(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     smoothing_fp32 = smoothing.to(tl.float32)
     g_fp32 = tl.exp(z_fp32 - row_lse) * (1.0 + 2.0 * z_loss.to(tl.float32) * row_lse)
     if HAS_SMOOTHING:
@@ -203,7 +203,7 @@ def cross_entropy_backward_kernel(
         g_fp32 *= scale.to(tl.float32)
     # a select, not a product: 0 times a non-finite logit's exp would be nan
     g_fp32 = tl.where(ignored, 0.0, g_fp32 * dloss_fp32)
-    if whole:
+    if is_full:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
     else:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < columns)
@@ -225,7 +225,7 @@ def _tile(classes: int, rule: LossRule) -> tuple[int, int]:
     return values, warps(2 * values if rule.softcap else values)
 
 
-def _rows(logits_TV: Tensor) -> Tensor:
+def _make_rows_contiguous(logits_TV: Tensor) -> Tensor:
     return logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous()
 
 
@@ -240,13 +240,13 @@ def cross_entropy_forward(
     """(loss, logsumexp), each fp32[T], and in `out_TV` the logits' gradient for an upstream
     gradient of `dloss` in every row.
     """
-    logits_TV, targets_T = _rows(logits_TV), targets_T.contiguous()
+    logits_TV, targets_T = _make_rows_contiguous(logits_TV), targets_T.contiguous()
     tokens, classes = logits_TV.shape
     loss_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
     lse_T = torch.empty_like(loss_T)
     if tokens:
         block, num_warps = _tile(classes, rule)
-        each = min(block, 16 // logits_TV.element_size())
+        lane_values = min(block, 16 // logits_TV.element_size())
         cross_entropy_forward_kernel[(tokens,)](
             logits_TV,
             targets_T,
@@ -260,8 +260,8 @@ def cross_entropy_forward(
             rule.softcap,
             rule.z_loss,
             **_flags(rule),
-            LANES=block // each,
-            EACH=each,
+            LANES=block // lane_values,
+            EACH=lane_values,
             num_warps=num_warps,
         )
     if out_TV is not None and dloss is not None:
@@ -280,13 +280,13 @@ def cross_entropy_backward(
     rule: LossRule,
     out_TV: Tensor,
     classes: int,
-    first: int = 0,
+    first_class: int = 0,
 ) -> Tensor:
     """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the
     caller owns it.
     """
     logits_TV, targets_T, dloss_T = (
-        _rows(logits_TV),
+        _make_rows_contiguous(logits_TV),
         targets_T.contiguous(),
         dloss_T.to(torch.float32).contiguous(),
     )
@@ -304,7 +304,7 @@ def cross_entropy_backward(
             out_TV.stride(0),
             columns,
             classes,
-            first,
+            first_class,
             blocks,
             rule.ignore_index,
             rule.label_smoothing,
@@ -334,7 +334,7 @@ def add_to_values(
     classes,
     scale,
     softcap,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -343,28 +343,30 @@ def add_to_values(
     HAS_TOP1: tl.constexpr,
 ):
     """The lanes' maxima, sums and most likely classes with a block of logits added."""
-    z_fp32 = capped(
-        block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP
+    z_fp32 = apply_rule(
+        load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
     )  # [LANES, EACH]
     if HAS_MEAN:
-        summed += tl.sum(z_fp32 if WHOLE else tl.where(v < classes, z_fp32, 0.0), 1)
-    if not WHOLE:
+        summed += tl.sum(z_fp32 if FULL else tl.where(v < classes, z_fp32, 0.0), 1)
+    if not FULL:
         z_fp32 = tl.where(v < classes, z_fp32, float("-inf"))
     block_top = tl.max(z_fp32, 1)
     if HAS_TOP1:
         # the first of equal maxima
-        at = tl.min(tl.where(z_fp32 == block_top[:, None], v, 2147483647), 1).to(tl.int32)
-        best = tl.where(block_top > top, at, best)
+        first_best = tl.min(tl.where(z_fp32 == block_top[:, None], v, 2147483647), 1).to(tl.int32)
+        best = tl.where(block_top > top, first_best, best)
     higher = tl.maximum(top, block_top)
     # a lane that has only -inf so far keeps 0 as its shift: exp(-inf - -inf) would be nan
     shift = tl.where(higher == float("-inf"), 0.0, higher)
-    before = tl.where(top == float("-inf"), shift, top)
+    previous_shift = tl.where(top == float("-inf"), shift, top)
     decay = tl.exp(top - shift)
     e_fp32 = tl.exp(z_fp32 - shift[:, None])
     if HAS_ENTROPY:
         # sum of e (z - shift), moved to the new shift: no cancellation for large logits
         distance = tl.where(e_fp32 > 0.0, z_fp32 - shift[:, None], 0.0)
-        weighted = decay * (weighted + (before - shift) * total) + tl.sum(e_fp32 * distance, 1)
+        weighted = decay * (weighted + (previous_shift - shift) * total) + tl.sum(
+            e_fp32 * distance, 1
+        )
     if HAS_SUM_SQ:
         squared = squared * decay * decay + tl.sum(e_fp32 * e_fp32, 1)
     total = total * decay + tl.sum(e_fp32, 1)
@@ -405,8 +407,8 @@ def row_values_kernel(
     squared = tl.zeros([LANES], tl.float32)
     summed = tl.zeros([LANES], tl.float32)
     best = tl.zeros([LANES], tl.int32)
-    whole = classes // (LANES * EACH) * (LANES * EACH)
-    for first in range(0, whole, LANES * EACH):
+    full_end = classes // (LANES * EACH) * (LANES * EACH)
+    for first in range(0, full_end, LANES * EACH):
         top, total, weighted, squared, summed, best = add_to_values(
             top,
             total,
@@ -427,7 +429,7 @@ def row_values_kernel(
             HAS_MEAN,
             HAS_TOP1,
         )
-    if whole < classes:
+    if full_end < classes:
         top, total, weighted, squared, summed, best = add_to_values(
             top,
             total,
@@ -436,7 +438,7 @@ def row_values_kernel(
             summed,
             best,
             start,
-            whole + lanes,
+            full_end + lanes,
             classes,
             scale,
             softcap,
@@ -456,7 +458,7 @@ def row_values_kernel(
     log_total = tl.log(row_total)
     row_lse = log_total + row_shift
     picked_fp32 = tl.load(start + tl.load(targets + row).to(tl.int64)).to(tl.float32)
-    tl.store(log_probs + row, capped(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP) - row_lse)
+    tl.store(log_probs + row, apply_rule(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP) - row_lse)
     tl.store(lse + row, row_lse)
     if HAS_ENTROPY:
         tl.store(
@@ -499,12 +501,12 @@ def row_value_gradients_kernel(
     # the blocks of a row are neighbours in the grid: memory is swept in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    whole = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
-    if whole:
-        x_fp32 = block_of(logits + row * row_stride, v, columns, True)  # [BLOCK]
+    is_full = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
+    if is_full:
+        x_fp32 = load_block(logits + row * row_stride, v, columns, True)  # [BLOCK]
     else:
-        x_fp32 = block_of(logits + row * row_stride, v, columns, False)  # [BLOCK]
-    z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+        x_fp32 = load_block(logits + row * row_stride, v, columns, False)  # [BLOCK]
+    z_fp32 = apply_rule(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     row_lse = tl.load(lse + row).to(tl.float32)
     log_p = z_fp32 - row_lse
     factor = tl.zeros([BLOCK], tl.float32)
@@ -527,21 +529,23 @@ def row_value_gradients_kernel(
         g_fp32 *= scale.to(tl.float32)
     # an ignored row: a select, as 0 times a non-finite logit's exp would be nan
     g_fp32 = tl.where(row_lse == float("inf"), 0.0, g_fp32)
-    if whole:
+    if is_full:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
     else:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < columns)
 
 
 @on_tensor_device
-def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
+def row_values(
+    logits_NV: Tensor, targets_N: Tensor, rule: LossRule, requested: RequestedValues
+) -> RowValues:
     """The values of each row; no target is ignored."""
-    logits_NV, targets_N = _rows(logits_NV), targets_N.contiguous()
+    logits_NV, targets_N = _make_rows_contiguous(logits_NV), targets_N.contiguous()
     rows, classes = logits_NV.shape
-    values = room(rows, torch.float32, logits_NV.device, wanted)
+    values = allocate_row_values(rows, torch.float32, logits_NV.device, requested)
     if rows:
         block, num_warps = _tile(classes, rule)
-        each = min(block, 16 // logits_NV.element_size())
+        lane_values = min(block, 16 // logits_NV.element_size())
         row_values_kernel[(rows,)](
             logits_NV,
             targets_N,
@@ -557,12 +561,12 @@ def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wan
             rule.softcap,
             HAS_SCALE=rule.logit_scale != 1.0,
             HAS_CAP=rule.softcap != 0.0,
-            HAS_ENTROPY=wanted.entropy,
-            HAS_SUM_SQ=wanted.log_sum_sq_probs,
-            HAS_MEAN=wanted.mean_logits,
-            HAS_TOP1=wanted.top1,
-            LANES=block // each,
-            EACH=each,
+            HAS_ENTROPY=requested.entropy,
+            HAS_SUM_SQ=requested.log_sum_sq_probs,
+            HAS_MEAN=requested.mean_logits,
+            HAS_TOP1=requested.top1,
+            LANES=block // lane_values,
+            EACH=lane_values,
             num_warps=num_warps,
         )
     return values
@@ -576,12 +580,16 @@ def row_value_gradients(
     upstream: Upstream,
     rule: LossRule,
     out_NV: Tensor,
-    first: int = 0,
+    first_class: int = 0,
 ) -> Tensor:
     """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is
-    the class `first`.
+    the class `first_class`.
     """
-    logits_NV, targets_N, lse_N = _rows(logits_NV), targets_N.contiguous(), lse_N.contiguous()
+    logits_NV, targets_N, lse_N = (
+        _make_rows_contiguous(logits_NV),
+        targets_N.contiguous(),
+        lse_N.contiguous(),
+    )
     rows, columns = logits_NV.shape
     # a pointer that is not read still needs a tensor
     dlog_probs, dlse, dentropy, entropy = (
@@ -602,7 +610,7 @@ def row_value_gradients(
             logits_NV.stride(0),
             out_NV.stride(0),
             columns,
-            first,
+            first_class,
             blocks,
             rule.logit_scale,
             rule.softcap,

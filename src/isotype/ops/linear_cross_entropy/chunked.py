@@ -4,7 +4,7 @@ hidden, V vocabulary.
 `Chunks`, `HeadGradient`   chunks of rows; logits are overwritten by their gradient at once, and the
                            head's is accumulated in fp32: three products for a trainable head, two
                            for a frozen one. For one upstream gradient in every row.
-`by_vocabulary`            blocks of the vocabulary, from the logsumexp that forward kept: one
+`gradients_by_vocabulary`  blocks of the vocabulary, from the logsumexp that forward kept: one
                            product more, no fp32 V x H accumulator, any upstream gradient a row. For
                            a trainable head with reduction="none".
 """
@@ -32,27 +32,27 @@ from ..cross_entropy.rule import LossRule
 # on (512 MiB).
 _BUDGET = {"cpu": 64 * 2**20}
 _BUDGET_WITH_HEAD = {"cpu": 256 * 2**20}
-_BUDGET_ELSEWHERE = 256 * 2**20
-_BUDGET_WITH_HEAD_ELSEWHERE = 512 * 2**20
+_DEFAULT_BUDGET = 256 * 2**20
+_DEFAULT_BUDGET_WITH_HEAD = 512 * 2**20
 _MULTIPLE = 64
 
 
-def budget(device: torch.device, head: bool) -> int:
+def logits_budget(device: torch.device, head: bool) -> int:
     if head:
-        return _BUDGET_WITH_HEAD.get(stands_for(device), _BUDGET_WITH_HEAD_ELSEWHERE)
-    return _BUDGET.get(stands_for(device), _BUDGET_ELSEWHERE)
+        return _BUDGET_WITH_HEAD.get(stands_for(device), _DEFAULT_BUDGET_WITH_HEAD)
+    return _BUDGET.get(stands_for(device), _DEFAULT_BUDGET)
 
 
-def extent(
-    tokens_or_classes: int, other: int, itemsize: int, device: torch.device, head: bool
+def fitting_block_size(
+    count: int, other_count: int, itemsize: int, device: torch.device, head: bool
 ) -> int:
     """How many of the first fit the budget beside all of the second, in equal parts; `head` where
     the head's gradient is wanted.
     """
-    most = max(_MULTIPLE, budget(device, head) // max(1, other * itemsize))
-    parts = max(1, -(-tokens_or_classes // most))
-    equal = -(-tokens_or_classes // parts)
-    return max(1, -(-equal // _MULTIPLE) * _MULTIPLE)
+    largest_block = max(_MULTIPLE, logits_budget(device, head) // max(1, other_count * itemsize))
+    parts = max(1, -(-count // largest_block))
+    block = -(-count // parts)
+    return max(1, -(-block // _MULTIPLE) * _MULTIPLE)
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -82,32 +82,32 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
     return torch.full_like(upstream, 1024.0), upstream / 1024.0
 
 
-def rows_of_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's
     fast kernels want 16 bytes of alignment, and a vocabulary with a few added tokens (32,001) has
     it in no row but one of eight.
     """
-    apart = -(-classes // 64) * 64 if stands_for(device) == "cuda" else classes
-    return torch.empty(rows, apart, dtype=dtype, device=device)[:, :classes]
+    row_stride = -(-classes // 64) * 64 if stands_for(device) == "cuda" else classes
+    return torch.empty(rows, row_stride, dtype=dtype, device=device)[:, :classes]
 
 
-def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+def product(lhs: Tensor, rhs: Tensor, out: Tensor) -> Tensor:
     """`left @ right` into `out`, whose dtype is `result_dtype`'s."""
-    if out.dtype == left.dtype:
+    if out.dtype == lhs.dtype:
         # every operand and the result have the one dtype decided by the caller, and autocast is off
-        return torch.mm(left, right, out=out)
+        return torch.mm(lhs, rhs, out=out)
     # straight into `out`: a result of its own would be as large as a chunk of logits, and be
     # written and read once more
-    return torch.mm(left, right, out_dtype=out.dtype, out=out)
+    return torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
 
 
-def add_product_(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
     """`total += left @ right` in the product's own epilogue: `total`, of `result_dtype`, is read
     and written once, and nothing else is.
     """
-    if total.dtype == left.dtype:
-        return torch.addmm(total, left, right, out=total)
-    return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    if total.dtype == lhs.dtype:
+        return torch.addmm(total, lhs, rhs, out=total)
+    return torch.addmm(total, lhs, rhs, out_dtype=total.dtype, out=total)
 
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     else:
-        processors = _PROCESSORS
+        processors = _ASSUMED_MULTIPROCESSORS
     if out_NH.dtype == torch.float32:
-        parts = parts_of_classes(len(out_NH), out_NH.shape[1], len(weight_VH), processors)
+        parts = count_vocabulary_parts(len(out_NH), out_NH.shape[1], len(weight_VH), processors)
     else:
         parts = 1
     if parts == 1:
@@ -130,11 +130,11 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     return product_in_parts(dlogits_NV, weight_VH, out_NH, parts)
 
 
-_PROCESSORS = 132  # of an H100, where a plan has no device
+_ASSUMED_MULTIPROCESSORS = 132  # of an H100, where a plan has no device
 _TILE = (128, 256)  # rows and columns of the result that a program of cuBLAS's fast kernels makes
 
 
-def parts_of_classes(rows: int, columns: int, classes: int, processors: int) -> int:
+def count_vocabulary_parts(rows: int, columns: int, classes: int, processors: int) -> int:
     """Into how many parts of the vocabulary the hidden gradient's product is cut, so that its tiles
     fill the multiprocessors: 512 x 4,096 are 64 tiles, which leave half of 132 idle; two parts are
     128. A part has at least 4,096 classes, beside which the sum costs nothing.
@@ -143,22 +143,22 @@ def parts_of_classes(rows: int, columns: int, classes: int, processors: int) -> 
     return max(1, min(processors // tiles, classes // 4096))
 
 
-def product_in_parts(left_NV: Tensor, right_VH: Tensor, out_NH: Tensor, parts: int) -> Tensor:
+def product_in_parts(lhs_NV: Tensor, rhs_VH: Tensor, out_NH: Tensor, parts: int) -> Tensor:
     """`left @ right` into `out`, of fp32: equal parts of V are one batch, whose results are added;
     then what is left of V.
     """
-    size = left_NV.shape[1] // parts // _MULTIPLE * _MULTIPLE
-    left_PNV = left_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
-    right_PVH = right_VH[: parts * size].unflatten(0, (parts, size))
-    same = left_NV.dtype == out_NH.dtype
-    if same:
-        made_PNH = torch.bmm(left_PNV, right_PVH)
+    size = lhs_NV.shape[1] // parts // _MULTIPLE * _MULTIPLE
+    lhs_PNV = lhs_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
+    rhs_PVH = rhs_VH[: parts * size].unflatten(0, (parts, size))
+    has_same_dtype = lhs_NV.dtype == out_NH.dtype
+    if has_same_dtype:
+        partial_PNH = torch.bmm(lhs_PNV, rhs_PVH)
     else:
-        made_PNH = torch.bmm(left_PNV, right_PVH, out_dtype=out_NH.dtype)
-    torch.sum(made_PNH, 0, out=out_NH)
-    rest = slice(parts * size, None)
-    if parts * size < left_NV.shape[1]:
-        return add_product_(left_NV[:, rest], right_VH[rest], out_NH)
+        partial_PNH = torch.bmm(lhs_PNV, rhs_PVH, out_dtype=out_NH.dtype)
+    torch.sum(partial_PNH, 0, out=out_NH)
+    remainder = slice(parts * size, None)
+    if parts * size < lhs_NV.shape[1]:
+        return add_product_(lhs_NV[:, remainder], rhs_VH[remainder], out_NH)
     return out_NH
 
 
@@ -178,34 +178,34 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int |
         raise UsageError(f"chunk is {chunk}: expected 1 row or more")
 
 
-def chunk_of(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], head: bool) -> int:
+def default_chunk(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], head: bool) -> int:
     """The rows whose logits exist at once; `dtypes` of the products, one for each head."""
-    held = sum(
+    bytes_per_logit = sum(
         result_dtype(operand_dtype(dtype, weight.device), weight.device).itemsize
         for dtype in dtypes
     )
-    return extent(tokens, weight.shape[0], held, weight.device, head=head)
+    return fitting_block_size(tokens, weight.shape[0], bytes_per_logit, weight.device, head=head)
 
 
-def cast(
+def cast_head(
     dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def gradients_wanted(
+def required_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[bool, bool, bool]:
     """Whether autograd will ask for the gradient of each."""
-    on = torch.is_grad_enabled()
+    is_enabled = torch.is_grad_enabled()
     return (
-        on and hidden.requires_grad,
-        on and weight.requires_grad,
-        on and bias is not None and bias.requires_grad,
+        is_enabled and hidden.requires_grad,
+        is_enabled and weight.requires_grad,
+        is_enabled and bias is not None and bias.requires_grad,
     )
 
 
-def like_gradients(
+def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of
@@ -241,7 +241,7 @@ def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dty
     return operand_dtype(dtype, device)
 
 
-def like(
+def empty_outputs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     want_dhidden: bool,
@@ -278,38 +278,41 @@ class HeadGradient:
     8,192 x 2,048 of the head, one thread: 204 ms against 98).
     """
 
-    def __init__(self, into_VH: Tensor, back: Tensor | None) -> None:
-        self.into_VH = into_VH
-        self.back = back
-        self.first = True
-        self.room: Tensor | None = None
-        self.wide: Tensor | None = None
+    def __init__(self, total_VH: Tensor, post_scale: Tensor | None) -> None:
+        self.total_VH = total_VH
+        self.post_scale = post_scale
+        self.is_first = True
+        self.buffer: Tensor | None = None
+        self.wide_buffer: Tensor | None = None
 
     def add(self, dlogits_NV: Tensor, x_NH: Tensor) -> None:
-        into, first, self.first = self.into_VH, self.first, False
+        total, is_first, self.is_first = self.total_VH, self.is_first, False
         result = result_dtype(x_NH.dtype, x_NH.device)
-        if into.dtype == result and self.back is None:
-            (product if first else add_product_)(dlogits_NV.t(), x_NH, into)
+        if total.dtype == result and self.post_scale is None:
+            (product if is_first else add_product_)(dlogits_NV.t(), x_NH, total)
             return
         size = min(
-            into.shape[0], extent(into.shape[0], into.shape[1], 4 * 4, x_NH.device, head=True)
+            total.shape[0],
+            fitting_block_size(total.shape[0], total.shape[1], 4 * 4, x_NH.device, head=True),
         )
-        if self.room is None:
-            self.room = torch.empty(size, into.shape[1], dtype=result, device=into.device)
-        for start in range(0, into.shape[0], size):
-            part = into[start : start + size]
-            made = product(
-                dlogits_NV[:, start : start + size].t(), x_NH, self.room[: part.shape[0]]
+        if self.buffer is None:
+            self.buffer = torch.empty(size, total.shape[1], dtype=result, device=total.device)
+        for start in range(0, total.shape[0], size):
+            part = total[start : start + size]
+            partial = product(
+                dlogits_NV[:, start : start + size].t(), x_NH, self.buffer[: part.shape[0]]
             )
-            if self.back is not None:
-                torch.mul(made, self.back, out=part) if first else part.addcmul_(made, self.back)
-            elif first:
-                part.copy_(made)
+            if self.post_scale is not None:
+                torch.mul(partial, self.post_scale, out=part) if is_first else part.addcmul_(
+                    partial, self.post_scale
+                )
+            elif is_first:
+                part.copy_(partial)
             else:
                 # a sum of two dtypes takes 39 ms here on a CPU where widening takes 3
-                if self.wide is None:
-                    self.wide = torch.empty_like(self.room, dtype=into.dtype)
-                part.add_(self.wide[: part.shape[0]].copy_(made))
+                if self.wide_buffer is None:
+                    self.wide_buffer = torch.empty_like(self.buffer, dtype=total.dtype)
+                part.add_(self.wide_buffer[: part.shape[0]].copy_(partial))
 
 
 class Chunks:
@@ -343,14 +346,16 @@ class Chunks:
             self.count = targets_T.numel()
         else:
             self.count = self.rows.numel()
-        most = min(chunk, self.count)
+        chunk_rows = min(chunk, self.count)
         classes = weight_VH.shape[0]
-        self.logits = rows_of_logits(most, classes, self.result, device)
-        own = self.result == self.operand
-        if own:
+        self.logits = allocate_logits(chunk_rows, classes, self.result, device)
+        shares_memory = self.result == self.operand
+        if shares_memory:
             self.dlogits = self.logits
         else:
-            self.dlogits = rows_of_logits(most if gradients else 0, classes, self.operand, device)
+            self.dlogits = allocate_logits(
+                chunk_rows if gradients else 0, classes, self.operand, device
+            )
 
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor]]:
         for start in range(0, self.count, self.chunk):
@@ -366,10 +371,14 @@ class Chunks:
             yield rows, x_NH, z_NV, self.dlogits[: stop - start]
 
     def write_dhidden(
-        self, dhidden_TH: Tensor, rows: slice | Tensor, dlogits_NV: Tensor, back: Tensor | None
+        self,
+        dhidden_TH: Tensor,
+        rows: slice | Tensor,
+        dlogits_NV: Tensor,
+        post_scale: Tensor | None,
     ) -> None:
-        """The gradient of these rows of hidden, times `back`."""
-        if isinstance(rows, slice) and back is None and dhidden_TH.dtype == self.result:
+        """The gradient of these rows of hidden, times `post_scale`."""
+        if isinstance(rows, slice) and post_scale is None and dhidden_TH.dtype == self.result:
             product_over_classes(dlogits_NV, self.weight_VH, dhidden_TH[rows])
             return
         dx_NH = torch.empty(
@@ -379,7 +388,9 @@ class Chunks:
             device=dlogits_NV.device,
         )
         product_over_classes(dlogits_NV, self.weight_VH, dx_NH)
-        dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(dhidden_TH.dtype)
+        dhidden_TH[rows] = (dx_NH if post_scale is None else dx_NH * post_scale).to(
+            dhidden_TH.dtype
+        )
 
 
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
@@ -389,13 +400,13 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
     """
     if not can_count_rows(targets_T):
         return slice(None)
-    counted_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
-    if counted_N.numel() == targets_T.numel():
+    counted_rows_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
+    if counted_rows_N.numel() == targets_T.numel():
         return slice(None)
-    return counted_N
+    return counted_rows_N
 
 
-def largest(*upstream_N: Tensor) -> Tensor:
+def largest_gradient(*upstream_N: Tensor) -> Tensor:
     """The largest upstream gradient of any row: the range of a narrow gradient of the logits must
     hold it.
     """
@@ -407,13 +418,13 @@ def largest(*upstream_N: Tensor) -> Tensor:
     )
 
 
-def by_vocabulary(
+def gradients_by_vocabulary(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
     rows: Tensor | slice,
-    unit: Tensor,
-    gradient: Callable[[Tensor, Tensor, int, Tensor | None], None],
+    upstream_size: Tensor,
+    write_gradient: Callable[[Tensor, Tensor, int, Tensor | None], None],
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -421,8 +432,8 @@ def by_vocabulary(
     block of the vocabulary at a time.
 
     rows      what `rows_to_compute` gave
-    unit      the size of their upstream gradients
-    gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`;
+    upstream_size  the size of their upstream gradients
+    write_gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`;
               `first` is the class of column 0, and every upstream gradient is multiplied by
               `factor` where there is one
     """
@@ -430,10 +441,12 @@ def by_vocabulary(
     result = result_dtype(operand, device)
     fp32 = arithmetic_dtype(hidden_TH.dtype)
     x_NH = hidden_TH[rows].to(operand)
-    into, back = gradient_factors(operand, unit)
-    factor = None if back is None else into / unit
+    pre_scale, post_scale = gradient_factors(operand, upstream_size)
+    factor = None if post_scale is None else pre_scale / upstream_size
     classes = weight_VH.shape[0]
-    size = extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
+    block_classes = fitting_block_size(
+        weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True
+    )
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
     dweight_VH = torch.empty(
         weight_VH.shape if want_dweight else (0,),
@@ -441,8 +454,8 @@ def by_vocabulary(
         device=device,
     )
     dbias_V = torch.zeros(classes if bias_V is not None else 0, dtype=fp32, device=device)
-    for start in range(0, classes, size):
-        block = slice(start, min(start + size, classes))
+    for start in range(0, classes, block_classes):
+        block = slice(start, min(start + block_classes, classes))
         w = weight_VH[block].to(operand)
         z = product(
             x_NH, w.t(), torch.empty(x_NH.shape[0], w.shape[0], dtype=result, device=device)
@@ -450,22 +463,22 @@ def by_vocabulary(
         if bias_V is not None:
             z.add_(bias_V[block].to(z.dtype))
         g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
-        gradient(z, g, start, factor)
+        write_gradient(z, g, start, factor)
         if want_dweight:
-            HeadGradient(dweight_VH[block], back).add(g, x_NH)
+            HeadGradient(dweight_VH[block], post_scale).add(g, x_NH)
         if bias_V is not None:
-            dbias_V[block] = g.sum(0, dtype=fp32) * (1.0 if back is None else back)
+            dbias_V[block] = g.sum(0, dtype=fp32) * (1.0 if post_scale is None else post_scale)
         if want_dhidden:
             dx_NH += product_over_classes(
                 g, w, torch.empty(x_NH.shape, dtype=result, device=device)
             )
     dhidden_TH = torch.zeros(hidden_TH.shape if want_dhidden else (0,), dtype=fp32, device=device)
     if want_dhidden:
-        dhidden_TH[rows] = dx_NH if back is None else dx_NH.mul_(back)
+        dhidden_TH[rows] = dx_NH if post_scale is None else dx_NH.mul_(post_scale)
     return dhidden_TH, dweight_VH, dbias_V
 
 
-def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """(x * factor) in `dtype`, without a wide copy of `x` where it would be large."""
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)

@@ -20,7 +20,7 @@ from ..backend import (
 )
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference
-from ..cross_entropy.rows import Cpp, Source, row_paths
+from ..cross_entropy.rows import CppRowKernels, LogitsSource, choose_row_kernels
 from ..cross_entropy.rule import (
     RULE,
     LossRule,
@@ -34,19 +34,19 @@ from .chunked import (
     Chunks,
     Forward,
     HeadGradient,
-    by_vocabulary,
-    cast,
+    cast_head,
     check_head,
-    chunk_of,
+    default_chunk,
+    empty_gradients,
+    empty_outputs,
     gradient_factors,
-    gradients_wanted,
-    largest,
-    like,
-    like_gradients,
+    gradients_by_vocabulary,
+    largest_gradient,
     operand_dtype,
+    required_gradients,
     result_dtype,
     rows_to_compute,
-    scaled,
+    scale_to_dtype,
 )
 
 LINEAR_CROSS_ENTROPY = OpContract(
@@ -77,7 +77,7 @@ def linear_cross_entropy_reference(
 
 def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     chunk, want_dhidden, want_dweight, want_dbias, _ = rest[-5:]
-    return tuple(like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
+    return tuple(empty_outputs(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
 
 
 @library_op(
@@ -104,30 +104,32 @@ def _forward(
     `upstream`. Ignored rows are not computed.
     """
     rule = LossRule.from_arguments(ignore_index, factors)
-    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
+    out = empty_outputs(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
     wants_gradient = want_dhidden or want_dweight or want_dbias
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
     if not chunks.count:
         out.dweight_VH.zero_()
-    into, back = gradient_factors(chunks.operand, upstream)
-    head = HeadGradient(out.dweight_VH, back)
-    compute = row_paths(chunks.logits)
+    pre_scale, post_scale = gradient_factors(chunks.operand, upstream)
+    head = HeadGradient(out.dweight_VH, post_scale)
+    kernels = choose_row_kernels(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
         # only the C++ kernels are given bf16 logits of an fp32 sum
-        if exact and compute is Cpp:
-            more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)}
+        if exact and kernels is CppRowKernels:
+            source_argument = {
+                "source": LogitsSource.from_product(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)
+            }
         else:
-            more = {}
-        gradient = (g_NV, into) if wants_gradient else ()
-        out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(
-            z_NV, targets_N, rule, *gradient, **more
+            source_argument = {}
+        gradient_arguments = (g_NV, pre_scale) if wants_gradient else ()
+        out.loss_T[rows], out.lse_T[rows] = kernels.cross_entropy_forward(
+            z_NV, targets_N, rule, *gradient_arguments, **source_argument
         )
         if want_dbias:
             dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
-            out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
+            out.dbias_V.add_(dbias_V if post_scale is None else dbias_V * post_scale)
         if want_dhidden:
-            chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
+            chunks.write_dhidden(out.dhidden_TH, rows, g_NV, post_scale)
         if want_dweight:
             head.add(g_NV, x_NH)
     # a plain tuple, as the schema says
@@ -138,7 +140,7 @@ def _forward(
     "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets,"
     f" Tensor lse, Tensor dloss, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor,"
     " Tensor)",
-    fake=like_gradients,
+    fake=empty_gradients,
 )
 def _backward(
     hidden_TH: Tensor,
@@ -165,14 +167,21 @@ def _backward(
         .masked_fill(targets_N == rule.ignore_index, 0)
     )
 
-    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
-        given = dloss_N if factor is None else dloss_N * factor
-        row_paths(z).cross_entropy_backward(
-            z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first
+    def write_gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        dloss = dloss_N if factor is None else dloss_N * factor
+        choose_row_kernels(z).cross_entropy_backward(
+            z, targets_N, lse_N, dloss, rule, out, weight_VH.shape[0], first
         )
 
-    return by_vocabulary(
-        hidden_TH, weight_VH, bias_V, rows, largest(dloss_N), gradient, want_dhidden, want_dweight
+    return gradients_by_vocabulary(
+        hidden_TH,
+        weight_VH,
+        bias_V,
+        rows,
+        largest_gradient(dloss_N),
+        write_gradient,
+        want_dhidden,
+        want_dweight,
     )
 
 
@@ -196,45 +205,45 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_T: Tensor,
         items: Tensor | None,
-        mean: bool,
+        is_mean: bool,
         rule: RuleArguments,
         dtype: torch.dtype,
         chunk: int,
-        want: tuple[bool, bool, bool],
+        needs: tuple[bool, bool, bool],
     ) -> Tensor:
-        head = want[1] or want[2]
-        ctx.later = head and items is None
-        now = (False, False, False) if ctx.later else want
+        trains_head = needs[1] or needs[2]
+        ctx.is_deferred = trains_head and items is None
+        needed_now = (False, False, False) if ctx.is_deferred else needs
         # the op has switched autocast off
-        made = Forward(
+        results = Forward(
             *_forward(
-                *cast(dtype, hidden_TH, weight_VH, bias_V),
+                *cast_head(dtype, hidden_TH, weight_VH, bias_V),
                 targets_T,
                 hidden_TH.new_ones((), dtype=arithmetic_dtype(dtype))
                 if items is None
                 else items.reciprocal(),
                 *rule,
                 chunk,
-                *now,
+                *needed_now,
                 # backward then makes plain logits, whose softmax needs their own logsumexp
-                not ctx.later,
+                not ctx.is_deferred,
             )
         )
         if items is None:
-            loss = made.loss_T
-        elif mean:
-            loss = made.loss_T.sum() / items
+            loss = results.loss_T
+        elif is_mean:
+            loss = results.loss_T.sum() / items
         else:
-            loss = made.loss_T.sum()
+            loss = results.loss_T.sum()
         ctx.rule = rule
         ctx.dtype = dtype
-        ctx.want = want
+        ctx.needs = needs
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
-        if ctx.later:
-            ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
+        if ctx.is_deferred:
+            ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, results.lse_T)
         else:
             ctx.save_for_backward(
-                made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items
+                results.dhidden_TH, results.dweight_VH, results.dbias_V, None if is_mean else items
             )
         return loss
 
@@ -242,23 +251,23 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_cross_entropy")
         with autocast_off(dloss):
-            if ctx.later:
+            if ctx.is_deferred:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
-                heads = cast(ctx.dtype, hidden_TH, weight_VH, bias_V)
-                made = _backward(
-                    *heads, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2]
+                operands = cast_head(ctx.dtype, hidden_TH, weight_VH, bias_V)
+                raw_grads = _backward(
+                    *operands, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.needs[:2]
                 )
                 grads = [
-                    grad.to(dtype) if wanted else None
-                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                    grad.to(dtype) if is_needed else None
+                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
                 ]
             else:
-                *made, items = ctx.saved_tensors
+                *raw_grads, items = ctx.saved_tensors
                 factor = dloss if items is None else dloss * items
                 factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
                 grads = [
-                    scaled(grad, factor, dtype) if wanted else None
-                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                    scale_to_dtype(grad, factor, dtype) if is_needed else None
+                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
                 ]
         return *grads, None, None, None, None, None, None, None
 
@@ -297,7 +306,7 @@ def linear_cross_entropy(
     """
     check_head(hidden, weight, bias, chunk)
     check_reduction(reduction, None if reduction == "sum" else num_items)
-    rule = LossRule.of(
+    rule = LossRule.from_options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         logit_scale=logit_scale,
@@ -308,13 +317,13 @@ def linear_cross_entropy(
     dtype = product_dtype(hidden, weight)
     hidden_TH = hidden.reshape(-1, hidden.shape[-1])
     targets_T = targets.reshape(-1)
-    want = gradients_wanted(hidden, weight, bias)
-    chunk = chunk_of(targets.numel(), weight, (dtype,), want[1]) if chunk is None else chunk
+    needs = required_gradients(hidden, weight, bias)
+    chunk = default_chunk(targets.numel(), weight, (dtype,), needs[1]) if chunk is None else chunk
     with autocast_off(hidden):
         if reduction == "none":
             items = None
         else:
-            items = counted_items(
+            items = loss_divisor(
                 targets_T, reduction, num_items, ignore_index, arithmetic_dtype(dtype)
             )
         loss: Tensor = apply_function(
@@ -328,14 +337,14 @@ def linear_cross_entropy(
             rule.arguments,
             dtype,
             chunk,
-            want,
+            needs,
         )
     if reduction == "none":
         return loss.reshape(targets.shape)
     return loss
 
 
-def counted_items(
+def loss_divisor(
     targets_T: Tensor,
     reduction: str,
     num_items: int | float | Tensor | None,
@@ -346,22 +355,22 @@ def counted_items(
     of the targets.
     """
     if isinstance(num_items, Tensor):
-        counted = num_items.detach().to(targets_T.device, dtype).reshape(())
+        divisor = num_items.detach().to(targets_T.device, dtype).reshape(())
     elif num_items is not None:
-        counted = torch.full((), num_items, dtype=dtype, device=targets_T.device)
+        divisor = torch.full((), num_items, dtype=dtype, device=targets_T.device)
     else:
-        counted = (targets_T != ignore_index).sum().to(dtype)
-    return counted if reduction == "mean" else counted.clamp_min(1.0)
+        divisor = (targets_T != ignore_index).sum().to(dtype)
+    return divisor if reduction == "mean" else divisor.clamp_min(1.0)
 
 
-def scratch() -> dict[Any, Callable[..., int]]:
+def scratch_estimators() -> dict[Any, Callable[..., int]]:
     """For memory plans: operator -> bytes besides its results, from its arguments: one chunk of
     logits and of their gradient.
     """
-    return {torch.ops.isotype.linear_cross_entropy_forward.default: _bytes_of_forward}
+    return {torch.ops.isotype.linear_cross_entropy_forward.default: _forward_scratch_bytes}
 
 
-def _bytes_of_forward(
+def _forward_scratch_bytes(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Any, targets_T: Tensor, *rest: Any
 ) -> int:
     _, _, _, chunk, *want = rest

@@ -27,20 +27,20 @@ from ..backend import (
     uses_triton,
 )
 from ..contract import OpContract
-from ..cross_entropy.op import rule_logits
-from ..cross_entropy.rows import Source
+from ..cross_entropy.op import apply_rule
+from ..cross_entropy.rows import LogitsSource
 from ..cross_entropy.rule import LossRule
 from ..library import library_op
 from ..linear_cross_entropy.chunked import (
     Chunks,
     HeadGradient,
-    cast,
+    cast_head,
     check_head,
-    chunk_of,
+    default_chunk,
     gradient_factors,
-    gradients_wanted,
-    largest,
-    scaled,
+    largest_gradient,
+    required_gradients,
+    scale_to_dtype,
     stored_gradient_dtype,
 )
 from ..linear_cross_entropy.op import reference_logits
@@ -80,10 +80,10 @@ def linear_divergence_reference(
     )
     log_probs = []
     for x, w, b, scale, cap in sides:
-        rule = LossRule.of(ignore_index=-100, logit_scale=scale, softcap=cap)
+        rule = LossRule.from_options(ignore_index=-100, logit_scale=scale, softcap=cap)
         with autocast_off(x):
             log_probs.append(
-                (rule_logits(reference_logits(x, w, b), rule) / temperature).log_softmax(-1)
+                (apply_rule(reference_logits(x, w, b), rule) / temperature).log_softmax(-1)
             )
     s = log_probs[0]
     t = log_probs[1].detach()
@@ -101,7 +101,7 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
 
 
-def _path_of(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def _choose_kernel(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     """What computes on these logits."""
     if uses_triton(z):
         from . import triton
@@ -112,7 +112,7 @@ def _path_of(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]
     return divergences
 
 
-class Sides(NamedTuple):
+class Heads(NamedTuple):
     """The logits of both heads, `chunk` rows at a time."""
 
     student: Chunks
@@ -121,18 +121,25 @@ class Sides(NamedTuple):
     compute: Any
 
     @classmethod
-    def of(
+    def from_tensors(
         cls, tensors: Sequence[Any], rules: Sequence[float], chunk: int, gradients: bool
-    ) -> Sides:
+    ) -> Heads:
         """tensors  hidden, weight and bias of the student, then of the teacher; gradients: of the
         student's logits
         """
-        one, other = (LossRule(logit_scale=rules[i], softcap=rules[i + 1]) for i in (0, 2))
-        every_T = torch.zeros(tensors[0].shape[0], dtype=torch.int64, device=tensors[0].device)
-        student = Chunks(tensors[0], tensors[1], tensors[2], every_T, one, chunk, gradients)
-        teacher = Chunks(tensors[3], tensors[4], tensors[5], every_T, other, chunk, False)
+        student_rule, teacher_rule = (
+            LossRule(logit_scale=rules[i], softcap=rules[i + 1]) for i in (0, 2)
+        )
+        targets_T = torch.zeros(tensors[0].shape[0], dtype=torch.int64, device=tensors[0].device)
+        student = Chunks(
+            tensors[0], tensors[1], tensors[2], targets_T, student_rule, chunk, gradients
+        )
+        teacher = Chunks(tensors[3], tensors[4], tensors[5], targets_T, teacher_rule, chunk, False)
         return cls(
-            student, teacher, Pair(one, other, rules[4]), _path_of(student.logits, teacher.logits)
+            student,
+            teacher,
+            Pair(student_rule, teacher_rule, rules[4]),
+            _choose_kernel(student.logits, teacher.logits),
         )
 
     def __iter__(
@@ -145,9 +152,10 @@ class Sides(NamedTuple):
         for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
             sources: dict[str, Any] = {}
             if self.compute is divergences_cpp:
-                given = ((z_NV, x_NH, self.student), (teacher_NV, y_NG, self.teacher))
+                heads = ((z_NV, x_NH, self.student), (teacher_NV, y_NG, self.teacher))
                 sources["sources"] = tuple(
-                    Source.of(z, x, side.weight_VH, side.bias_V) for z, x, side in given
+                    LogitsSource.from_product(z, x, head.weight_VH, head.bias_V)
+                    for z, x, head in heads
                 )
             yield (
                 rows,
@@ -157,7 +165,9 @@ class Sides(NamedTuple):
             )
 
 
-def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty_outputs(
+    hidden_TH: Tensor, want_gradient: bool, want_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Room for divergences and entropies, and for the gradient of the hidden rows where it is made
     in forward.
     """
@@ -167,11 +177,11 @@ def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor,
         hidden_TH.new_empty(
             hidden_TH.shape[0] if want_entropy else 0, dtype=arithmetic_dtype(hidden_TH.dtype)
         ),
-        hidden_TH.new_empty(hidden_TH.shape if want_now else (0,), dtype=stored),
+        hidden_TH.new_empty(hidden_TH.shape if want_gradient else (0,), dtype=stored),
     )
 
 
-def like_gradients(
+def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     want_dhidden, want_dweight = rest[-2:]
@@ -194,9 +204,9 @@ _TENSORS = (
 
 
 @library_op(
-    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_now, bool want_entropy)"
+    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_gradient, bool want_entropy)"
     " -> (Tensor, Tensor, Tensor)",
-    fake=lambda hidden_TH, *rest: like(hidden_TH, *rest[-2:]),
+    fake=lambda hidden_TH, *rest: empty_outputs(hidden_TH, *rest[-2:]),
 )
 def _forward(
     hidden_TH: Tensor,
@@ -207,34 +217,34 @@ def _forward(
     teacher_bias_V: Tensor | None,
     rules: Sequence[float],
     chunk: int,
-    want_now: bool,
+    want_gradient: bool,
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found_T, entropy_T, dhidden_TH = like(hidden_TH, want_now, want_entropy)
-    sides = Sides.of(
+    divergence_T, entropy_T, dhidden_TH = empty_outputs(hidden_TH, want_gradient, want_entropy)
+    heads = Heads.from_tensors(
         (hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V),
         rules,
         chunk,
-        want_now,
+        want_gradient,
     )
-    into, back = gradient_factors(
-        sides.student.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
+    pre_scale, post_scale = gradient_factors(
+        heads.student.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
     )
-    for rows, x_NH, g_NV, made in sides:
-        found_T[rows], entropy_N = made(
-            into.expand(x_NH.shape[0]) if want_now else None, want_entropy
+    for rows, x_NH, g_NV, compute in heads:
+        divergence_T[rows], entropy_N = compute(
+            pre_scale.expand(x_NH.shape[0]) if want_gradient else None, want_entropy
         )
         if want_entropy:
             entropy_T[rows] = entropy_N
-        if want_now:
-            sides.student.write_dhidden(dhidden_TH, rows, g_NV, back)
-    return found_T, entropy_T, dhidden_TH
+        if want_gradient:
+            heads.student.write_dhidden(dhidden_TH, rows, g_NV, post_scale)
+    return divergence_T, entropy_T, dhidden_TH
 
 
 @library_op(
     f"linear_divergence_backward({_TENSORS}, {RULES}, int chunk, Tensor upstream, bool"
     " want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
-    fake=like_gradients,
+    fake=empty_gradients,
 )
 def _backward(
     hidden_TH: Tensor,
@@ -249,25 +259,27 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dhidden_TH, dweight_VH, dbias_V = like_gradients(
+    dhidden_TH, dweight_VH, dbias_V = empty_gradients(
         hidden_TH, weight_VH, bias_V, want_dhidden, want_dweight
     )
-    sides = Sides.of(
+    heads = Heads.from_tensors(
         (hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, True
     )
-    unit = largest(upstream_T)
-    into, back = gradient_factors(sides.student.operand, unit)
-    factor = 1.0 if back is None else into / unit
-    head = HeadGradient(dweight_VH, back)
-    if not sides.student.count:
+    upstream_size = largest_gradient(upstream_T)
+    pre_scale, post_scale = gradient_factors(heads.student.operand, upstream_size)
+    factor = 1.0 if post_scale is None else pre_scale / upstream_size
+    head = HeadGradient(dweight_VH, post_scale)
+    if not heads.student.count:
         dweight_VH.zero_()
     dbias_V.zero_()
-    for rows, x_NH, g_NV, made in sides:
-        made(upstream_T[rows] * factor, False)
+    for rows, x_NH, g_NV, compute in heads:
+        compute(upstream_T[rows] * factor, False)
         if bias_V is not None:
-            dbias_V += g_NV.sum(0, dtype=dbias_V.dtype) * (1.0 if back is None else back)
+            dbias_V += g_NV.sum(0, dtype=dbias_V.dtype) * (
+                1.0 if post_scale is None else post_scale
+            )
         if want_dhidden:
-            sides.student.write_dhidden(dhidden_TH, rows, g_NV, back)
+            heads.student.write_dhidden(dhidden_TH, rows, g_NV, post_scale)
         if want_dweight:
             head.add(g_NV, x_NH)
     return dhidden_TH, dweight_VH, dbias_V
@@ -286,39 +298,49 @@ class LinearDivergence(torch.autograd.Function):
         rules: Sequence[float],
         dtypes: tuple[torch.dtype, torch.dtype],
         chunk: int,
-        want: tuple[bool, bool, bool],
+        needs: tuple[bool, bool, bool],
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        now = want[0] and not (want[1] or want[2])
+        gradient_in_forward = needs[0] and not (needs[1] or needs[2])
         with autocast_off(hidden_TH):
-            heads = *cast(dtypes[0], hidden_TH, weight_VH, bias_V), *cast(dtypes[1], *teacher)
-            found_T, entropy_T, dhidden_TH = _forward(*heads, rules, chunk, now, want_entropy)
+            operands = (
+                *cast_head(dtypes[0], hidden_TH, weight_VH, bias_V),
+                *cast_head(dtypes[1], *teacher),
+            )
+            divergence_T, entropy_T, dhidden_TH = _forward(
+                *operands, rules, chunk, gradient_in_forward, want_entropy
+            )
         ctx.rules = rules
-        ctx.types = dtypes
+        ctx.product_dtypes = dtypes
         ctx.chunk = chunk
-        ctx.want = want
-        ctx.now = now
+        ctx.needs = needs
+        ctx.gradient_in_forward = gradient_in_forward
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         # a frozen head needs the gradient alone
-        ctx.save_for_backward(*((dhidden_TH,) if now else (hidden_TH, weight_VH, bias_V, *teacher)))
+        ctx.save_for_backward(
+            *((dhidden_TH,) if gradient_in_forward else (hidden_TH, weight_VH, bias_V, *teacher))
+        )
         ctx.mark_non_differentiable(entropy_T)
-        return found_T, entropy_T
+        return divergence_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, upstream_T: Tensor, _: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("linear_divergence")
         grads: list[Tensor | None] = [None, None, None]
         upstream_T = upstream_T.contiguous()
-        if ctx.now:
-            grads[0] = scaled(ctx.saved_tensors[0], upstream_T.unsqueeze(-1), ctx.dtypes[0])
-        elif any(ctx.want):
+        if ctx.gradient_in_forward:
+            grads[0] = scale_to_dtype(ctx.saved_tensors[0], upstream_T.unsqueeze(-1), ctx.dtypes[0])
+        elif any(ctx.needs):
             saved = ctx.saved_tensors
             with autocast_off(upstream_T):
-                heads = *cast(ctx.types[0], *saved[:3]), *cast(ctx.types[1], *saved[3:])
-                made = _backward(*heads, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2])
+                operands = (
+                    *cast_head(ctx.product_dtypes[0], *saved[:3]),
+                    *cast_head(ctx.product_dtypes[1], *saved[3:]),
+                )
+                raw_grads = _backward(*operands, ctx.rules, ctx.chunk, upstream_T, *ctx.needs[:2])
                 grads = [
-                    grad.to(dtype) if wanted else None
-                    for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)
+                    grad.to(dtype) if is_needed else None
+                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
                 ]
         return (*grads, None, None, None, None, None, None)
 
@@ -358,13 +380,13 @@ def divergence_and_entropy(
         raise UsageError(f"beta is {beta}: expected 0 to 1")
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
     if chunk is None:
-        chunk = chunk_of(hidden.shape[:-1].numel(), weight, dtypes, False)
+        chunk = default_chunk(hidden.shape[:-1].numel(), weight, dtypes, False)
     else:
         chunk = chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rules = [
-        LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
-        for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))
+        LossRule.from_options(ignore_index=-100, logit_scale=scale, softcap=cap)
+        for scale, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))
     ]
     values = [value / temperature for rule in rules for value in (rule.logit_scale, rule.softcap)]
     teacher = (
@@ -372,7 +394,7 @@ def divergence_and_entropy(
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
     )
-    found, entropy = apply_function(
+    divergence_T, entropy = apply_function(
         LinearDivergence,
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -381,10 +403,10 @@ def divergence_and_entropy(
         [*values, beta],
         dtypes,
         chunk,
-        gradients_wanted(hidden, weight, bias),
+        required_gradients(hidden, weight, bias),
         want_entropy,
     )
-    return found.reshape(hidden.shape[:-1]), (
+    return divergence_T.reshape(hidden.shape[:-1]), (
         entropy.reshape(hidden.shape[:-1]) if want_entropy else entropy
     )
 

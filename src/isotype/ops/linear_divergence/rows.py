@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..backend import arithmetic_dtype
 from ..cpp import CppKernels
-from ..cross_entropy.rows import NO_SOURCE, Source
+from ..cross_entropy.rows import NO_SOURCE_ARGUMENTS, LogitsSource
 from ..cross_entropy.rule import LossRule, wide_blocks
 
 KERNELS = CppKernels(__file__, divergences="dpiiiffpipiipdpiffpipiipfppppi")
-LEAST = -1e30  # a log-probability: of a masked class p ln p is 0
+MIN_LOG_PROB = -1e30  # a log-probability: of a masked class p ln p is 0
 
 
 class Pair(NamedTuple):
@@ -38,28 +38,30 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
     the student's logits where wanted.
     """
     p = s.exp()
-    up = t - s
+    log_ratio = t - s
     if beta == 0.0:
         q = t.exp_()
         if gradient:
             torch.sub(p, q, out=s)
-        return q.mul_(up).sum(-1)
+        return q.mul_(log_ratio).sum(-1)
     if beta == 1.0:
-        ratio = up.neg_()
-        weight = 1.0
-        found = kl = (p * ratio).sum(-1)
+        ratio = log_ratio.neg_()
+        student_weight = 1.0
+        divergence = kl = (p * ratio).sum(-1)
     else:
         # ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms;
         # past e^80 one of p and q is nothing
-        held = up.clamp_(-80, 80)
-        weight = 1.0 - beta
-        ratio = held.expm1().mul_(beta).log1p_().neg_()
+        clamped = log_ratio.clamp_(-80, 80)
+        student_weight = 1.0 - beta
+        ratio = clamped.expm1().mul_(beta).log1p_().neg_()
         kl = (p * ratio).sum(-1)
-        found = (t.exp_().mul_(held.add_(ratio)).sum(-1) * beta).add_(kl, alpha=weight)
+        divergence = (t.exp_().mul_(clamped.add_(ratio)).sum(-1) * beta).add_(
+            kl, alpha=student_weight
+        )
     if gradient:
         # through the mixture the derivatives cancel
-        torch.sub(ratio, kl.unsqueeze(-1), out=s).mul_(p).mul_(weight)
-    return found
+        torch.sub(ratio, kl.unsqueeze(-1), out=s).mul_(p).mul_(student_weight)
+    return divergence
 
 
 def divergences(
@@ -73,27 +75,27 @@ def divergences(
     """Divergences and entropies, fp32[N] each (empty where not wanted); with `upstream_N` the
     gradient of z_NV goes to `out_NV`.
     """
-    rows_N = z_NV.shape[0]
+    row_count = z_NV.shape[0]
     dtype = arithmetic_dtype(z_NV.dtype)
     device = z_NV.device
-    found, entropy = (
+    divergence, entropy = (
         torch.empty(size, dtype=dtype, device=device)
-        for size in (rows_N, rows_N if want_entropy else 0)
+        for size in (row_count, row_count if want_entropy else 0)
     )
-    (one, other, beta), wanted = pair, upstream_N is not None
+    (student, teacher, beta), with_gradient = pair, upstream_N is not None
     for (rows, s), (_, t) in zip(
-        wide_blocks(z_NV, one), wide_blocks(teacher_NV, other), strict=True
+        wide_blocks(z_NV, student), wide_blocks(teacher_NV, teacher), strict=True
     ):
-        slope = 1 - (s / one.softcap).square_() if wanted and one.softcap else None
+        slope = 1 - (s / student.softcap).square_() if with_gradient and student.softcap else None
         for z in (s, t):
-            z.sub_(z.logsumexp(-1, keepdim=True)).clamp_(min=LEAST)
+            z.sub_(z.logsumexp(-1, keepdim=True)).clamp_(min=MIN_LOG_PROB)
         if want_entropy:
             entropy[rows] = -(s.exp() * s).sum(-1)
-        found[rows] = divergence_(s, t, beta, gradient=wanted)
+        divergence[rows] = divergence_(s, t, beta, gradient=with_gradient)
         if upstream_N is not None:
-            s.mul_((upstream_N[rows] * one.logit_scale).unsqueeze(-1))
+            s.mul_((upstream_N[rows] * student.logit_scale).unsqueeze(-1))
             out_NV[rows] = s if slope is None else s.mul_(slope)
-    return found, entropy
+    return divergence, entropy
 
 
 def divergences_cpp(
@@ -103,40 +105,40 @@ def divergences_cpp(
     out_NV: Tensor,
     upstream_N: Tensor | None,
     want_entropy: bool,
-    sources: tuple[Source | None, Source | None] = (None, None),
+    sources: tuple[LogitsSource | None, LogitsSource | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """By the C++ kernel: fp32, bf16 or fp16 logits on a CPU. Of bf16 products (`sources`) the eight
     largest logits of each side are made again in fp32, on both.
     """
     rows = z_NV.shape[0]
-    found = torch.empty(rows)
+    divergence = torch.empty(rows)
     entropy = torch.empty(rows if want_entropy else 0)
     if upstream_N is not None:
         assert out_NV.dtype == z_NV.dtype, "a CPU product's result has its operands' dtype"
         upstream_N = upstream_N.to(torch.float32).contiguous()
-    given: list[Any] = []
+    arguments: list[Any] = []
     for z, rule, source in (
         (z_NV, pair.student, sources[0]),
         (teacher_NV, pair.teacher, sources[1]),
     ):
         shape = z_NV.shape if z is z_NV else ()
-        given += [
+        arguments += [
             z.dtype,
             z,
             *shape,
             z.stride(0),
             rule.logit_scale,
             rule.softcap,
-            *(source.arguments if source else NO_SOURCE),
+            *(source.cpp_arguments if source else NO_SOURCE_ARGUMENTS),
         ]
     KERNELS(
         "divergences",
-        *given,
+        *arguments,
         pair.beta,
-        found,
+        divergence,
         entropy if want_entropy else None,
         upstream_N,
         out_NV,
         out_NV.stride(0),
     )
-    return found, entropy
+    return divergence, entropy

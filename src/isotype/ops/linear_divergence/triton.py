@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cross_entropy.rule import LossRule
-from ..cross_entropy.triton import block_of, capped, cross_entropy_forward
+from ..cross_entropy.triton import apply_rule, cross_entropy_forward, load_block
 from ..launch import on_tensor_device, warps
 from .rows import Pair
 
@@ -29,13 +29,14 @@ def log_prob(
     lse,
     scale,
     softcap,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     """fp32, and never below -1e30: of a masked class p ln p is 0."""
     return tl.maximum(
-        capped(block_of(start, v, stop, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP) - lse, -1e30
+        apply_rule(load_block(start, v, stop, FULL), scale, softcap, HAS_SCALE, HAS_CAP) - lse,
+        -1e30,
     )
 
 
@@ -44,15 +45,15 @@ def to_mixture(up_fp32, beta):
     """ln(p / m) = -ln(1 - beta + beta e^up) of up = ln(q / p), without the cancellation of two
     large logarithms; past e^80 one of p and q is nothing.
     """
-    held = tl.minimum(tl.maximum(up_fp32, -80.0), 80.0)
-    return -tl.log(1.0 + beta * (tl.exp(held) - 1.0))
+    clamped_fp32 = tl.minimum(tl.maximum(up_fp32, -80.0), 80.0)
+    return -tl.log(1.0 + beta * (tl.exp(clamped_fp32) - 1.0))
 
 
 @triton.jit
 def add_to_divergence(
-    mine,
-    theirs,
-    weighted,
+    student_lanes,
+    teacher_lanes,
+    entropy_lanes,
     start,
     teacher,
     v,
@@ -64,7 +65,7 @@ def add_to_divergence(
     teacher_scale,
     teacher_softcap,
     beta,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
     KIND: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -72,7 +73,7 @@ def add_to_divergence(
     TEACHER_CAP: tl.constexpr,
 ):
     """The lanes' sums of p ln(p / m), q ln(q / m) and p ln p with a block of logits added."""
-    s = log_prob(start, v, classes, lse, scale, softcap, WHOLE, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
+    s = log_prob(start, v, classes, lse, scale, softcap, FULL, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
     t = log_prob(
         teacher,
         v,
@@ -80,7 +81,7 @@ def add_to_divergence(
         teacher_lse,
         teacher_scale,
         teacher_softcap,
-        WHOLE,
+        FULL,
         TEACHER_SCALE,
         TEACHER_CAP,
     )
@@ -88,20 +89,24 @@ def add_to_divergence(
     p = tl.exp(s)
     q = tl.exp(t)
     if KIND == 0:
-        of_p = tl.zeros_like(up)
-        of_q = q * up
+        student_term = tl.zeros_like(up)
+        teacher_term = q * up
     elif KIND == 1:
-        of_p = -p * up
-        of_q = tl.zeros_like(up)
+        student_term = -p * up
+        teacher_term = tl.zeros_like(up)
     else:
         to_m = to_mixture(up, beta)
-        of_p = p * to_m
-        of_q = q * (tl.minimum(up, 80.0) + to_m)
-    if not WHOLE:
-        of_p = tl.where(v < classes, of_p, 0.0)
-        of_q = tl.where(v < classes, of_q, 0.0)
+        student_term = p * to_m
+        teacher_term = q * (tl.minimum(up, 80.0) + to_m)
+    if not FULL:
+        student_term = tl.where(v < classes, student_term, 0.0)
+        teacher_term = tl.where(v < classes, teacher_term, 0.0)
         p = tl.where(v < classes, p, 0.0)
-    return mine + tl.sum(of_p, 1), theirs + tl.sum(of_q, 1), weighted + tl.sum(p * s, 1)
+    return (
+        student_lanes + tl.sum(student_term, 1),
+        teacher_lanes + tl.sum(teacher_term, 1),
+        entropy_lanes + tl.sum(p * s, 1),
+    )
 
 
 @triton.jit
@@ -110,8 +115,8 @@ def divergence_kernel(
     teacher_logits,
     lse,
     teacher_lse,
-    found,
-    kept,
+    divergence,
+    student_sum,
     entropy,
     row_stride,
     teacher_stride,
@@ -129,7 +134,7 @@ def divergence_kernel(
     LANES: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """KIND: 0 and 1 for these beta, 2 between. `kept` gets the sum of p ln(p / m), which the
+    """KIND: 0 and 1 for these beta, 2 between. `student_sum` gets the sum of p ln(p / m), which the
     gradient needs.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -140,15 +145,15 @@ def divergence_kernel(
     beta_fp32 = beta.to(tl.float32)
     # a lane is one load of one thread: its sums stay in that thread, and the loop has no barrier
     lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    mine = tl.zeros([LANES], tl.float32)
-    theirs = tl.zeros([LANES], tl.float32)
-    weighted = tl.zeros([LANES], tl.float32)
-    whole = classes // (LANES * EACH) * (LANES * EACH)
-    for first in range(0, whole, LANES * EACH):
-        mine, theirs, weighted = add_to_divergence(
-            mine,
-            theirs,
-            weighted,
+    student_lanes = tl.zeros([LANES], tl.float32)
+    teacher_lanes = tl.zeros([LANES], tl.float32)
+    entropy_lanes = tl.zeros([LANES], tl.float32)
+    full_end = classes // (LANES * EACH) * (LANES * EACH)
+    for first in range(0, full_end, LANES * EACH):
+        student_lanes, teacher_lanes, entropy_lanes = add_to_divergence(
+            student_lanes,
+            teacher_lanes,
+            entropy_lanes,
             start,
             teacher,
             first + lanes,
@@ -167,14 +172,14 @@ def divergence_kernel(
             TEACHER_SCALE,
             TEACHER_CAP,
         )
-    if whole < classes:
-        mine, theirs, weighted = add_to_divergence(
-            mine,
-            theirs,
-            weighted,
+    if full_end < classes:
+        student_lanes, teacher_lanes, entropy_lanes = add_to_divergence(
+            student_lanes,
+            teacher_lanes,
+            entropy_lanes,
             start,
             teacher,
-            whole + lanes,
+            full_end + lanes,
             classes,
             row_lse,
             row_teacher_lse,
@@ -190,14 +195,14 @@ def divergence_kernel(
             TEACHER_SCALE,
             TEACHER_CAP,
         )
-    of_p = tl.sum(mine, 0)
-    of_q = tl.sum(theirs, 0)
-    tl.store(kept + row, of_p)
-    tl.store(entropy + row, -tl.sum(weighted, 0))
+    student_total = tl.sum(student_lanes, 0)
+    teacher_total = tl.sum(teacher_lanes, 0)
+    tl.store(student_sum + row, student_total)
+    tl.store(entropy + row, -tl.sum(entropy_lanes, 0))
     if KIND == 2:
-        tl.store(found + row, beta_fp32 * of_q + (1.0 - beta_fp32) * of_p)
+        tl.store(divergence + row, beta_fp32 * teacher_total + (1.0 - beta_fp32) * student_total)
     else:
-        tl.store(found + row, of_p + of_q)
+        tl.store(divergence + row, student_total + teacher_total)
 
 
 @triton.jit
@@ -206,7 +211,7 @@ def divergence_gradient_kernel(
     teacher_logits,
     lse,
     teacher_lse,
-    kept,
+    student_sum,
     upstream,
     out,
     row_stride,
@@ -229,18 +234,18 @@ def divergence_gradient_kernel(
     # the blocks of a row are neighbours in the grid: memory is swept in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    whole = (tl.program_id(0) % blocks + 1) * BLOCK <= classes
+    is_full = (tl.program_id(0) % blocks + 1) * BLOCK <= classes
     start = logits + row * row_stride
     teacher = teacher_logits + row * teacher_stride
-    if whole:
-        x_fp32 = block_of(start, v, classes, True)  # [BLOCK]
-        y_fp32 = block_of(teacher, v, classes, True)  # [BLOCK]
+    if is_full:
+        x_fp32 = load_block(start, v, classes, True)  # [BLOCK]
+        y_fp32 = load_block(teacher, v, classes, True)  # [BLOCK]
     else:
-        x_fp32 = block_of(start, v, classes, False)  # [BLOCK]
-        y_fp32 = block_of(teacher, v, classes, False)  # [BLOCK]
-    z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+        x_fp32 = load_block(start, v, classes, False)  # [BLOCK]
+        y_fp32 = load_block(teacher, v, classes, False)  # [BLOCK]
+    z_fp32 = apply_rule(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     s = tl.maximum(z_fp32 - tl.load(lse + row).to(tl.float32), -1e30)
-    t = capped(y_fp32, teacher_scale, teacher_softcap, TEACHER_SCALE, TEACHER_CAP) - tl.load(
+    t = apply_rule(y_fp32, teacher_scale, teacher_softcap, TEACHER_SCALE, TEACHER_CAP) - tl.load(
         teacher_lse + row
     ).to(tl.float32)
     t = tl.maximum(t, -1e30)
@@ -249,18 +254,18 @@ def divergence_gradient_kernel(
     if KIND == 0:
         g_fp32 = p - tl.exp(t)
     elif KIND == 1:
-        g_fp32 = p * (s - t - tl.load(kept + row))
+        g_fp32 = p * (s - t - tl.load(student_sum + row))
     else:
         # through the mixture the derivatives cancel
         beta_fp32 = beta.to(tl.float32)
-        g_fp32 = p * (to_mixture(t - s, beta_fp32) - tl.load(kept + row)) * (1.0 - beta_fp32)
+        g_fp32 = p * (to_mixture(t - s, beta_fp32) - tl.load(student_sum + row)) * (1.0 - beta_fp32)
     if HAS_CAP:
         u_fp32 = z_fp32 / softcap.to(tl.float32)
         g_fp32 *= 1.0 - u_fp32 * u_fp32
     if HAS_SCALE:
         g_fp32 *= scale.to(tl.float32)
     g_fp32 *= upstream_fp32
-    if whole:
+    if is_full:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
     else:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < classes)
@@ -269,13 +274,13 @@ def divergence_gradient_kernel(
 def _flags(pair: Pair) -> dict[str, int]:
     kind = int(pair.beta) if pair.beta in (0.0, 1.0) else 2
     sides = {"": pair.student, "TEACHER": pair.teacher}
-    made: dict[str, int] = {"KIND": kind}
+    flags: dict[str, int] = {"KIND": kind}
     for name, rule in sides.items():
-        made |= {
+        flags |= {
             f"{name or 'HAS'}_SCALE": rule.logit_scale != 1.0,
             f"{name or 'HAS'}_CAP": rule.softcap != 0.0,
         }
-    return made
+    return flags
 
 
 def _lse(logits_NV: Tensor, rule: LossRule) -> Tensor:
@@ -295,13 +300,13 @@ def divergences(
     """As `rows.divergences`."""
     rows, classes = z_NV.shape
     lse_N, teacher_lse_N = _lse(z_NV, pair.student), _lse(teacher_NV, pair.teacher)
-    found_N, kept_N, entropy_N = (
+    divergence_N, student_sum_N, entropy_N = (
         torch.empty_like(lse_N),
         torch.empty_like(lse_N),
         torch.empty_like(lse_N),
     )
     if not rows or not classes:
-        return found_N, entropy_N
+        return divergence_N, entropy_N
     numbers = (
         pair.student.logit_scale,
         pair.student.softcap,
@@ -310,22 +315,22 @@ def divergences(
         pair.beta,
     )
     block = min(MAX_BLOCK, triton.next_power_of_2(classes))
-    each = min(block, 16 // max(z_NV.element_size(), teacher_NV.element_size()))
+    lane_values = min(block, 16 // max(z_NV.element_size(), teacher_NV.element_size()))
     divergence_kernel[(rows,)](
         z_NV,
         teacher_NV,
         lse_N,
         teacher_lse_N,
-        found_N,
-        kept_N,
+        divergence_N,
+        student_sum_N,
         entropy_N,
         z_NV.stride(0),
         teacher_NV.stride(0),
         classes,
         *numbers,
         **_flags(pair),
-        LANES=block // each,
-        EACH=each,
+        LANES=block // lane_values,
+        EACH=lane_values,
         num_warps=warps(2 * block),
     )
     if upstream_N is not None:
@@ -335,7 +340,7 @@ def divergences(
             teacher_NV,
             lse_N,
             teacher_lse_N,
-            kept_N,
+            student_sum_N,
             upstream_N.to(torch.float32).contiguous(),
             out_NV,
             z_NV.stride(0),
@@ -348,4 +353,4 @@ def divergences(
             BLOCK=block,
             num_warps=warps(2 * block),
         )
-    return found_N, entropy_N
+    return divergence_N, entropy_N

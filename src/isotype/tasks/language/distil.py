@@ -22,7 +22,7 @@ from ...errors import UsageError
 from ...model.architecture import auto_class
 from ...model.load import Source, explained, load_base
 from ...ops import linear_cross_entropy, linear_divergence
-from ...ops.cross_entropy.op import rule_logits
+from ...ops.cross_entropy.op import apply_rule
 from ...ops.cross_entropy.rule import LossRule
 from ...ops.linear_divergence.op import divergence
 from ...optimize import optimize
@@ -163,8 +163,11 @@ class Head(NamedTuple):
         if self.weight is None:
             return self.hidden[:, :classes].to(to_torch(dtype))
         z = F.linear(self.hidden, self.weight, self.bias)[:, :classes].to(to_torch(dtype))
-        return rule_logits(
-            z, LossRule.of(ignore_index=IGNORED, logit_scale=self.scale, softcap=self.softcap)
+        return apply_rule(
+            z,
+            LossRule.from_options(
+                ignore_index=IGNORED, logit_scale=self.scale, softcap=self.softcap
+            ),
         )
 
     @property

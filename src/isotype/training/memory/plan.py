@@ -34,7 +34,7 @@ from ...environment.planned import planned_for
 from ...errors import UsageError
 from ...model.architecture import layer_settings
 from ...ops.backend import force_backend
-from ...ops.linear_cross_entropy.op import scratch as head_scratch
+from ...ops.linear_cross_entropy.op import scratch_estimators as head_scratch
 from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import inner_model, is_quantised
 from ...precision.precision import EIGHT_BIT, Precision
