@@ -1,47 +1,88 @@
-"""The table of pipelines in docs/diffusion.md: `python docs/pipelines.py --write`. A test compares
-the two.
+"""The table of pipelines in docs/diffusion.md: `python docs/pipelines.py --write` trains a tiny
+pipeline of every family and writes what its run showed (three minutes). A test trains them too, and
+compares.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import sys
+import tempfile
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from isotype.tasks.diffusion.families import FAMILIES, REFUSED
 
 PAGE = Path(__file__).with_name("diffusion.md")
 BEGIN, END = "<!-- pipelines -->\n", "<!-- end of pipelines -->\n"
+HEAD = (
+    "| `_class_name` in model_index.json | learns | the LoRA is read by | and by ComfyUI | resumed |",
+    "|---|---|---|---|---|",
+)
+LEARNS = {"flow_matching": "flow matching", "epsilon": "noise, or v", "v": "noise, or v"}
 
 
-def table() -> str:
-    rows = [
-        "| `_class_name` in model_index.json | learns | LoRA for diffusers | for ComfyUI |",
-        "|---|---|---|---|",
-    ]
-    for name, kind in FAMILIES.items():
-        family = kind()
-        learns = "flow matching" if "flow_matching" in family.objectives else "noise, or v"
-        learns += ", from pairs" if family.pairs else ""
-        loads = "`load_lora_weights`" if family.loads_lora else "a PEFT folder"
-        rows.append(
-            f"| `{name}` | {learns} | {loads} | {'no: ' + family.not_in_comfyui if family.not_in_comfyui else 'yes'} |"
-        )
+def row(name: str, outcome: Any) -> str:
+    """outcome  `tests.tasks.diffusion.every_family.Outcome`"""
+    learns = LEARNS[outcome.objective] + (", from pairs" if outcome.pairs else "")
+    resumed = "to the bit" if outcome.resumed else "no"
+    return f"| `{name}` | {learns} | `{outcome.loader}` | {outcome.comfyui} | {resumed} |"
+
+
+def train_all() -> list[str]:
+    sys.path.insert(0, str(PAGE.parents[1]))
+    from tests.tasks.diffusion.conftest import Studio
+    from tests.tasks.diffusion.every_family import train_pipeline
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        studio = Studio(Path(folder))
+        for name in FAMILIES:
+            place = Path(folder, "runs", name)
+            place.mkdir(parents=True)
+            with redirect_stdout(io.StringIO()):
+                outcome = train_pipeline(name, studio, place)
+            rows.append(row(name, outcome))
+    return rows
+
+
+def rows_of_page() -> list[str]:
+    """The rows that the page has now."""
+    text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    return [line for line in text.splitlines() if line.startswith("| `") and line not in HEAD]
+
+
+def refused() -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in REFUSED.items():
         by_reason.setdefault(reason, []).append(f"`{name}`")
-    refused = [f"* {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
-    return "\n".join([*rows, "", "Refused by name:", "", *refused]) + "\n"
+    return [f"* {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
-def page() -> str:
-    """The page with the table as it is made now."""
+def page(rows: list[str]) -> str:
+    """The page with a table of these rows."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    table = "\n".join([*HEAD, *rows, "", "Refused by name:", "", *refused()]) + "\n"
+    return before + BEGIN + table + END + rest.partition(END)[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    text = page(train_all())
+    if arguments.write:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        print(text.partition(BEGIN)[2].partition(END)[0])
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        print(table(), end="")
+    main()

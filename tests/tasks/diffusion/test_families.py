@@ -5,7 +5,6 @@ draws, diffusers loads its file, and a picture is drawn.
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.families import REFUSED
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.tasks.diffusion.result import load_result
-from tests.scripts import script
 from tests.tasks.diffusion.models import with_adapter
 
 
@@ -340,13 +338,6 @@ def test_blocks_that_a_denoiser_does_not_name_are_recomputed(
         for name in ("none", "layers")
     )
     assert all(torch.equal(kept[name], tensor) for name, tensor in again.items())
-
-
-def test_the_page_names_what_trains():
-    pipelines = script(Path(__file__).parents[3] / "docs/pipelines.py")
-    assert pipelines.PAGE.read_text(encoding="utf-8") == pipelines.page(), (
-        "python docs/pipelines.py --write"
-    )
 
 
 def test_another_pipeline_is_refused_by_name(tmp_path):

@@ -15,7 +15,7 @@ from benchmarks.diffusion_matrix import sana as sana_transformer
 from tests import vlms
 from tests.vlms import tiny_vlm
 
-from .models import WIDTH, WORDS, clip, flux_transformer, t5, tokenizer, vae
+from .models import WIDTH, WORDS, clip, flux_transformer, pixart, t5, tokenizer, vae
 
 TEMPLATE = "{% for m in messages %}a {{ m.content }} on{% endfor %}"
 TEXT = {
@@ -147,6 +147,35 @@ def klein(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
+FLUX2_TEMPLATE = """{% for m in messages %}{% for part in m.content %}{% if part.type == "text" %} {{ part.text }}
+{%- endif %}{% endfor %}{% endfor %}"""
+
+
+def flux2(folder: Path) -> None:
+    """Its text is the 10th, 20th and 30th layer of a Mistral 3. The published one's tokenizer lies
+    in a processor of Pixtral's, which needs torchvision.
+    """
+    words = tokenizer(512)
+    words.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
+    words.chat_template = FLUX2_TEMPLATE
+    eye = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    text = {**TEXT, "vocab_size": len(words), "num_hidden_layers": 30}
+    config = transformers.Mistral3Config(
+        text_config={"model_type": "mistral", **text},
+        vision_config={"model_type": "pixtral", **eye},
+        image_token_index=words.convert_tokens_to_ids("[IMG]"),
+    )
+    diffusers.Flux2Pipeline(
+        transformer=diffusers.Flux2Transformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=3 * 2 * WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=True, timestep_guidance_channels=32,
+        ),
+        vae=flux2_vae(), text_encoder=transformers.Mistral3ForConditionalGeneration(config), tokenizer=words, scheduler=dynamic(),
+    ).save_pretrained(folder)  # fmt: skip
+
+
 def chroma(folder: Path) -> None:
     diffusers.ChromaPipeline(
         transformer=diffusers.ChromaTransformer2DModel(
@@ -255,10 +284,19 @@ def ltx(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
+def pixart_sigma(folder: Path) -> None:
+    """Unlike alpha at 1024 pixels it is not told a picture's size."""
+    parts = diffusers.PixArtAlphaPipeline.from_pretrained(pixart(folder)).components
+    settings = {**parts["transformer"].config, "use_additional_conditions": False}
+    denoiser = diffusers.PixArtTransformer2DModel.from_config(settings)
+    diffusers.PixArtSigmaPipeline(**{**parts, "transformer": denoiser}).save_pretrained(folder)
+
+
 MAKES = {
     make.__name__: make
     for make in (
-        qwen, kontext, qwen_edit, qwen_edit_plus, qwen_edit_1024, z_image, klein, chroma, sd1, sana, auraflow, lumina2, hidream, wan, ltx,
+        qwen, kontext, qwen_edit, qwen_edit_plus, qwen_edit_1024, z_image, flux2, klein, chroma, sd1, sana, auraflow, lumina2, hidream,
+        pixart_sigma, wan, ltx,
     )
 }  # fmt: skip
 

@@ -175,7 +175,9 @@ class Flux2(Family):
         return in_rows(made_NTC, height, width)
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
-        return self.latents.normalised(pipe.vae, patched(made))
+        """The pipeline gives tokens, as the denoiser sees them."""
+        side = size // self.latents.downscale(pipe.vae.config)
+        return in_rows(made, side, side)
 
 
 class Flux2Klein(Flux2):
@@ -183,6 +185,10 @@ class Flux2Klein(Flux2):
 
     pipeline = "Flux2KleinPipeline"
     guides_away = True
+
+    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+        """The pipeline gives the VAE's own latents."""
+        return self.latents.normalised(pipe.vae, patched(made))
 
 
 class QwenImage(InTokens):
