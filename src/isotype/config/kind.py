@@ -78,7 +78,10 @@ def kind_of(config: RunConfig) -> str:
     return LANGUAGE
 
 
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+PICTURE_SUFFIXES = (
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".hif",
+)  # fmt: skip
+"""Of files that are pictures. Which of the last four are read depends on what is installed."""
 
 
 def kind_for(model: str, data: str) -> str:
@@ -92,7 +95,7 @@ def kind_for(model: str, data: str) -> str:
             return DIFFUSION
         return LANGUAGE
     found = pictures.is_dir() and any(
-        path.suffix.lower() in _PICTURES for path in pictures.iterdir()
+        path.suffix.lower() in PICTURE_SUFFIXES for path in pictures.iterdir()
     )
     return DIFFUSION if found else LANGUAGE
 

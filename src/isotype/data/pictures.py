@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,41 @@ class BadPicture(ValueError):
     """A file that is not a complete picture, with the reason in one line."""
 
 
-_NOT_READ = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"avif": "AVIF", b"avis": "AVIF"}
+# the word after `ftyp` in a file's first bytes
+_PHONE_KINDS = {
+    **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
+    **dict.fromkeys((b"avif", b"avis"), "AVIF"),
+}
+_KIND_OF_SUFFIX = {".heic": "HEIC", ".heif": "HEIC", ".hif": "HEIC", ".avif": "AVIF"}
+
+
+@cache
+def readable_phone_kinds() -> frozenset[str]:
+    """HEIC and AVIF, where they can be read here: by pillow-heif, which is told to Pillow, and by
+    Pillow's own AVIF.
+    """
+    from PIL import features
+
+    kinds = {"AVIF"} if features.check("avif") else set()
+    try:
+        import pillow_heif
+    except ImportError:
+        return frozenset(kinds)
+    pillow_heif.register_heif_opener()
+    return frozenset(kinds | {"HEIC"})
+
+
+def unreadable_kind(suffix: str) -> str | None:
+    """Why a picture of this ending is not read here; None: it is."""
+    kind = _KIND_OF_SUFFIX.get(suffix.lower())
+    if kind is None or kind in readable_phone_kinds():
+        return None
+    return _how_to_read(kind)
+
+
+def _how_to_read(kind: str) -> str:
+    package = "pillow-heif" if kind == "HEIC" else "'Pillow>=11.3'"
+    return f"a {kind} picture: pip install {package} reads it; or convert it to JPEG, PNG or WebP"
 
 
 def why_bad(error: Exception, content: bytes) -> str:
@@ -58,20 +92,47 @@ def why_bad(error: Exception, content: bytes) -> str:
             f"more than {2 * MOST_PIXELS / 1e6:.0f} megapixels, and at most {MOST_PIXELS / 1e6:.0f}"
             " are read"
         )
-    if content[4:8] == b"ftyp" and (kind := _NOT_READ.get(content[8:12])):
-        return f"a {kind} picture, which is not read here: convert it to JPEG, PNG or WebP"
+    kind = _PHONE_KINDS.get(content[8:12]) if content[4:8] == b"ftyp" else None
+    if kind is not None and kind not in readable_phone_kinds():
+        return _how_to_read(kind)
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "BytesIO" in said:
         return "not a picture"
     return f"not a whole picture: {said}"
 
 
-def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
+def in_srgb(image: Any) -> Any:
+    """The image with its colours in sRGB, where it names another colour space (Display P3 of a
+    phone, Adobe RGB, a printer's CMYK). A profile that cannot be read is passed over, as viewers
+    do.
+    """
+    from PIL import ImageCms
+
+    profile = image.info.get("icc_profile")
+    if not profile:
+        return image
+    if image.mode in ("P", "PA"):
+        image = image.convert("RGBA")
+    mode = image.mode if image.mode == "RGBA" else "RGB"
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if "sRGB" in ImageCms.getProfileDescription(source):
+            return image
+        target = ImageCms.createProfile("sRGB")
+        return ImageCms.profileToProfile(image, source, target, outputMode=mode)
+    except (OSError, ValueError, TypeError, ImageCms.PyCMSError):
+        return image
+
+
+def opened(content: bytes, *, most_pixels: int | None = None, to_srgb: bool = False) -> Any:
     """A PIL image in RGB, turned as its EXIF says, alpha on white. Raises BadPicture, also where it
     has more than `most_pixels`.
+
+    to_srgb  converts its colours by its profile; a model's own processor takes them as they are
     """
     from PIL import Image, ImageOps
 
+    readable_phone_kinds()
     try:
         image: Any = Image.open(io.BytesIO(content))
         if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
@@ -80,6 +141,8 @@ def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
             )
         image.load()
         image = ImageOps.exif_transpose(image)
+        if to_srgb:
+            image = in_srgb(image)
     except BadPicture:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

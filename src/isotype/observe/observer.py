@@ -106,6 +106,7 @@ _FIRST_OBSERVATION_CAUSE = (
 )
 _SCALES_REASON = "scales and code tables of 8-bit states"
 _STEP_COUNTS_REASON = "step counts of the optimizer, which no precision declares"
+_ALPHAS_REASON = "alphas of an adapter for ComfyUI, fp32 whatever its weights are"
 _STEP_KEY = "step"  # torch's and bitsandbytes' key of a step count
 _MASK_VALUES = 8  # distinct values of a buffer that is a mask, not a table
 
@@ -303,7 +304,9 @@ class Observer:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for full in file.keys():  # noqa: SIM118  # not a mapping
-                    if (dtype := name(file.get_slice(full).get_dtype())) in FLOATS:
+                    if full.endswith(".alpha"):
+                        observation.unseen_thing("save", _ALPHAS_REASON)
+                    elif (dtype := name(file.get_slice(full).get_dtype())) in FLOATS:
                         observation.note(
                             "save", f"{full} in {path.name}", dtype, declared, allowed=allowed
                         )

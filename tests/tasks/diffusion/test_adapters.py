@@ -136,6 +136,22 @@ def test_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, settings
         assert any(bool(delta.any()) for delta in named.values())
 
 
+def test_alphas_of_a_narrow_file_are_exact(drawn, studio, tmp_path):
+    """rsLoRA's alpha is no number of bf16."""
+    loaded = drawn(
+        model=studio.flux,
+        adapter={"r": 6, "alpha": 128.0, "rslora": True},
+        precision={"preset": "bf16-lora", "save": "bf16"},
+        run={"adapter_format": "comfyui"},
+        train={"steps": 1, "eval_every": 1},
+    )
+    assert train(loaded) == 0
+    tensors = load_file(tmp_path / "run/adapter/comfyui.safetensors")
+    alphas = {tensor.item() for name, tensor in tensors.items() if name.endswith(".alpha")}
+    assert list(alphas) == [pytest.approx(128 * 6**0.5, rel=1e-7)]
+    assert {t.dtype for name, t in tensors.items() if ".lora_" in name} == {torch.bfloat16}
+
+
 def _named(name, family):
     if family == "sdxl":
         return f"lora_unet_{name.replace('.', '_')}"

@@ -134,8 +134,9 @@ def said_of(loaded):
 
 def test_settings_of_edits_are_refused_where_they_do_nothing(drawn, studio, tmp_path):
     images = edits(studio)
-    assert "images.controls: has no effect: FluxPipeline does not edit" in refused(
-        drawn(model=studio.flux, images=images)
+    assert (
+        "images.controls: has no effect: FluxPipeline is trained on captions here; on pairs: Flux"
+        in refused(drawn(model=studio.flux, images=images))
     )
     source = {"name": images["train"], "controls": images["controls"]}
     assert "images.train[0].controls: has no effect" in refused(
@@ -163,7 +164,7 @@ def test_settings_of_edits_are_refused_where_they_do_nothing(drawn, studio, tmp_
     said = refused(
         drawn(model=studio.flux, images={"train": images["train"]}, run={"samples": [sample]})
     )
-    assert "control: has no effect: FluxPipeline does not edit" in said
+    assert "control: has no effect: FluxPipeline draws from captions here" in said
     inside = {"train": str(studio.pairs), "controls": str(studio.pairs / "before")}
     assert "which holds the edited ones" in refused(drawn(model=studio.kontext, images=inside))
 

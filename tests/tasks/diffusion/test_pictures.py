@@ -4,14 +4,18 @@ named all at once.
 
 import io
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from isotype.config.schema import ImagesSection
+from isotype.data.pictures import readable_phone_kinds
 from isotype.errors import UsageError
 from isotype.tasks.diffusion.pictures import gather
+from isotype.tasks.diffusion.pixels import Size, Window, pixels
 from tests.tasks.diffusion.models import draw
 
 
@@ -55,6 +59,85 @@ def test_pictures_without_captions_and_captions_without_pictures_are_all_named(t
     assert "has the same caption file" in said
     assert "two.png: two.txt and two.caption disagree" in said
     assert len(said.splitlines()) == 4
+
+
+WAYS = {
+    "text files": {},
+    "a caption": {"caption": "a photo of sks dog"},
+    "metadata": {"metadata": True},
+    "names": {"captions": "names"},
+}
+
+
+def phone_folder(folder, way):
+    """Pictures of a phone and what lies beside them: five are read without pillow-heif."""
+    for name in ("a.jpg", "b.JPG", "c.jfif", "d.mpo", "e.avif"):
+        picture(folder / name, "a dog" if way == "text files" else None)
+    for name in ("f.heic", "clip.mp4", "g.MOV", "notes.pdf"):
+        (folder / name).write_bytes(b"\x00\x00\x00\x18ftypheic")
+    if way == "text files":
+        (folder / "f.txt").write_text("a dog")
+    if way == "metadata":
+        rows = [{"image": p.name, "text": "a dog"} for p in folder.iterdir() if p.name[1] == "."]
+        (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": str(folder), **{k: v for k, v in WAYS[way].items() if k == "caption"}}
+    return {"train": [source], **{k: v for k, v in WAYS[way].items() if k == "captions"}}
+
+
+@pytest.fixture
+def without_heif(monkeypatch):
+    """As where pillow-heif is not installed."""
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    readable_phone_kinds.cache_clear()
+    yield
+    readable_phone_kinds.cache_clear()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_picture_of_a_phone_vanishes_wherever_captions_come_from(tmp_path, way, without_heif):
+    settings = phone_folder(tmp_path, way)
+    said = refusal(**settings)
+    assert "f.heic: a HEIC picture: pip install pillow-heif reads it" in said
+    for file in tmp_path.glob("f.*"):
+        file.unlink()
+    if way == "metadata":
+        file = tmp_path / "metadata.jsonl"
+        lines = [line for line in file.read_text().splitlines() if "f.heic" not in line]
+        file.write_text("\n".join(lines) + "\n")
+    made = gathered(**settings)
+    assert len(made.train) == 5
+    assert all(
+        pixels(p.content.read(), Window(Size(32, 32))).shape == (3, 32, 32) for p in made.all
+    )
+    (line,) = made.other_file_lines()
+    assert line == f"not read in {tmp_path}: 1 .mov, 1 .mp4, 1 .pdf"
+
+
+def test_text_files_beside_a_caption_of_the_source_are_counted(tmp_path):
+    picture(tmp_path / "a.png", "a red circle")
+    made = gathered(train=[{"name": str(tmp_path), "caption": "a dog"}])
+    assert made.other_file_lines() == [f"not read in {tmp_path}: 1 .txt"]
+
+
+def test_the_first_picture_of_several_in_a_file_is_read(tmp_path):
+    """MPO: a camera's JPEG with further ones behind it."""
+    first, second = (Image.new("RGB", (32, 32), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / "a.mpo", save_all=True, append_images=[second])
+    content = (tmp_path / "a.mpo").read_bytes()
+    with Image.open(io.BytesIO(content)) as opened:
+        assert (opened.format, opened.n_frames) == ("MPO", 2)
+    red, _, blue = pixels(content, Window(Size(32, 32))).mean((1, 2))
+    assert red > 0.9
+    assert blue < -0.9
+
+
+def test_heic_is_read_where_pillow_heif_is(tmp_path):
+    heif = pytest.importorskip("pillow_heif")
+    heif.register_heif_opener()
+    readable_phone_kinds.cache_clear()
+    picture(tmp_path / "a.heic")
+    made = gathered(train=[{"name": str(tmp_path), "caption": "a dog"}])
+    assert pixels(made.train[0].content.read(), Window(Size(32, 32))).shape == (3, 32, 32)
 
 
 TABLE = [("a.png", "a red circle"), ("a.png", "a disc"), ("b.png", "a green square")]
@@ -178,6 +261,21 @@ def test_sources_have_repeats_and_regularisation_has_a_weight(tmp_path):
     assert "is named twice; repeats" in refusal(train=[mine, mine])
 
 
+@pytest.mark.parametrize("way", ["text files", "a caption", "metadata"])
+def test_masks_may_lie_in_a_folder_of_the_pictures(tmp_path, way):
+    picture(tmp_path / "a.png", "a red circle" if way == "text files" else None)
+    picture(tmp_path / "masks/a.png")
+    source = {"name": str(tmp_path)}
+    if way == "a caption":
+        source["caption"] = "a red circle"
+    if way == "metadata":
+        row = {"image": "a.png", "text": "a red circle"}
+        (tmp_path / "metadata.jsonl").write_text(json.dumps(row) + "\n")
+    (one,) = gathered(train=[source], masks=str(tmp_path / "masks")).train
+    assert one.content.path == tmp_path / "a.png"
+    assert one.mask.path == tmp_path / "masks/a.png"
+
+
 def test_masks_belong_to_pictures_by_name(tmp_path):
     picture(tmp_path / "mine/sub/a.png", "a red circle")
     picture(tmp_path / "mine/b.png", "a red circle")
@@ -187,6 +285,9 @@ def test_masks_belong_to_pictures_by_name(tmp_path):
         "a.png": True,
         "b.png": False,
     }
+    assert found.unmasked_lines() == [
+        "1 training pictures have no mask and are learnt whole: b.png, ..."
+    ]
     picture(tmp_path / "masks/c.png")
     assert "c.png: a mask without a picture" in refusal(
         train=str(tmp_path / "mine"), masks=str(tmp_path / "masks")

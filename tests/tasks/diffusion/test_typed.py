@@ -4,14 +4,16 @@ samples.
 
 import io
 import shutil
+import sys
 
 import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
-from PIL import Image
+from PIL import Image, ImageCms
 
 from isotype.config.schema import DiffusionSection, ImagesSection
+from isotype.data.pictures import readable_phone_kinds
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from isotype.tasks.diffusion.batches import PictureStream, Row
@@ -153,12 +155,14 @@ def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_pat
     assert drawn_ones[2] != drawn_ones[3], "the negative prompt acts"
 
 
-def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, subtests):
+def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, subtests, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    readable_phone_kinds.cache_clear()
     for i, (name, content, said) in enumerate((
         ("a.png", b"", "an empty file"),
-        ("a.jpg", b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "a HEIC picture, which is not read here: convert it"),
+        ("a.jpg", b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "a HEIC picture: pip install pillow-heif reads it"),
         ("a.png", b"no picture at all", "not a picture"),
-        ("a.heic", b"\x00\x00\x00\x18ftypheic", "HEIC is not read here: convert it"),
+        ("a.heic", b"\x00\x00\x00\x18ftypheic", "a.heic: a HEIC picture: pip install pillow-heif reads it"),
         ("a.png", None, "1 x 1 pixels: too small to learn from"),
     )):  # fmt: skip
         folder = shutil.copytree(studio.pictures, tmp_path / f"{i}")
@@ -394,6 +398,27 @@ def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
     assert cmyk[0].mean() > 0.8 > -0.8 > cmyk[1].mean()
     with pytest.raises(BadPicture, match="an empty file"):
         pixels(b"", square(16))
+
+
+def profile_with_red_and_green_exchanged() -> bytes:
+    """sRGB's profile with the primaries of red and green in each other's place, named otherwise."""
+    data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    tags = {bytes(data[at : at + 4]): at for at in range(132, 132 + 12 * data[131], 12)}
+    red, green = tags[b"rXYZ"], tags[b"gXYZ"]
+    data[red : red + 4], data[green : green + 4] = b"gXYZ", b"rXYZ"
+    return bytes(data).replace("sRGB".encode("utf-16-be"), "Odds".encode("utf-16-be"))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
+def test_colours_are_those_of_the_pictures_profile(tmp_path, mode):
+    image = Image.new("RGB", (16, 16), (255, 0, 0)).convert(mode)
+    odd = saved(image, tmp_path, ".png", icc_profile=profile_with_red_and_green_exchanged())
+    colour = pixels(odd, square(16))[:, 0, 0]
+    torch.testing.assert_close(colour, torch.tensor([-1.0, 1.0, -1.0]), atol=0.02, rtol=0)
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for profile in (srgb, b"no profile"):
+        plain = saved(image, tmp_path, ".png", icc_profile=profile)
+        assert pixels(plain, square(16))[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
 
 
 # --- Aspect buckets and the windows that are kept of a picture.

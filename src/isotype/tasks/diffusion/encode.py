@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from ...data.cache import bound, cache_folder, evict
-from ...data.pictures import opened
 from ...data.progress import watched
 from ...dtypes import name, to_torch
 from ...errors import RunError, UsageError
@@ -43,6 +42,7 @@ from .pixels import (
     cut_of,
     mask_pixels,
     of_control,
+    open_as_shown,
     pixels,
     refuse_other_shape,
     shown_size,
@@ -60,7 +60,7 @@ class Said(NamedTuple):
     control: Content | None = None
 
 
-VERSION = 3  # raise it whenever the same picture or caption gives other tensors
+VERSION = 4  # raise it whenever the same picture or caption gives other tensors
 
 
 def key_of(parts: Any) -> str:
@@ -418,7 +418,9 @@ def _readable(some: Sequence[Said]) -> tuple[list[Said], list[Any]]:
     found = []
     for one in some:
         with suppress(BadPicture, OSError):
-            found.append((one, opened(one.control.read() if one.control is not None else b"")))
+            found.append(
+                (one, open_as_shown(one.control.read() if one.control is not None else b""))
+            )
     return [one for one, _ in found], [picture for _, picture in found]
 
 

@@ -8,6 +8,7 @@ and never held.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -15,8 +16,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+from ...config.kind import PICTURE_SUFFIXES
 from ...data.files import without_runs
-from ...data.pictures import BadPicture, content_of
+from ...data.pictures import BadPicture, content_of, unreadable_kind
 from ...data.read import JSON_ENDINGS, Record, ending, sha256
 from ...data.records import read_records
 from ...errors import UsageError
@@ -106,8 +108,6 @@ class Picture:
     resolutions: tuple[int, ...] = ()
 
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-NOT_READ = (".heic", ".heif", ".avif")
 CAPTIONS = (".txt", ".caption")
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 Complain = Callable[[str, str], None]
@@ -115,12 +115,11 @@ Complain = Callable[[str, str], None]
 
 
 def pictures_beside_captions(
-    folder: Path, complain: Complain, *, uncaptioned: str = "error"
+    files: list[Path], complain: Complain, *, uncaptioned: str = "error"
 ) -> Iterator[Picture]:
     """Each picture with the captions of its text file, a caption a line. `uncaptioned`:
     `images.uncaptioned`.
     """
-    files = files_of(folder)
     stems: dict[Path, Path] = {}
     for path in pictures_among(files):
         other = stems.setdefault(path.with_suffix(""), path)
@@ -139,13 +138,8 @@ def pictures_beside_captions(
             complain(str(path), str(error))
         else:
             yield Picture(InFile(path), captions, str(path))
-    for path in files:
-        if path.suffix.lower() in NOT_READ:
-            complain(
-                str(path),
-                f"{path.suffix[1:].upper()} is not read here: convert it to JPEG, PNG or WebP",
-            )
-            stems.setdefault(path.with_suffix(""), path)
+    for path in unreadable_among(files, complain):
+        stems.setdefault(path.with_suffix(""), path)
     for path in files:
         if path.suffix in CAPTIONS and path.with_suffix("") not in stems:
             complain(str(path), "a caption without a picture")
@@ -181,7 +175,30 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def pictures_among(files: list[Path]) -> list[Path]:
-    return [p for p in files if p.suffix.lower() in SUFFIXES]
+    """Those that are pictures, and of a kind that is read here."""
+    return [path for path in files if is_picture(path) and unreadable_kind(path.suffix) is None]
+
+
+def unreadable_among(files: list[Path], complain: Complain) -> list[Path]:
+    """Pictures of a kind that is not read here. Each is a bad row."""
+    unreadable = []
+    for path in files:
+        reason = unreadable_kind(path.suffix)
+        if reason is not None:
+            complain(str(path), reason)
+            unreadable.append(path)
+    return unreadable
+
+
+def is_picture(path: Path) -> bool:
+    return path.suffix.lower() in PICTURE_SUFFIXES
+
+
+def count_other_files(files: list[Path], taken: Iterable[Path]) -> Counter[str]:
+    """Ending -> the number of files that are neither pictures nor among `taken`."""
+    known = set(taken)
+    others = [path for path in files if not is_picture(path) and path not in known]
+    return Counter(path.suffix.lower() or "no ending" for path in others)
 
 
 def metadata_of(folder: Path) -> Path | None:

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ...config.kind import PICTURE_SUFFIXES
 from ...config.schema import ImagesSection
 from ...config.sources import PictureSource, picture_sources
 from ...data.bad_rows import FILE, PLACES, BadRow
@@ -24,17 +25,19 @@ from ...data.progress import watched
 from ...data.read import ending
 from ...errors import UsageError
 from .picture_files import (
+    CAPTIONS,
     ROW_ENDINGS,
-    SUFFIXES,
     Complain,
     InFile,
     Picture,
+    count_other_files,
     files_of,
     metadata_of,
     named_in,
     pictures_among,
     pictures_beside_captions,
     pictures_of_rows,
+    unreadable_among,
 )
 from .pixels import BadPicture, small
 
@@ -44,7 +47,8 @@ EXAMPLES = 6  # pictures in the report
 @dataclass
 class Gathered:
     """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of
-    them; `to_draw` are not there yet. `pairs`: each has a control.
+    them; `to_draw` are not there yet. `pairs`: each has a control. `other_files`: folder -> ending
+    -> the number of its files that are no pictures and were not read.
     """
 
     train: list[Picture]
@@ -53,11 +57,33 @@ class Gathered:
     regularisation: int = 0
     pairs: bool = False
     to_draw: list[ToDraw] = field(default_factory=list)
+    other_files: dict[str, Counter[str]] = field(default_factory=dict)
     _captions_of: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
     def all(self) -> list[Picture]:
         return [*self.train, *self.eval]
+
+    def unmasked(self) -> list[Picture]:
+        """Training pictures without a mask, where others have one: they are learnt whole."""
+        own = self.train[: len(self.train) - self.regularisation]
+        without = [picture for picture in own if picture.mask is None]
+        return without if len(without) < len(own) else []
+
+    def unmasked_lines(self) -> list[str]:
+        without = self.unmasked()
+        if not without:
+            return []
+        first = Path(without[0].where).name
+        return [f"{len(without)} training pictures have no mask and are learnt whole: {first}, ..."]
+
+    def other_file_lines(self) -> list[str]:
+        """What each folder holds besides, for the header and the plan."""
+        lines = []
+        for folder, counts in self.other_files.items():
+            kinds = ", ".join(f"{number} {ending}" for ending, number in sorted(counts.items()))
+            lines.append(f"not read in {folder}: {kinds}")
+        return lines
 
     def examples(self) -> list[dict[str, Any]]:
         """The first training pictures with their captions, small, for the report."""
@@ -139,7 +165,7 @@ def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
             here = _paired(here, source, made.bad.add)
         if not here and len(made.bad.rows) == bad and images.uncaptioned != "skip":
             raise UsageError(
-                f"{source.key}: {source.name}: no pictures there ({' '.join(SUFFIXES)})"
+                f"{source.key}: {source.name}: no pictures there ({' '.join(PICTURE_SUFFIXES)})"
             )
         _note_disagreeing(here, made)
         settings = {
@@ -167,23 +193,41 @@ def _of_source(source: PictureSource, images: ImagesSection, made: Gathered) -> 
                 f" in {' '.join(ROW_ENDINGS)}"
             )
         return pictures_of_rows(path, source.columns, source.key, made.bad.add, pairs=made.pairs)
-    if source.caption is not None or images.captions == "names":
-        files = pictures_among(files_of(path))
+    files = _files_of_source(path, images)
+    has_own_caption = source.caption is not None or images.captions == "names"
+    metadata = None if has_own_caption else metadata_of(path)
+    captions = [file for file in files if file.suffix in CAPTIONS]
+    taken = [] if has_own_caption else [*captions, *([metadata] if metadata else [])]
+    if others := count_other_files(files, taken):
+        made.other_files[source.name] = others
+    if has_own_caption:
+        unreadable_among(files, made.bad.add)
         return [
             Picture(
                 InFile(file),
                 (caption_of_name(file) if source.caption is None else source.caption,),
                 str(file),
             )
-            for file in files
+            for file in pictures_among(files)
         ]
-    if (file := metadata_of(path)) is not None:
-        return _by_metadata(path, file, source, made)
-    return pictures_beside_captions(path, made.bad.add, uncaptioned=images.uncaptioned)
+    if metadata is not None:
+        return _by_metadata(files, metadata, source, made)
+    return pictures_beside_captions(files, made.bad.add, uncaptioned=images.uncaptioned)
+
+
+def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
+    """The files of a folder and below, but for those of `images.masks` where that lies in it."""
+    files = files_of(folder)
+    if images.masks is None:
+        return files
+    masks = Path(images.masks).expanduser().resolve()
+    if not masks.is_relative_to(folder.resolve()) or masks == folder.resolve():
+        return files
+    return [path for path in files if not path.resolve().is_relative_to(masks)]
 
 
 def _by_metadata(
-    folder: Path, file: Path, source: PictureSource, made: Gathered
+    files: list[Path], file: Path, source: PictureSource, made: Gathered
 ) -> Iterable[Picture]:
     """The pictures that the folder's metadata file names; of pairs, whose controls lie among them,
     the rows as they are. A picture that it does not name has no caption.
@@ -195,7 +239,8 @@ def _by_metadata(
         for content in (row.content, row.control)
         if isinstance(content, InFile)
     }
-    for path in pictures_among(files_of(folder)):
+    unreadable_among(files, made.bad.add)
+    for path in pictures_among(files):
         beside = path.with_suffix(".txt")
         if path not in named:
             made.bad.add(str(path), f"no caption: {file.name} does not name it")

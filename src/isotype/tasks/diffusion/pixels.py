@@ -1,6 +1,6 @@
 """The sizes of a run's pictures, and a picture file as the tensor that a VAE takes: its aspect
 bucket, the windows in it, and its pixels as a viewer shows them (EXIF rotation, alpha on white,
-CMYK, 16 bit).
+CMYK, 16 bit, colour profiles).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...config.schema import ImagesSection
 from ...config.sources import PictureSource
-from ...data.pictures import BadPicture, opened, why_bad
+from ...data.pictures import BadPicture, opened, readable_phone_kinds, why_bad
 from ...errors import UsageError
 
 LEAST = 16  # pixels of a training picture's side
@@ -179,6 +179,7 @@ def shown_size(content: bytes) -> tuple[int, int]:
     """Width and height as a viewer shows the picture, from its header. Raises BadPicture."""
     from PIL import Image
 
+    readable_phone_kinds()
     try:
         with Image.open(io.BytesIO(content)) as image:
             turned = image.getexif().get(_ORIENTATION, 1) >= 5
@@ -212,11 +213,16 @@ def refuse_other_shape(after: bytes, before: bytes) -> None:
         )
 
 
+def open_as_shown(content: bytes) -> Any:
+    """A PIL image in RGB as a viewer shows it, its colours in sRGB. Raises BadPicture."""
+    return opened(content, to_srgb=True)
+
+
 def pixels(content: bytes, window: Window) -> Tensor:
     """fp32[3 H W] in [-1, 1]: scaled to cover the window's size, what is over is cut off. Raises
     BadPicture.
     """
-    image = opened(content)
+    image = open_as_shown(content)
     if min(image.size) < LEAST:
         raise BadPicture(
             f"{image.width} x {image.height} pixels: too small to learn from, at least {LEAST} a"
@@ -285,7 +291,7 @@ def small(content: bytes) -> str:
     """A picture's file as a data: URL, scaled down to `SMALL` pixels of its longer side. Raises
     BadPicture.
     """
-    image = opened(content)
+    image = open_as_shown(content)
     image.thumbnail((SMALL, SMALL))
     out = io.BytesIO()
     image.save(out, format="WEBP", quality=85)

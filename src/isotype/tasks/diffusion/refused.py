@@ -18,6 +18,7 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...wording import counted
 from .denoiser import base_outline, block_layers
+from .families import FAMILIES
 from .pipeline import PipelineFolder
 from .result import (
     NO_DORA,
@@ -84,6 +85,11 @@ def refuse_unfit(
         )
 
 
+TRAINED_ON_PAIRS = "on pairs: " + ", ".join(
+    name for name, family in FAMILIES.items() if family.pairs
+)
+
+
 def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeline: str) -> None:
     images = config.images
     for source in sources:
@@ -99,7 +105,8 @@ def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeli
         else:
             continue
         raise UsageError(
-            f"{key}: has no effect: {pipeline} does not edit pictures", fix=f"remove {key}"
+            f"{key}: has no effect: {pipeline} is trained on captions here; {TRAINED_ON_PAIRS}",
+            fix=f"remove {key}",
         )
 
 

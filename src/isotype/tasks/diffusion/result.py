@@ -330,8 +330,8 @@ def refuse_unread(family: Family) -> None:
 
 
 def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
-    """name -> F[r in], F[out r] of each module and its alpha, F[]; F is the dtype of the adapter: a
-    program multiplies by alpha / r.
+    """name -> F[r in], F[out r] of each module, F the dtype of the adapter, and its alpha, fp32[]:
+    a program multiplies by alpha / r, and bf16 would round the 313.53 of rsLoRA to 314.
     """
     settings = settings_of(adapter)
     if settings.get("use_dora"):
@@ -348,7 +348,8 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
             rank = len(tensor)
             alpha = _of_module(module, settings, "alpha_pattern", "lora_alpha")
             made[f"{named}.alpha"] = torch.tensor(
-                alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0), dtype=tensor.dtype
+                alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0),
+                dtype=torch.float32,
             )
     return made
 

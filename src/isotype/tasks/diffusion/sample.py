@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ...config.sources import unknown_key
-from ...data.pictures import opened
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
@@ -25,7 +24,7 @@ from .encode import Encoder, Said, release
 from .families import Drawing, Family
 from .picture_files import InFile
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, as_png, pixels, small
+from .pixels import BadPicture, Size, Window, as_png, open_as_shown, pixels, small
 
 
 @dataclass(frozen=True)
@@ -183,11 +182,11 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
             )
         if prompt.control is not None and not family.pairs:
             raise UsageError(
-                f"run.samples: control: has no effect: {family.pipeline} does not edit pictures"
+                f"run.samples: control: has no effect: {family.pipeline} draws from captions here"
             )
         if prompt.control is not None:
             try:
-                opened(prompt.control.read_bytes())
+                open_as_shown(prompt.control.read_bytes())
             except (OSError, BadPicture) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise UsageError(f"run.samples: control: {prompt.control}: {reason}") from None

@@ -637,6 +637,8 @@ class DiffusionTask:
             "data.json": {
                 **self.plan_facts(),
                 "train_pictures_by_size": by_size,
+                "files_not_read": self.gathered.other_files,
+                "unmasked_pictures": len(self.gathered.unmasked()),
                 "made": self.encoder.made,
                 "found": self.encoder.found,
             },
@@ -692,6 +694,8 @@ class DiffusionTask:
             f"{self.objective}; evaluated at {self.config.diffusion.eval_draws} fixed ones",
         ]
         lines += self.folder.marker_lines()
+        lines += self.gathered.unmasked_lines()
+        lines += self.gathered.other_file_lines()
         if facts["buckets"] > len(sizes.resolutions):
             lines.append(f"aspect buckets: {', '.join(map(str, sorted(sizes.all)))}")
         if self.gathered.to_draw:
