@@ -6,7 +6,7 @@ import re
 
 from isotype.doctor.explain.explainer import FAMILIES, explained
 from isotype.doctor.explain.log import Frame
-from isotype.doctor.explain.recognise import FORMS
+from isotype.doctor.explain.recognition import FORMS
 from isotype.doctor.explain.situation import Seen, read
 
 

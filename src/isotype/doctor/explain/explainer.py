@@ -22,7 +22,7 @@ from ...finding import Finding, Place, Severity
 from ...pages.sheets import Entry, Section, sections
 from ...pages.sheets import Facts as Known
 from .log import LONGEST_PASSAGE, Incident, incidents
-from .recognise import dtype_word, half_words, recognise
+from .recognition import dtype_word, half_words, recognise
 from .situation import Seen, failing_call, read, said_in
 
 
