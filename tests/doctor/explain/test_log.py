@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 from isotype.doctor.explain import explain
-from isotype.doctor.explain.log import incidents
+from isotype.doctor.explain.log import read_incidents
 
 ONE = ["Traceback (most recent call last):", '  File "/home/me/a.py", line 3, in f', "    g()"]
 FP16 = "ValueError: Attempting to unscale FP16 gradients."
@@ -81,7 +81,7 @@ def test_a_traceback_inside_a_json_string():
         '{"level": "error", "msg": "Traceback (most recent call last):\\n  File \\"/srv/app.py\\", line 9, in go\\n    y = f(x)\\n'
         'RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16", "ts": 1}\n'
     )
-    (incident,) = incidents([line])
+    (incident,) = read_incidents([line])
     assert incident.text.endswith("c10::BFloat16")
     assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [
         ("/srv/app.py", 9, "go", "y = f(x)")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from isotype.doctor.explain.explainer import FAMILIES, explained
+from isotype.doctor.explain.explainer import FAMILIES, diagnose_error
 from isotype.doctor.explain.log import Frame
 from isotype.doctor.explain.recognition import FORMS
-from isotype.doctor.explain.situation import Seen, read
+from isotype.doctor.explain.situation import RecognisedError, read_situation
 
 
 def test_every_text_can_be_said():
@@ -28,10 +28,16 @@ def test_every_text_can_be_said():
             for i, name in enumerate(sorted(n for n in names if not n.startswith("_")))
         }
         for frames in ((), [Frame("lora/moe.py", 3, "generate", "y = self.vae.encode(x) @ w")]):
-            message, _, causes = explained(
-                Seen(text="", operator=operator, dtypes=dtypes, words=words, situation=read(frames))
+            message, _, causes = diagnose_error(
+                RecognisedError(
+                    text="",
+                    operator=operator,
+                    dtypes=dtypes,
+                    captures=words,
+                    situation=read_situation(frames),
+                )
             )
             assert message, operator
             assert causes, operator
-            assert all(cause.name and cause.why and cause.fix for cause in causes)
+            assert all(cause.name and cause.reason and cause.fix for cause in causes)
             assert "{" not in message

@@ -21,9 +21,9 @@ from ...dtypes import itemsize, torch_word
 from ...finding import Finding, Place, Severity
 from ...pages.sheets import Entry, Section, sections
 from ...pages.sheets import Facts as Known
-from .log import LONGEST_PASSAGE, Incident, incidents
-from .recognition import dtype_word, half_words, recognise
-from .situation import Seen, failing_call, read, said_in
+from .log import MAX_PASSAGE_LINES, Incident, read_incidents
+from .recognition import find_half_dtypes, normalise_dtype, recognise_error
+from .situation import RecognisedError, failing_call, find_report_flags, read_situation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,19 @@ class Cause:
 
     name: str
     score: float
-    why: str
+    reason: str
     fix: str
-    because: str = ""
+    evidence: str = ""
 
 
-_SHEETS = Path(__file__).parent / "families"
+_SHEET_FOLDER = Path(__file__).parent / "families"
 # causes that several families take in, by name
-_SHARED = {
+_SHARED_CAUSES = {
     section.name: section.entries[1:]
-    for section in sections(_SHEETS / "shared.txt", ranks=r"[\d.]+", fields="why|fix|seen")
+    for section in sections(_SHEET_FOLDER / "shared.txt", ranks=r"[\d.]+", fields="why|fix|seen")
 }
 FAMILIES: dict[str, Section] = {}  # by operator
-for _sheet in sorted(_SHEETS.glob("*.txt")):
+for _sheet in sorted(_SHEET_FOLDER.glob("*.txt")):
     if _sheet.name != "shared.txt":
         for _section in sections(_sheet, ranks=r"[\d.]+", fields="message|severity|why|fix|seen"):
             for _operator in _section.name.split("; "):
@@ -55,18 +55,18 @@ for _sheet in sorted(_SHEETS.glob("*.txt")):
 
 
 _READINGS: dict[str, Callable[[str], Any]] = {
-    " as dtype": dtype_word,
-    " as dtypes": lambda words: ", ".join(
-        dtype_word(word) for word in words.split(",") if word.strip()
+    " as dtype": normalise_dtype,
+    " as dtypes": lambda text: ", ".join(
+        normalise_dtype(name) for name in text.split(",") if name.strip()
     ),
     " as torch": torch_word,
-    " as mixed": lambda word: word.replace("-true", "-mixed"),
+    " as mixed": lambda text: text.replace("-true", "-mixed"),
     " without spaces": str.strip,
-    " as list": lambda words: ", ".join(
-        sorted(word.strip().removeprefix("torch.") for word in words.split(","))
+    " as list": lambda text: ", ".join(
+        sorted(name.strip().removeprefix("torch.") for name in text.split(","))
     ),
     " as printed dtype": lambda text: next(
-        (dtype_word(word) for word in re.findall(r"dtype=(torch\.\w+)", text)), ""
+        (normalise_dtype(name) for name in re.findall(r"dtype=(torch\.\w+)", text)), ""
     ),
     " in lower case": str.lower,
     " in brief": lambda text: " ".join(text.split())[:160],
@@ -91,39 +91,39 @@ class Facts(Known):
                               test found; its `place` and `line`
     """
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, error: RecognisedError) -> None:
         super().__init__()
-        self.seen = seen
+        self.error = error
         self.frame: Any = None
 
     def get(self, name: str) -> Any:
-        seen, situation = self.seen, self.seen.situation
-        for known in (self.made, seen.dtypes, seen.words):
-            if name in known:
-                return known[name]
+        error, situation = self.error, self.error.situation
+        for table in (self.made, error.dtypes, error.captures):
+            if name in table:
+                return table[name]
         for ending, reading in _READINGS.items():
             if name.endswith(ending):
-                word = self.get(name.removesuffix(ending))
-                return None if word is None else reading(word)
+                value = self.get(name.removesuffix(ending))
+                return None if value is None else reading(value)
         kind, _, rest = name.partition(" ")
         match kind:
             case "where":
-                return situation.where(rest)
+                return situation.describe_evidence(rest)
             case "word":
-                return seen.words.get(rest)
-            case "first" | "second" if rest and "set" in seen.words:
-                words = [dtype_word(word) for word in seen.words["set"].split(",")]
+                return error.captures.get(rest)
+            case "first" | "second" if rest and "set" in error.captures:
+                names = [normalise_dtype(value) for value in error.captures["set"].split(",")]
                 if kind == "first":
-                    return words[0]
-                if len(words) > 1:
-                    return words[1]
+                    return names[0]
+                if len(names) > 1:
+                    return names[1]
                 return "another"
             case "package":
                 return rest in situation.packages
             case "autocast" if rest:
                 return "autocast" in situation
             case "operator" | "text" | "half" | "torch_half" | "autocast":
-                return getattr(seen, name)
+                return getattr(error, name)
             case "call" | "in_place" | "product":
                 call = failing_call(situation)
                 fits = call and (
@@ -135,9 +135,11 @@ class Facts(Known):
                 )
                 return call if fits else None
             case "user" | "inner" | "frame":
-                return {"user": situation.users, "inner": situation.innermost, "frame": self.frame}[
-                    kind
-                ]
+                return {
+                    "user": situation.user_frame,
+                    "inner": situation.innermost,
+                    "frame": self.frame,
+                }[kind]
             case "place" | "line" if (f := self.frame) is not None:
                 return (
                     f"{f.function if kind == 'place' else f.code or f.function} at"
@@ -146,43 +148,45 @@ class Facts(Known):
         return name in situation or None
 
     def holds_specially(self, term: str) -> bool | None:
-        left, found, right = term.partition(" > ")
-        if found:
+        wider, operator_sign, narrower = term.partition(" > ")
+        if operator_sign:
             try:
-                return itemsize(str(self.get(left))) > itemsize(str(self.get(right)))
+                return itemsize(str(self.get(wider))) > itemsize(str(self.get(narrower)))
             except ValueError:  # no dtype
                 return False
         if term.startswith("frames ~ "):
-            frame = self.seen.situation.mentions(term.removeprefix("frames ~ "))
+            frame = self.error.situation.find_frame(term.removeprefix("frames ~ "))
             self.frame = frame or self.frame
             return frame is not None
         return None
 
 
-def _causes(entries: list[Entry], facts: Facts, moved: float = 0.0) -> Iterator[Cause]:
+def _collect_causes(
+    entries: list[Entry], facts: Facts, score_offset: float = 0.0
+) -> Iterator[Cause]:
     for entry in entries:
         if shared := re.fullmatch(r"\+ (.+?)(?: (-?\d+))?(?: if (.+))?", entry.title):
             yield from (
-                _causes(_SHARED[shared[1]], facts, float(shared[2] or 0))
+                _collect_causes(_SHARED_CAUSES[shared[1]], facts, float(shared[2] or 0))
                 if facts.holds(shared[3])
                 else ()
             )
         elif score := entry.rank(facts):
-            why, fix, because = (entry.first(name, facts) for name in ("why", "fix", "seen"))
+            reason, fix, evidence = (entry.first(name, facts) for name in ("why", "fix", "seen"))
             yield Cause(
                 name=facts.say(entry.title),
-                score=float(score) + moved,
-                why=why,
+                score=float(score) + score_offset,
+                reason=reason,
                 fix=fix,
-                because=because,
+                evidence=evidence,
             )
 
 
-def explained(seen: Seen) -> tuple[str, Severity, list[Cause]]:
+def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
     """The message, the severity and the causes of what an incident showed, the likeliest first."""
-    facts, (head, *entries) = Facts(seen), FAMILIES[seen.operator].entries
+    facts, (head, *entries) = Facts(error), FAMILIES[error.operator].entries
     head.make(facts)
-    causes = sorted(_causes(entries, facts), key=lambda c: -c.score)
+    causes = sorted(_collect_causes(entries, facts), key=lambda c: -c.score)
     return (
         head.first("message", facts),
         Severity.parse(head.first("severity", facts) or "error"),
@@ -200,10 +204,10 @@ def page(code: str) -> str | None:
 
 # lines: a text as long as this at most is one report, and what it says in words belongs to its
 # error
-REPORT = 400
-MOST_DISTINCT = 200  # different errors kept of one log
-MOST_PLAIN = 5000  # passages without an error that are remembered
-_COMPLAINS = re.compile(
+MAX_REPORT_LINES = 400
+MAX_DISTINCT_ERRORS = 200  # different errors kept of one log
+MAX_PLAIN_PASSAGES = 5000  # passages without an error that are remembered
+_COMPLAINT = re.compile(
     r"(?i)\berror\b|\bexpected\b|\b(?:but )?got\b|\bfound\b|does not"
     r" (?:equal|match)|mismatch|!=|incompatible|inconsistent"
 )
@@ -216,59 +220,64 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
 
     source  the log's file, for the places of errors without a traceback
     """
-    found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
+    errors: dict[tuple[str, str, str], tuple[Finding, int]] = {}
     last_incident: Incident | None = None
     # passages that are no error, without their numbers: a log repeats the same line ten thousand
     # times
-    plain: set[str] = set()
-    raised = ""
+    plain_passages: set[str] = set()
+    last_error = ""
     lines = iter(lines)
-    head = list(islice(lines, REPORT + 1))
-    if len(head) <= REPORT:
+    head = list(islice(lines, MAX_REPORT_LINES + 1))
+    if len(head) <= MAX_REPORT_LINES:
         report = "".join(line if line.endswith("\n") else line + "\n" for line in head)
     else:
         report = ""
-    said = said_in(report)
+    report_flags = find_report_flags(report)
     # so short a text speaks of one error: the code that it quotes is the error's
-    short = report if len(head) <= LONGEST_PASSAGE else ""
-    for incident in incidents(chain(head, lines)):
-        before = raised
-        raised = incident.text.partition("\n")[0] if incident.exception else raised
-        if incident.chained and raised == before:
+    quoted_text = report if len(head) <= MAX_PASSAGE_LINES else ""
+    for incident in read_incidents(chain(head, lines)):
+        previous_error = last_error
+        last_error = incident.text.partition("\n")[0] if incident.exception else last_error
+        if incident.chained and last_error == previous_error:
             continue  # raised again where it was awaited: its first traceback was explained already
         if incident.exception is None and not incident.frames:
-            loose = _NUMBER.sub("#", incident.text)
+            passage_key = _NUMBER.sub("#", incident.text)
         else:
-            loose = ""
-        if loose in plain:
+            passage_key = ""
+        if passage_key in plain_passages:
             continue
-        seen = recognise(_said(incident), read(incident.frames, said, short or incident.text))
-        prose = incident.exception is None and "Error" not in incident.text
-        if prose and seen is not None and seen.operator == "unknown wording":
+        error = recognise_error(
+            _error_text(incident),
+            read_situation(incident.frames, report_flags, quoted_text or incident.text),
+        )
+        is_prose = incident.exception is None and "Error" not in incident.text
+        if is_prose and error is not None and error.operator == "unknown wording":
             # about dtypes, and no error
-            if len(incident.text) <= 600 and _COMPLAINS.search(incident.text):
-                seen = seen
+            if len(incident.text) <= 600 and _COMPLAINT.search(incident.text):
+                error = error
             else:
-                seen = None
-        if seen is None:
-            if loose and len(plain) < MOST_PLAIN:
-                plain.add(loose)
+                error = None
+        if error is None:
+            if passage_key and len(plain_passages) < MAX_PLAIN_PASSAGES:
+                plain_passages.add(passage_key)
             if incident.exception or "Error" in incident.text or "error" in incident.text:
                 last_incident = incident
             continue
-        finding = _finding(seen, incident, source)
+        finding = _build_finding(error, incident, source)
         key = (finding.code, finding.message, str(finding.place) if incident.frames else "")
-        first, count = found.pop(key, (finding, 0))  # a repeated error takes its last position
+        first_finding, count = errors.pop(
+            key, (finding, 0)
+        )  # a repeated error takes its last position
         # and, without a traceback, keeps its first line
-        finding = finding if incident.frames else first
-        if len(found) >= MOST_DISTINCT:
-            found.pop(next(iter(found)))
-        found[key] = (finding, count + 1)
-    if not found:
-        return [_not_dtype(last_incident, source)]
-    traced = {key[:2] for key in found if key[2]}
+        finding = finding if incident.frames else first_finding
+        if len(errors) >= MAX_DISTINCT_ERRORS:
+            errors.pop(next(iter(errors)))
+        errors[key] = (finding, count + 1)
+    if not errors:
+        return [_no_dtype_error_finding(last_incident, source)]
+    traced = {key[:2] for key in errors if key[2]}
     # a logger's line beside its traceback
-    ordered = [entry for key, entry in found.items() if key[2] or key[:2] not in traced]
+    ordered = [entry for key, entry in errors.items() if key[2] or key[:2] not in traced]
     findings = []
     for position, (finding, count) in enumerate(ordered, 1):
         details = finding.details
@@ -286,7 +295,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     return findings[::-1]
 
 
-def _said(incident: Incident) -> str:
+def _error_text(incident: Incident) -> str:
     """The exception's text; for an assertion without a message, the asserted expression."""
     code = incident.frames[-1].code if incident.frames else ""
     if incident.text == "AssertionError" and code.startswith("assert "):
@@ -306,19 +315,21 @@ _CONTEXT = (
 )
 
 
-def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
-    message, severity, ranked = explained(seen)
-    if "autocast" in seen.situation:  # it is on already: a remedy that switches it on is none
+def _build_finding(error: RecognisedError, incident: Incident, source: str | None) -> Finding:
+    message, severity, ranked = diagnose_error(error)
+    if "autocast" in error.situation:  # it is on already: a remedy that switches it on is none
         ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
     top = ranked[0]
-    others = ranked[1:]
-    fix = (_SWITCHES_ON.sub("", top.fix).strip() if "autocast" in seen.situation else "") or top.fix
-    situation = seen.situation
-    frame = situation.users or situation.callers or situation.innermost
-    details: list[tuple[str, str]] = [("error", _telling_line(incident.text.strip(), seen))]
-    if seen.dtypes:
+    alternatives = ranked[1:]
+    fix = (
+        _AUTOCAST_ADVICE.sub("", top.fix).strip() if "autocast" in error.situation else ""
+    ) or top.fix
+    situation = error.situation
+    frame = situation.user_frame or situation.caller_frame or situation.innermost
+    details: list[tuple[str, str]] = [("error", _recognised_line(incident.text.strip(), error))]
+    if error.dtypes:
         details.append(
-            ("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in seen.dtypes.items()))
+            ("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in error.dtypes.items()))
         )
     if situation.innermost and frame is not situation.innermost:
         details.append(
@@ -333,98 +344,98 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     if situation.frames:
         context = [flag for flag in _CONTEXT if flag in situation]
         if "trainer" in situation:
-            inside = "inside a trainer"
+            trainer_note = "inside a trainer"
         else:
-            inside = "no trainer in the traceback"
-        details.append(("situation", ", ".join([*context, inside])))
-    details.append(("sure", sureness(ranked)))
-    if others:
+            trainer_note = "no trainer in the traceback"
+        details.append(("situation", ", ".join([*context, trainer_note])))
+    details.append(("sure", describe_confidence(ranked)))
+    if alternatives:
         lines = [
-            f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.because})" if c.because else "")
-            for c in others[:3]
+            f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.evidence})" if c.evidence else "")
+            for c in alternatives[:3]
         ]
         details.append(("or", "\n".join(lines)))
     if frame:
-        place = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
+        location = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
     else:
-        place = Place(file=source, line=_line_of(incident, seen) if source else None)
+        location = Place(file=source, line=_log_line(incident, error) if source else None)
     return Finding(
-        code=FAMILIES[seen.operator].code,
+        code=FAMILIES[error.operator].code,
         severity=severity,
         message=message,
-        place=place,
-        cause=f"{top.name}: {'' if top.because else 'perhaps '}{top.why}",
+        place=location,
+        cause=f"{top.name}: {'' if top.evidence else 'perhaps '}{top.reason}",
         fix=fix,
         details=tuple(details),
     )
 
 
-def _telling_line(text: str, seen: Seen) -> str:
+def _recognised_line(text: str, error: RecognisedError) -> str:
     """The line of a message that recognition rests on."""
     lines = text.splitlines()
     if len(lines) > 1:
-        names = [line for line in lines if recognise(line, seen.situation)]
+        recognised_lines = [line for line in lines if recognise_error(line, error.situation)]
     else:
-        names = []
-    return (names or lines)[-1 if names else 0].strip()[:300]
+        recognised_lines = []
+    return (recognised_lines or lines)[-1 if recognised_lines else 0].strip()[:300]
 
 
-def _line_of(incident: Incident, seen: Seen) -> int:
+def _log_line(incident: Incident, error: RecognisedError) -> int:
     """The log's line that a passage was recognised by; a traceback's first line."""
     if incident.exception is None:
         for offset, line in enumerate(incident.text.splitlines()):
-            if recognise(line, seen.situation):
+            if recognise_error(line, error.situation):
                 return incident.line + offset
     return incident.line
 
 
-def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
+def _no_dtype_error_finding(incident: Incident | None, source: str | None) -> Finding:
     cause = "nothing in it speaks of a disagreement between dtypes"
     if incident is None:
-        what = "no error found in the text"
-        place = Place(file=source)
+        message = "no error found in the text"
+        location = Place(file=source)
     else:
-        situation = read(incident.frames)
-        frame = situation.users or situation.innermost
-        first = _said(incident).strip().splitlines()[0][:200]
-        named = half_words(incident.text)
-        if named:
-            what = f"no dtype error that isotype knows: {first}"
+        situation = read_situation(incident.frames)
+        frame = situation.user_frame or situation.innermost
+        first_line = _error_text(incident).strip().splitlines()[0][:200]
+        dtype_names = find_half_dtypes(incident.text)
+        if dtype_names:
+            message = f"no dtype error that isotype knows: {first_line}"
         else:
-            what = f"not a dtype error: {first}"
-        if named:
+            message = f"not a dtype error: {first_line}"
+        if dtype_names:
             cause = (
-                f"it names {', '.join(named)}, and no disagreement or refusal that isotype knows;"
+                f"it names {', '.join(dtype_names)}, and no disagreement or refusal that isotype knows;"
                 " another reason may be named beside it"
             )
         if frame:
-            place = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
+            location = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
         else:
-            place = Place(file=source)
+            location = Place(file=source)
     return Finding(
         code="EX000",
         severity=Severity.NOTE,
-        message=what,
-        place=place,
+        message=message,
+        place=location,
         cause=cause,
         fix="if you think it is one: give the whole traceback, from its first line",
     )
 
 
-NEAR = 2.0  # a cause that scores less than this below the first is as good a guess
-_SWITCHES_ON = re.compile(
+CLOSE_SCORE = 2.0  # a cause that scores less than this below the first is as good a guess
+_AUTOCAST_ADVICE = re.compile(
     r"(?:, |; )?(?:or )?run[^,;\n(]*under torch\.autocast\([^)]*\)(?:, or |; or |; )?"
 )
 
 
-def sureness(ranked: Sequence[Cause]) -> str:
+def describe_confidence(ranked: Sequence[Cause]) -> str:
     """`likely`, `open` or `a guess`, with the reason."""
     top = ranked[0]
-    near = [c for c in ranked[1:] if ranked[0].score - c.score < NEAR]
-    if not top.because:
+    close_rivals = [c for c in ranked[1:] if ranked[0].score - c.score < CLOSE_SCORE]
+    if not top.evidence:
         return "a guess: nothing in the text decides, and this cause is the usual one"
-    if near:
-        return f"open between {1 + len(near)} causes: {', '.join(c.name for c in [top, *near])}"
-    return f"likely: {top.because}" + (
+    if close_rivals:
+        return f"open between {1 + len(close_rivals)} causes: {', '.join(c.name for c in [top, *close_rivals])}"
+    return f"likely: {top.evidence}" + (
         "" if len(ranked) == 1 else ", and nothing as telling speaks for another cause"
     )

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-Numbered = tuple[int, str]
+NumberedLine = tuple[int, str]
 
-_TITLE = "Traceback (most recent call last):"
+_TRACEBACK_TITLE = "Traceback (most recent call last):"
 _BOX_TOP = re.compile(r"^(?P<head>[^╭]*)(?P<box>╭─+ Traceback \(most recent call last\) ─+╮)")
 _BOX_FRAME = re.compile(r"^(?P<file>\S.*?):(?P<line>\d+) in (?P<function>[\w<>.]+)$")
 _BOX_ARROW = re.compile(r"^❱\s*\d+ (?P<code>.*)$")
@@ -22,7 +22,7 @@ _PATH = re.compile(r"^(?:[/~.]|[A-Za-z]:\\|<)\S*(?: in)?$")
 
 
 @dataclass(slots=True)
-class _Box:
+class _RichBox:
     """head: what stands before the box on its lines (a rank); message: the exception's text so far,
     which follows the box.
     """
@@ -31,19 +31,19 @@ class _Box:
     width: int
     path: str = ""
     inside: bool = True
-    message: list[Numbered] = field(default_factory=list)
+    message: list[NumberedLine] = field(default_factory=list)
     last: str = ""  # the message's last line as printed
 
 
-def _rich(lines: Iterable[Numbered]) -> Iterator[Numbered]:
-    box: _Box | None = None
+def _rewrite_rich(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
+    box: _RichBox | None = None
     for number, line in lines:
         if box is None and "╭" not in line:
             yield number, line
         elif top := _BOX_TOP.match(line):
             yield from box.message if box else ()
-            box = _Box(top["head"], len(top["box"]))
-            yield number, box.head + _TITLE
+            box = _RichBox(top["head"], len(top["box"]))
+            yield number, box.head + _TRACEBACK_TITLE
         elif box is None:
             yield number, line
         elif box.inside:
@@ -53,9 +53,10 @@ def _rich(lines: Iterable[Numbered]) -> Iterator[Numbered]:
                 box.inside = False
             else:
                 yield from (
-                    (number, box.head + text) for text in _in_box(box, line[len(box.head) :])
+                    (number, box.head + text)
+                    for text in _convert_box_line(box, line[len(box.head) :])
                 )
-        elif box.message and _continues(box, line):
+        elif box.message and _continues_message(box, line):
             first, text = box.message[-1]
             box.message[-1] = (first, f"{text.rstrip()} {line[len(box.head) :].strip()}")
             box.last = line
@@ -69,7 +70,7 @@ def _rich(lines: Iterable[Numbered]) -> Iterator[Numbered]:
     yield from box.message if box else ()
 
 
-def _in_box(box: _Box, line: str) -> list[str]:
+def _convert_box_line(box: _RichBox, line: str) -> list[str]:
     content = re.sub(r"^│ ?|\s*│?\s*$", "", line)
     for text in (content, box.path + content, f"{box.path} {content}"):
         if frame := _BOX_FRAME.match(text):
@@ -81,7 +82,7 @@ def _in_box(box: _Box, line: str) -> list[str]:
     return []
 
 
-def _continues(box: _Box, line: str) -> bool:
+def _continues_message(box: _RichBox, line: str) -> bool:
     """rich breaks a line where the next word would not have fitted; the message's own line ends are
     shorter.
     """
@@ -91,15 +92,15 @@ def _continues(box: _Box, line: str) -> bool:
     return len(box.last.rstrip()) - len(box.head) + 1 + len(text.split()[0]) > box.width
 
 
-_TEST = re.compile(r"^_{3,} (?P<name>\S.*?) _{3,}$")
-_SECTION = re.compile(r"^={3,} .* ={3,}$|^={20,}$")
-_LOCATION = re.compile(
+_PYTEST_TEST = re.compile(r"^_{3,} (?P<name>\S.*?) _{3,}$")
+_PYTEST_SECTION = re.compile(r"^={3,} .* ={3,}$|^={20,}$")
+_PYTEST_LOCATION = re.compile(
     r"^(?P<file>[^\s:]+\.py):(?P<line>\d+):(?: in (?P<function>\S+)| [\w.]*)?\s*$"
 )
 
 
 @dataclass(slots=True)
-class _Report:
+class _PytestFailure:
     """One failed test: pytest prints a frame's code before its place, or (short) the place first."""
 
     function: str
@@ -107,75 +108,81 @@ class _Report:
     code: str = ""
     frames: list[str] = field(default_factory=list)
     message: list[str] = field(default_factory=list)
-    short: bool = False
+    is_short: bool = False
 
-    def take(self, line: str) -> None:
+    def read_line(self, line: str) -> None:
         if line.startswith(">") and line[1:].strip():
             self.code = line[1:].strip()
         elif re.match(r"E {3}", line):
             self.message.append(line[1:])
         elif definition := re.match(r"^ {4}(?:async )?def (\w+)", line):
             self.function = definition[1]
-        elif place := _LOCATION.match(line):
+        elif location := _PYTEST_LOCATION.match(line):
             self.frames.append(
-                f'  File "{place["file"]}", line {place["line"]}, in'
-                f" {place['function'] or self.function}"
+                f'  File "{location["file"]}", line {location["line"]}, in'
+                f" {location['function'] or self.function}"
             )
             if self.code:
                 self.frames.append(f"    {self.code}")
             self.code = ""
-            self.short = bool(place["function"])
-        elif self.short and line.startswith("    "):
+            self.is_short = bool(location["function"])
+        elif self.is_short and line.startswith("    "):
             self.frames.append(line)
 
-    def printed(self) -> Iterator[Numbered]:
+    def traceback_lines(self) -> Iterator[NumberedLine]:
         if self.message:
             indent = min(
                 (len(text) - len(text.lstrip()) for text in self.message if text.strip()), default=0
             )
-            for text in ("", _TITLE, *self.frames, *(text[indent:] for text in self.message), ""):
+            for text in (
+                "",
+                _TRACEBACK_TITLE,
+                *self.frames,
+                *(text[indent:] for text in self.message),
+                "",
+            ):
                 yield self.start, text
 
 
-def _pytest(lines: Iterable[Numbered]) -> Iterator[Numbered]:
-    report: _Report | None = None
-    summary = False
+def _rewrite_pytest(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
+    failure: _PytestFailure | None = None
+    in_summary = False
     for number, line in lines:
-        if report is None and not summary and not line.startswith("___"):
+        if failure is None and not in_summary and not line.startswith("___"):
             yield number, line
-        elif test := _TEST.match(line):
-            yield from report.printed() if report else ()
-            report = _Report(test["name"], number)
-        elif report is None:
-            if not (summary and re.match(r"(?:FAILED|ERROR) \S+\.py\b", line)):
+        elif test := _PYTEST_TEST.match(line):
+            yield from failure.traceback_lines() if failure else ()
+            failure = _PytestFailure(test["name"], number)
+        elif failure is None:
+            if not (in_summary and re.match(r"(?:FAILED|ERROR) \S+\.py\b", line)):
                 yield number, line
-        elif _TITLE in line:  # --tb=native: CPython's own
-            yield from report.printed()
-            summary = True
-            report = None
+        elif _TRACEBACK_TITLE in line:  # --tb=native: CPython's own
+            yield from failure.traceback_lines()
+            in_summary = True
+            failure = None
             yield number, line
-        elif _SECTION.match(line):
-            yield from report.printed()
-            summary = summary or bool(report.message)
-            report = None
+        elif _PYTEST_SECTION.match(line):
+            yield from failure.traceback_lines()
+            in_summary = in_summary or bool(failure.message)
+            failure = None
             yield number, line
         else:
-            report.take(line)
-    yield from report.printed() if report else ()
+            failure.read_line(line)
+    yield from failure.traceback_lines() if failure else ()
 
 
-LONGEST_MESSAGE = 80  # lines of an exception's text that are kept
-LONGEST_PASSAGE = 40  # lines of loose text looked at together
-MOST_FRAMES = 400  # a RecursionError has more; its ends are what matters
-LONGEST_LINE = 4000
-MOST_PREFIXES = 16
+MAX_MESSAGE_LINES = 80  # lines of an exception's text that are kept
+MAX_PASSAGE_LINES = 40  # lines of loose text looked at together
+MAX_FRAMES = 400  # a RecursionError has more; its ends are what matters
+MAX_LINE_LENGTH = 4000
+MAX_PREFIXES = 16
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_RANK = re.compile(
+_RANK_PREFIX = re.compile(
     r"^\s*(\[(?:default|rank|Rank|RANK|trainer)?\s?\d+\]:?|\(\w[\w.]* pid=\d+(?:,"
     r" ip=[\d.]+)?\)|\w+-\d+-\w+:|\d+:(?= ))\s?"
 )
-_STAMP = re.compile(
+_TIMESTAMP = re.compile(
     r"^\[?\d{4}-\d\d-\d\d[T "
     r"]\d\d:\d\d:\d\d[,.\d]*\]?(?:\s*[-|]?\s*(?:ERROR|WARNING|INFO|CRITICAL)\s*[-|:]?)?\s*(?=Traceback|File "
     r"|\w*Error)"
@@ -191,7 +198,7 @@ _EXCEPTION = re.compile(
     r"?(?P<text>.*))?$"
 )
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
-_CHAIN = re.compile(
+_CHAINED_EXCEPTION = re.compile(
     r"^(?:The above exception was the direct cause|During handling of the above exception)"
 )
 
@@ -224,14 +231,14 @@ class Incident:
     def text(self) -> str:
         return "\n".join(self.message).strip()
 
-    def add(self, match: re.Match[str], line: str) -> None:
+    def add_frame(self, match: re.Match[str], line: str) -> None:
         """Adds the frame that a line of a traceback names."""
-        if len(self.frames) >= MOST_FRAMES:
-            del self.frames[MOST_FRAMES // 2]
+        if len(self.frames) >= MAX_FRAMES:
+            del self.frames[MAX_FRAMES // 2]
         self.frames.append(Frame(match["file"], int(line), match["function"] or ""))
 
 
-def incidents(lines: Iterable[str]) -> Iterator[Incident]:
+def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
     """Every exception and every passage, in the order of their last lines."""
     open_by_rank: dict[str, Incident] = {}
     chained: set[str] = set()  # ranks whose next traceback was raised on account of their last
@@ -239,80 +246,80 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
     # what stood before a traceback's first line: its other lines have the same there
     prefixes: dict[str, re.Pattern[str]] = {}
 
-    def closed(*ended: Incident | None) -> Iterator[Incident]:
+    def close_incidents(*ended: Incident | None) -> Iterator[Incident]:
         """Those that hold a message."""
-        yield from (one for one in ended if one is not None and one.message)
+        yield from (incident for incident in ended if incident is not None and incident.message)
 
-    def loose() -> Iterator[Incident]:
+    def flush_passage() -> Iterator[Incident]:
         nonlocal passage
-        yield from closed(passage)
+        yield from close_incidents(passage)
         passage = Incident(0)
 
-    for number, line in _pytest(_rich(_plain(lines))):
+    for number, line in _rewrite_pytest(_rewrite_rich(_clean_lines(lines))):
         rank = ""
-        if match := _RANK.match(line):
+        if match := _RANK_PREFIX.match(line):
             rank = match[1]
             line = line[match.end() :]
-        line = _STAMP.sub("", line)
+        line = _TIMESTAMP.sub("", line)
         if title := _TRACEBACK.search(line):
-            _learn(line[: title.start()], prefixes)
-            yield from closed(open_by_rank.pop(rank, None))
-            yield from loose()
+            _learn_prefix(line[: title.start()], prefixes)
+            yield from close_incidents(open_by_rank.pop(rank, None))
+            yield from flush_passage()
             open_by_rank[rank] = Incident(number, chained=rank in chained)
             chained.discard(rank)
             continue
-        if known := next(
+        if prefix_match := next(
             (match for prefix in prefixes.values() if (match := prefix.match(line))), None
         ):
-            line = line[known.end() :]
-        if _CHAIN.match(line):
-            yield from closed(open_by_rank.pop(rank, None))
+            line = line[prefix_match.end() :]
+        if _CHAINED_EXCEPTION.match(line):
+            yield from close_incidents(open_by_rank.pop(rank, None))
             chained.add(rank)
         elif current := open_by_rank.get(rank):
-            if _take(current, line):
-                yield from closed(open_by_rank.pop(rank))
+            if _extend_traceback(current, line):
+                yield from close_incidents(open_by_rank.pop(rank))
                 if line.strip():
                     passage.line = number
                     passage.message.append(line)
         elif frame := _FRAME.match(line):  # pasted without its first line
-            yield from loose()
+            yield from flush_passage()
             open_by_rank[rank] = Incident(number)
-            open_by_rank[rank].add(frame, frame["line"])
+            open_by_rank[rank].add_frame(frame, frame["line"])
         elif line.strip():
             passage.line = passage.line or number
             passage.message.append(line)
-            if len(passage.message) >= LONGEST_PASSAGE:
-                yield from loose()
+            if len(passage.message) >= MAX_PASSAGE_LINES:
+                yield from flush_passage()
         else:
-            yield from loose()
-    yield from closed(*open_by_rank.values())
-    yield from loose()
+            yield from flush_passage()
+    yield from close_incidents(*open_by_rank.values())
+    yield from flush_passage()
 
 
-def _plain(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+def _clean_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, without colours and line ends, cut where they are absurdly long."""
-    for number, raw in _unfolded(lines):
-        line = _ANSI.sub("", raw[:LONGEST_LINE]) if "\x1b" in raw else raw[:LONGEST_LINE]
+    for number, raw in _unfold_json_lines(lines):
+        line = _ANSI.sub("", raw[:MAX_LINE_LENGTH]) if "\x1b" in raw else raw[:MAX_LINE_LENGTH]
         yield number, line.rstrip("\r\n")
 
 
-def _learn(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
+def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
     """A stamp, a level, a module and line, a container's stream: any text, in which numbers may
     change from line to line.
     """
-    if not head.strip() or "Group" in head or len(prefixes) >= MOST_PREFIXES:
+    if not head.strip() or "Group" in head or len(prefixes) >= MAX_PREFIXES:
         return
     shape = re.sub(r"\d+", r"\\d+", re.escape(head.rstrip()))
     prefixes.setdefault(shape, re.compile(shape + r"(?: |$)" if head.endswith(" ") else shape))
 
 
-def _unfolded(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+def _unfold_json_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Lines with their numbers; a traceback inside a JSON string, its line ends written as two
     characters, becomes lines again.
     """
     for number, raw in enumerate(lines, 1):
         if "\\n" in raw and "Traceback" in raw:
-            text = raw[: LONGEST_MESSAGE * LONGEST_LINE].replace('\\"', '"')
+            text = raw[: MAX_MESSAGE_LINES * MAX_LINE_LENGTH].replace('\\"', '"')
             first, *rest = text.split("\\n")
             yield number, first
             yield from ((number, line) for line in rest[:-1])
@@ -322,13 +329,13 @@ def _unfolded(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
             yield number, raw
 
 
-def _take(current: Incident, line: str) -> bool:
+def _extend_traceback(current: Incident, line: str) -> bool:
     """Adds a line to an open traceback; True when the line is no longer part of it."""
     if not current.message:
         if frame := _FRAME.match(line):
-            current.add(frame, frame["line"])
+            current.add_frame(frame, frame["line"])
         elif frame := _NOTEBOOK_FRAME.match(line):
-            current.add(frame, frame["line"] or frame["cell"])
+            current.add_frame(frame, frame["line"] or frame["cell"])
         elif (arrow := _ARROW.match(line)) and current.frames:
             last = current.frames[-1]
             current.frames[-1] = Frame(
@@ -350,7 +357,7 @@ def _take(current: Incident, line: str) -> bool:
             current.exception = line.partition(":")[0]
             current.message.append(line)
         return False
-    if len(current.message) >= LONGEST_MESSAGE:
+    if len(current.message) >= MAX_MESSAGE_LINES:
         return True
     if not line.strip():  # a message may hold one blank line, not two
         if current.message[-1] == "":

@@ -12,15 +12,15 @@ from functools import cache
 from pathlib import Path
 
 from ...dtypes import parse
-from .situation import Seen, Situation, failing_call
+from .situation import RecognisedError, Situation, failing_call
 
-_TABLE = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
+_FORMS_TEXT = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
 
 # operator, template. `<x>` is a dtype named x; everything else is a regular expression.
 FORMS: tuple[tuple[str, str], ...] = tuple(
     (operator, form)
     for operator, _, form in (
-        line.partition("\t") for line in _TABLE.splitlines() if not line.startswith("#")
+        line.partition("\t") for line in _FORMS_TEXT.splitlines() if not line.startswith("#")
     )
 )
 
@@ -28,22 +28,22 @@ FORMS: tuple[tuple[str, str], ...] = tuple(
 # c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor,
 # CUDABFloat16Type, BFloat16, float, long int, bf16, bf16[constexpr[64]], <['64'], fp32>,
 # triton.language.float32
-_WORD = (
+_DTYPE_WORD = (
     r"(?:BFloat16|bfloat16|bf16|Half|half|Float8\w*|float8\w*|fp8\w*|[Ff]loat(?:16|32|64)?|fp(?:16|32|64)|Double|double|"
     r"long int|Long|long|Int|int(?:8|16|32|64)?|unsigned char|Byte|uint8|Char|signed"
     r" char|Short|Bool|bool|Complex\w*|complex\w*)"
 )
-_BARE = (
+_DTYPE_NAME = (
     r"(?:struct "
-    rf")?(?:c10::complex<\w+>|(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?{_WORD}(?:Type|Tensor)?)"
+    rf")?(?:c10::complex<\w+>|(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?{_DTYPE_WORD}(?:Type|Tensor)?)"
 )
 # What a template's `<name>` takes: any one word or Triton type; words that are no dtype are turned
 # away after the match. (Spelling the dtypes out in every form would cost 0.15 s of compiling.)
-_BLOCK = (
+_TYPE_PATTERN = (
     r"(?:struct )?(?:<\[[^\]]*\], ?[\w.]+>|[A-Za-z][\w.:]*(?:\[constexpr\[[^\s'\"]*\])?(?: int|"
     r" char)?)"
 )
-_STRICT = re.compile(
+_EXPLICIT_DTYPE = re.compile(
     r"(?<![\w.])(?:struct "
     r")?(?:c10::(?:BFloat16|Half|Float\w*)|torch\.(?:cuda\.)?(?:bfloat16|float16|float32|half|float64|float|BFloat16Tensor|HalfTensor|FloatTensor|float8_\w+)|"
     r"BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|bf16|fp16|fp32|fp64)(?![\w])"
@@ -52,10 +52,10 @@ _STRICT = re.compile(
     r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|\b(?:bf16|f16|f32|f64)(?=\[\d)|(?<=dtype"
     r" )(?:float|half|double)\b"
 )
-_HALF = re.compile(
+_HALF_DTYPE = re.compile(
     r"(?i)(?<![\w.-])(?:torch\.|c10::|at::|tl\.)?(?:bfloat16|bf16|float16|fp16|half|float8\w*|fp8\w*)(?:tensor)?(?![\w-])"
 )
-_ODD = {
+_C_TYPE_NAMES = {
     "unsigned char": "uint8",
     "byte": "uint8",
     "char": "int8",
@@ -65,42 +65,42 @@ _ODD = {
 }
 
 
-def dtype_word(text: str) -> str:
+def normalise_dtype(text: str) -> str:
     """`struct c10::BFloat16`, `torch.cuda.HalfTensor`, `<['64'], fp32>` -> `bf16`, `fp16`, `fp32`;
     unknown words unchanged.
     """
-    word = text.strip().rstrip(".,:;")
-    if block := re.search(rf"({_BARE})", word):
-        word = block[1]
-    word = re.sub(
+    name = text.strip().rstrip(".,:;")
+    if block := re.search(rf"({_DTYPE_NAME})", name):
+        name = block[1]
+    name = re.sub(
         r"^(?:struct"
         r" )?(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?",
         "",
-        word,
+        name,
     )
-    word = re.sub(r"(?:Tensor|Type)$", "", word)
+    name = re.sub(r"(?:Tensor|Type)$", "", name)
     try:
-        return parse(_ODD.get(word.lower(), word))
+        return parse(_C_TYPE_NAMES.get(name.lower(), name))
     except ValueError:
-        return word
+        return name
 
 
-def _known(word: str) -> bool:
+def _is_dtype(name: str) -> bool:
     try:
-        parse(word)
+        parse(name)
     except ValueError:
-        return word.startswith(("fp8", "float8", "complex"))
+        return name.startswith(("fp8", "float8", "complex"))
     return True
 
 
 # Text without a word of each kind is not about dtypes; a test holds every form to it. (Trying a
 # hundred forms takes forty times longer.)
-_SUBJECTS = (
+_SUBJECT_HINTS = (
     "type", "half", "float", "bf16", "fp16", "fp32", "fp8", "tf32", "bf conv", "_16bf", "nan", "inf", "scal", "precision", "quant",
     "grad", "full_", "autocast", "flash", "parameter", "tensor",
     "', torch.", "mode", "'lower'", "load_in", "requires it", "config", "cutlass",
 )  # fmt: skip
-_VERBS = (
+_DISAGREEMENT_HINTS = (
     "same", "match", "expected", "must", "should", "found", "sup", "both", "not ", "n't", "_not_", "only", "cannot", "invalid", "!=",
     " vs ", "require", "attempt", "redefine", "assign", "cast", "convert", "at most", "uniform", "mixed dtype", "doesn",
     "inconsistent", "differ", "no attribute", "assert", "equal", "incompatible", "unknown", "nan", "inf", "but got", "combination",
@@ -108,12 +108,14 @@ _VERBS = (
 )  # fmt: skip
 
 
-def _hinted(text: str) -> bool:
+def _mentions_dtypes(text: str) -> bool:
     low = text.lower()
-    return any(word in low for word in _SUBJECTS) and any(word in low for word in _VERBS)
+    return any(hint in low for hint in _SUBJECT_HINTS) and any(
+        hint in low for hint in _DISAGREEMENT_HINTS
+    )
 
 
-_REFUSES = re.compile(
+_REFUSAL = re.compile(
     r"(?i)\b(?:(?:not|isn't|aren't|n't) (?:be )?(?:natively |currently |yet )*"
     r"(?:supp?ort\w*|implemented|available|allowed|compatible|enabled)"
     r"|un-?supported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't)"
@@ -123,7 +125,7 @@ _REFUSES = re.compile(
     r" ?type|dtype)|incompatible)\b"
 )
 # What a refusal lists as taken is not what it refuses.
-_TAKEN = re.compile(
+_ACCEPTED_DTYPES = re.compile(
     r"(?i)(?:only (?:supported|available|implemented) (?:for|on|with|in)|supported (?:d?types|data"
     r" types) are:?|expected [\w ]*to be|"
     r"must be (?:one"
@@ -135,8 +137,8 @@ _PATHLIKE = re.compile(
 _SAME_TYPE = re.compile(
     r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b"
 )
-_META = re.compile(r"different\s+metadata\s+than\s+during\s+the\s+forward\s+pass")
-_META_PAIR = re.compile(
+_METADATA_ERROR = re.compile(r"different\s+metadata\s+than\s+during\s+the\s+forward\s+pass")
+_METADATA_PAIR = re.compile(
     (
         r"saved metadata:\s+\{'shape': (?P<s1>torch\.Size\([^)]*\)|\.\.\.), 'dtype':"
         r" (?P<d1>torch\.\w+).*?recomputed "
@@ -144,7 +146,7 @@ _META_PAIR = re.compile(
     ),
     re.S,
 )
-_DISAGREE = re.compile(
+_DISAGREEMENT = re.compile(
     r"(?i)\b(?:same|not broadcast compatible|different precisions|bad (?:lhs|rhs|acc) type|"
     r"match\w*|mismatch\w*|expected|but (?:got|found)|does not "
     r"equal|inconsistent|differ\w*|incompatible|should be|must be|cannot be cast|!=|vs\.?)\b|!="
@@ -152,65 +154,73 @@ _DISAGREE = re.compile(
 
 
 @cache
-def _compiled() -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _compile_forms() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """Each form's pattern. A blank stands for a line break as well: messages are folded where they
     are long.
     """
     folded = [(op, form.replace(" ", r"\s") if "[" not in form else form) for op, form in FORMS]
     return tuple(
-        (op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_BLOCK})", form)))
+        (op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_TYPE_PATTERN})", form)))
         for op, form in folded
     )
 
 
-def recognise(text: str, situation: Situation) -> Seen | None:
+def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
     """What refused and which dtypes it met, or None when the text does not speak of a disagreement
     between dtypes.
     """
-    if not _hinted(text):
+    if not _mentions_dtypes(text):
         return None
-    if _META.search(text):
-        for pair in _META_PAIR.finditer(text):
-            saved = dtype_word(pair["d1"])
-            again = dtype_word(pair["d2"])
-            if saved != again and pair["s1"] == pair["s2"]:
-                return Seen(
+    if _METADATA_ERROR.search(text):
+        for pair in _METADATA_PAIR.finditer(text):
+            saved = normalise_dtype(pair["d1"])
+            recomputed = normalise_dtype(pair["d2"])
+            if saved != recomputed and pair["s1"] == pair["s2"]:
+                return RecognisedError(
                     text=text,
                     operator="recompute",
-                    dtypes={"saved": saved, "recomputed": again},
+                    dtypes={"saved": saved, "recomputed": recomputed},
                     situation=situation,
                 )
         return None
-    for operator, form in _compiled():
+    for operator, form in _compile_forms():
         if match := form.search(text):
-            groups = {k: v for k, v in match.groupdict().items() if v is not None}
-            dtypes = {k: dtype_word(v) for k, v in groups.items() if not k.startswith("_")}
-            if not all(_known(word) for word in dtypes.values()):
+            groups = {name: value for name, value in match.groupdict().items() if value is not None}
+            dtypes = {
+                name: normalise_dtype(value)
+                for name, value in groups.items()
+                if not name.startswith("_")
+            }
+            if not all(_is_dtype(dtype) for dtype in dtypes.values()):
                 continue
             if len(dtypes) > 1 and len(set(dtypes.values())) == 1:
                 return None  # one dtype on both sides: the disagreement is about devices or shapes
-            words = {k[1:].rstrip("2"): v for k, v in groups.items() if k.startswith("_")}
-            if "dtype" in words:
-                dtypes["missing"] = dtype_word(words["dtype"])
-            operator = _by_place(operator, words, dtypes, situation)
+            captures = {
+                name[1:].rstrip("2"): value
+                for name, value in groups.items()
+                if name.startswith("_")
+            }
+            if "dtype" in captures:
+                dtypes["missing"] = normalise_dtype(captures["dtype"])
+            operator = _refine_operator(operator, captures, dtypes, situation)
             if operator == "interpolation":
                 dtypes = {"left": dtypes["state"], "right": dtypes["gradient"]}
-            return Seen(
-                text=text, operator=operator, dtypes=dtypes, words=words, situation=situation
+            return RecognisedError(
+                text=text, operator=operator, dtypes=dtypes, captures=captures, situation=situation
             )
-    return _unknown_wording(text, situation)
+    return _recognise_unknown_wording(text, situation)
 
 
-def _by_place(
-    operator: str, words: dict[str, str], dtypes: dict[str, str], situation: Situation
+def _refine_operator(
+    operator: str, captures: dict[str, str], dtypes: dict[str, str], situation: Situation
 ) -> str:
     """A few texts are shared by several operators: the traceback tells which."""
     if operator == "old type check":
-        names = " ".join(words.values())
+        names = " ".join(captures.values())
         convolution = (
             "grad_output" in names
-            or "conv" in words.get("checker", "")
-            or ("weight" in names and situation.mentions("conv"))
+            or "conv" in captures.get("checker", "")
+            or ("weight" in names and situation.find_frame("conv"))
         )
         if convolution:
             return "convolution"
@@ -220,7 +230,7 @@ def _by_place(
     if operator == "two dtypes":
         if dtypes.get("expected", "").startswith("int"):
             return "integer input"
-        return operator_of(situation)
+        return infer_operator(situation)
     if (
         operator == "optimizer update"
         and situation.frames
@@ -231,20 +241,20 @@ def _by_place(
     return operator
 
 
-_NAMED_BELOW = r"norm|attention|flash_attn|conv|index_|scatter|linear|lstm|gru"
+_PATTERNED_FUNCTIONS = r"norm|attention|flash_attn|conv|index_|scatter|linear|lstm|gru"
 
 
-def operator_of(situation: Situation) -> str:
+def infer_operator(situation: Situation) -> str:
     """The operator from the innermost frames, for texts that do not say."""
     if "optimizer" in situation:
         return "optimizer update"
     if (
         (call := failing_call(situation))
         and not call.is_product
-        and not re.search(_NAMED_BELOW, call.function)
+        and not re.search(_PATTERNED_FUNCTIONS, call.function)
     ):
         return "paired arguments"
-    inner = situation.frames[-3:] or [frame for frame in (situation.quoted,) if frame]
+    inner = situation.frames[-3:] or [frame for frame in (situation.quoted_frame,) if frame]
     for pattern, operator in (
         (r"layer_norm|rms_norm|group_norm|batch_norm|LayerNorm|RMSNorm|normalization\.py", "norm"),
         (r"scaled_dot_product|sdpa|flash_attn|xformers", "attention"),
@@ -262,26 +272,32 @@ def operator_of(situation: Situation) -> str:
     return "matrix product"
 
 
-def _unknown_wording(text: str, situation: Situation) -> Seen | None:
+def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedError | None:
     """Two different dtypes and a disagreement in one line: a dtype error whose wording is new."""
     lines = text.splitlines()
-    by = {"operator": operator_of(situation) if situation.frames else ""}
+    captures = {"operator": infer_operator(situation) if situation.frames else ""}
     for number, line in enumerate(lines):
-        if _SAME_TYPE.search(line) and not _STRICT.search(line):
+        if _SAME_TYPE.search(line) and not _EXPLICIT_DTYPE.search(line):
             line = "\n".join(lines[number : number + 3])  # the types stand in a note of their own
-        found = [
-            word
-            for word in dict.fromkeys(dtype_word(match[0]) for match in _STRICT.finditer(line))
-            if _known(word)
+        dtype_names = [
+            name
+            for name in dict.fromkeys(
+                normalise_dtype(match[0]) for match in _EXPLICIT_DTYPE.finditer(line)
+            )
+            if _is_dtype(name)
         ]
         if (
-            len(found) >= 2
-            and _DISAGREE.search(line)
+            len(dtype_names) >= 2
+            and _DISAGREEMENT.search(line)
             and re.search(r"(?i)error|dtype|type|precision|expected|must|got", line)
         ):
-            dtypes = {"first": found[0], "second": found[1]}
-            return Seen(
-                text=line, operator="unknown wording", dtypes=dtypes, words=by, situation=situation
+            dtypes = {"first": dtype_names[0], "second": dtype_names[1]}
+            return RecognisedError(
+                text=line,
+                operator="unknown wording",
+                dtypes=dtypes,
+                captures=captures,
+                situation=situation,
             )
     if re.search(
         r"(?m)^AssertionError: assert"
@@ -289,8 +305,11 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
         text,
     ):
         asserted = text.partition("assert ")[2]
-        return Seen(
-            text=text, operator="unknown wording", words={"asserted": asserted}, situation=situation
+        return RecognisedError(
+            text=text,
+            operator="unknown wording",
+            captures={"asserted": asserted},
+            situation=situation,
         )
     if re.search(
         r"(?i)(?:scalar types?|dtypes?) of"
@@ -298,26 +317,34 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
         r" types?)\b",
         text,
     ) and re.search(r"Error|Expected|expected|must|should", text):
-        return Seen(text=text, operator="unknown wording", words=by, situation=situation)
+        return RecognisedError(
+            text=text, operator="unknown wording", captures=captures, situation=situation
+        )
     for line in lines:
-        if (refused := _refused(line)) is not None:
-            return Seen(
-                text=line, operator="unknown refusal", dtypes=refused, words=by, situation=situation
+        if (refused := _find_refused_dtype(line)) is not None:
+            return RecognisedError(
+                text=line,
+                operator="unknown refusal",
+                dtypes=refused,
+                captures=captures,
+                situation=situation,
             )
     return None
 
 
-def half_words(text: str) -> list[str]:
+def find_half_dtypes(text: str) -> list[str]:
     """The half-precision dtypes (and fp8) that a text names, in its order; those in paths and flags
     are none.
     """
-    found = dict.fromkeys(
-        word for word in map(dtype_word, _HALF.findall(_PATHLIKE.sub(" ", text))) if _known(word)
+    dtype_names = dict.fromkeys(
+        name
+        for name in map(normalise_dtype, _HALF_DTYPE.findall(_PATHLIKE.sub(" ", text)))
+        if _is_dtype(name)
     )
-    return list(found)
+    return list(dtype_names)
 
 
-def _refused(line: str) -> dict[str, str] | None:
+def _find_refused_dtype(line: str) -> dict[str, str] | None:
     """The half-precision dtype, or none but the word, that is refused in a line that names the
     exception; None for another line.
     """
@@ -327,13 +354,14 @@ def _refused(line: str) -> dict[str, str] | None:
         or "import" in line
     ):
         return None
-    said = _PATHLIKE.sub(" ", line)
-    if not _REFUSES.search(said):
+    plain_text = _PATHLIKE.sub(" ", line)
+    if not _REFUSAL.search(plain_text):
         return None
-    if narrow := half_words(_TAKEN.sub(" ", line)):
-        return {"refused": narrow[0]}
+    if half_dtypes := find_half_dtypes(_ACCEPTED_DTYPES.sub(" ", line)):
+        return {"refused": half_dtypes[0]}
     if re.search(
-        r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said
+        r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b",
+        plain_text,
     ):
         return {}
     return None

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from ...dtypes import torch_word
 from .log import Frame
 
-_LIBRARY = re.compile(
+_LIBRARY_PATH = re.compile(
     r"(?:site-packages|dist-packages|lib/python3|<frozen|<string>|<eval_with_key>|/torchinductor_|"
     r"(?:^|/)(?:torch|transformers|peft|trl|accelerate|deepspeed|diffusers|triton|bitsandbytes|flash_attn|xformers|unsloth|unsloth_zoo|liger_kernel|lightning|pytorch_lightning)/)"
 )
-_PACKAGE = re.compile(
+_PACKAGE_PATH = re.compile(
     r"(?:site-packages|dist-packages)/(?P<name>[\w]+)|(?:^|/)(?P<bare>torch|transformers|peft|trl|accelerate|deepspeed|diffusers|triton|bitsandbytes|flash_attn|xformers|unsloth)/"
 )
-_TRAINERS = (
+_TRAINER_PACKAGES = (
     "trl",
     "accelerate",
     "lightning",
@@ -34,11 +34,11 @@ _TRAINERS = (
 
 
 def is_library(file: str) -> bool:
-    return bool(_LIBRARY.search(file.replace("\\", "/")))
+    return bool(_LIBRARY_PATH.search(file.replace("\\", "/")))
 
 
-def package(file: str) -> str | None:
-    matches = list(_PACKAGE.finditer(file.replace("\\", "/")))
+def package_name(file: str) -> str | None:
+    matches = list(_PACKAGE_PATH.finditer(file.replace("\\", "/")))
     if matches:
         return matches[-1]["name"] or matches[-1]["bare"]
     return None
@@ -47,51 +47,51 @@ def package(file: str) -> str | None:
 @dataclass(frozen=True)
 class Situation:
     """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in
-    `proof`.
+    `evidence`.
 
-    said    what the lines around the traceback say: autocast, resumed, sharded, features (of images
-            or audio), adapters, muon, grouped product, cpu, mps, compiled only, kv cache, unfrozen,
-            structured input, hard-coded
-    quoted  without a traceback, the line of code that the text quotes, as a frame without a file
+    report_flags  what the lines around the traceback say: autocast, resumed, sharded, features (of images
+                  or audio), adapters, muon, grouped product, cpu, mps, compiled only, kv cache, unfrozen,
+                  structured input, hard-coded
+    quoted_frame  without a traceback, the line of code that the text quotes, as a frame without a file
     """
 
     frames: Sequence[Frame] = ()
-    proof: dict[str, Frame] = field(default_factory=dict)
+    evidence: dict[str, Frame] = field(default_factory=dict)
     packages: frozenset[str] = frozenset()
-    said: frozenset[str] = frozenset()
-    quoted: Frame | None = None
+    report_flags: frozenset[str] = frozenset()
+    quoted_frame: Frame | None = None
 
     def __contains__(self, flag: str) -> bool:
-        return flag in self.proof or flag in self.said
+        return flag in self.evidence or flag in self.report_flags
 
     @property
     def innermost(self) -> Frame | None:
         return self.frames[-1] if self.frames else None
 
     @property
-    def users(self) -> Frame | None:
+    def user_frame(self) -> Frame | None:
         """The innermost frame of the user's own code."""
         return next((f for f in reversed(self.frames) if not is_library(f.file)), None)
 
     @property
-    def callers(self) -> Frame | None:
+    def caller_frame(self) -> Frame | None:
         """The innermost frame outside torch, for a traceback without the user's own code."""
         return next(
             (
                 f
                 for f in reversed(self.frames)
-                if package(f.file) != "torch" and "/" in f.file.replace("\\", "/")
+                if package_name(f.file) != "torch" and "/" in f.file.replace("\\", "/")
             ),
             None,
         )
 
-    def where(self, flag: str) -> str:
-        frame = self.proof.get(flag)
+    def describe_evidence(self, flag: str) -> str:
+        frame = self.evidence.get(flag)
         if frame is None:
             return "the text around it"
         return f"{frame.function or 'code'} at {frame.file}:{frame.line}"
 
-    def mentions(self, pattern: str) -> Frame | None:
+    def find_frame(self, pattern: str) -> Frame | None:
         """The innermost frame whose code, function or file matches."""
         return next(
             (
@@ -104,7 +104,7 @@ class Situation:
 
 
 # flag -> what shows it in a frame: a function's whole name, a line of code, a file's path
-_SHOWN: dict[str, tuple[str, str, str]] = {
+_FLAG_PATTERNS: dict[str, tuple[str, str, str]] = {
     "generate": ("_?generate|_?sample|_greedy_search|beam_search", r"\bgenerate\(|\.chat\(|pipeline\(", ""),
     "backward": ("backward", r"\.backward\(|_engine_run_backward|autograd\.grad\(", r"autograd/graph\.py"),
     "callback": ("on_..+", "", ""),
@@ -124,29 +124,29 @@ _SHOWN: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 
 
-def _flags(frame: Frame) -> set[str]:
+def _frame_flags(frame: Frame) -> set[str]:
     code = frame.code
     function = frame.function.rpartition(".")[2]
     file = frame.file.replace("\\", "/")
-    found = {
+    flags = {
         flag
-        for flag, (name, line, path) in _SHOWN.items()
+        for flag, (name, line, path) in _FLAG_PATTERNS.items()
         if (name and re.fullmatch(name, function))
         or (line and re.search(line, code))
         or (path and re.search(path, file))
     }
-    if function == "backward" and package(file) != "torch":
-        found.add("custom backward")
-    if package(file) in _TRAINERS:
-        found.add("trainer")
-    if "averaging" in found:
-        found.discard("optimizer")
+    if function == "backward" and package_name(file) != "torch":
+        flags.add("custom backward")
+    if package_name(file) in _TRAINER_PACKAGES:
+        flags.add("trainer")
+    if "averaging" in flags:
+        flags.discard("optimizer")
     if re.search(r"\boptim/|optimizer", file):
-        found.discard("clip")
-    return found
+        flags.discard("clip")
+    return flags
 
 
-_SAID = {
+_TEXT_PATTERNS = {
     "autocast": (
         r"\b(?:under|in|with) (?:torch\.|CUDA |bf16 |the )*(?:amp\.|cuda\.amp\.)?autocast\b"
         r"|\b(?:under|with) AMP\b|\bAMP training\b"
@@ -172,39 +172,43 @@ _SAID = {
     "structured input": r"\bdataclass|\bNamedTuple",
     "hard-coded": r"\bhard-?cod\w+|\bwritten out\b",
 }
-_QUOTED = re.compile(
+_QUOTED_CODE = re.compile(
     r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"
     r"|(?P<call>\b(?:torch|F|nn\.functional)\.(?:[\w.]*(?:norm|attention|conv|linear)\w*|matmul|b?mm|einsum|addmm|baddbmm)\([^()\n]*\))"
 )
 
 
-def said_in(text: str) -> frozenset[str]:
+def find_report_flags(text: str) -> frozenset[str]:
     """The facts that a report states in words."""
     return frozenset(
-        flag for flag, pattern in _SAID.items() if re.search(pattern, text, re.IGNORECASE)
+        flag for flag, pattern in _TEXT_PATTERNS.items() if re.search(pattern, text, re.IGNORECASE)
     )
 
 
-def quoted_in(text: str) -> Frame | None:
+def find_quoted_code(text: str) -> Frame | None:
     """The code that a text without a traceback quotes: the line that an arrow marks, or the last
     call of an operation.
     """
-    match = next(iter([*_QUOTED.finditer(text)][-1:]), None)
+    match = next(iter([*_QUOTED_CODE.finditer(text)][-1:]), None)
     if match:
         return Frame("", None, "", (match["arrow"] or match["call"]).strip())
     return None
 
 
-def read(frames: Sequence[Frame], said: frozenset[str] = frozenset(), text: str = "") -> Situation:
+def read_situation(
+    frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
+) -> Situation:
     """The situation of a traceback; `text`, the error's passage, is looked through for code where
     there is no traceback.
     """
-    proof: dict[str, Frame] = {}
+    evidence: dict[str, Frame] = {}
     for frame in frames:
-        for flag in _flags(frame):
-            proof[flag] = frame
-    packages = frozenset(p for f in frames if (p := package(f.file)))
-    return Situation(frames, proof, packages, said, None if frames else quoted_in(text))
+        for flag in _frame_flags(frame):
+            evidence[flag] = frame
+    packages = frozenset(p for f in frames if (p := package_name(f.file)))
+    return Situation(
+        frames, evidence, packages, report_flags, None if frames else find_quoted_code(text)
+    )
 
 
 PRODUCTS = frozenset(
@@ -226,7 +230,7 @@ PRODUCTS = frozenset(
     }
     | {"sspaddmm", "smm", "multi_dot", "chain_matmul", "@"}
 )
-_NO_TENSORS = frozenset(
+_METHODS_WITHOUT_TENSORS = frozenset(
     {"backward", "step", "generate", "forward", "apply", "train", "evaluate", "update"}
 )
 
@@ -260,11 +264,11 @@ def failing_call(situation: Situation) -> Call | None:
 
     Without a traceback: the call that the text quotes.
     """
-    if situation.quoted is not None:
-        return _call(situation.quoted)
+    if situation.quoted_frame is not None:
+        return _parse_call(situation.quoted_frame)
     for frame in reversed(situation.frames):
         if not is_library(frame.file):
-            return _call(frame)
+            return _parse_call(frame)
         file = frame.file.replace("\\", "/")
         if not re.search(
             r"/torch/(?:functional|nn/functional|_tensor|_ops|_jit_internal|overrides|sparse/\w+|linalg/\w+)\.py$",
@@ -274,7 +278,7 @@ def failing_call(situation: Situation) -> Call | None:
     return None
 
 
-def _call(frame: Frame) -> Call | None:
+def _parse_call(frame: Frame) -> Call | None:
     code = re.sub(
         r"^(?:return|assert|yield|await|elif|if|while|with)\s+|:$", "", frame.code.strip()
     )
@@ -282,21 +286,21 @@ def _call(frame: Frame) -> Call | None:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    found = [call for node in ast.walk(tree) if (call := _of(node, frame))]
-    products = [call for call in found if call.is_product]
+    calls = [call for node in ast.walk(tree) if (call := _tensor_call(node, frame))]
+    products = [call for call in calls if call.is_product]
     if len(products) > 1:
         return None
-    return next(iter(products or found), None)
+    return next(iter(products or calls), None)
 
 
-def _of(node: ast.AST, frame: Frame) -> Call | None:
+def _tensor_call(node: ast.AST, frame: Frame) -> Call | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-        return Call("@", (_source(node.left), _source(node.right)), frame)
+        return Call("@", (_shorten_source(node.left), _shorten_source(node.right)), frame)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return None
-    owner = _source(node.func.value)
+    owner = _shorten_source(node.func.value)
     name = node.func.attr
-    given = [
+    arguments = [
         *node.args,
         *(
             k.value
@@ -305,38 +309,38 @@ def _of(node: ast.AST, frame: Frame) -> Call | None:
         ),
     ]
     tensors = [
-        _source(arg)
-        for arg in given
+        _shorten_source(arg)
+        for arg in arguments
         if not isinstance(arg, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Starred)
     ]
     if not re.match(r"^(?:torch(?:\.\w+)*|F|nn\.functional)$", owner):
         if name.rstrip("_") not in PRODUCTS:
             return None
         tensors.insert(0, owner)
-    if len(tensors) < 2 or name in _NO_TENSORS:
+    if len(tensors) < 2 or name in _METHODS_WITHOUT_TENSORS:
         return None
     return Call(name, tuple(tensors), frame, in_place=name.endswith("_"))
 
 
-def _source(node: ast.AST) -> str:
+def _shorten_source(node: ast.AST) -> str:
     text = ast.unparse(node)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RecognisedError:
     """What an incident showed.
 
     operator  what refused: `matrix product`, `convolution`, ...
     dtypes    role -> dtype word, in the order of the text (`left`, `right`; `expected`, `got`;
               `query`, `key`, `value`; ...)
-    words     other facts of the text: a variable, an operator's internal name
+    captures  other facts of the text: a variable, an operator's internal name
     """
 
     text: str
     operator: str
     dtypes: dict[str, str] = field(default_factory=dict)
-    words: dict[str, str] = field(default_factory=dict)
+    captures: dict[str, str] = field(default_factory=dict)
     situation: Situation = field(default_factory=Situation)
 
     @property
@@ -351,5 +355,7 @@ class Seen:
     @property
     def autocast(self) -> str:
         """The call that switches autocast on, for the device that the text names, or CUDA."""
-        device = next((kind for kind in ("cpu", "mps") if kind in self.situation.said), "cuda")
+        device = next(
+            (kind for kind in ("cpu", "mps") if kind in self.situation.report_flags), "cuda"
+        )
         return f'torch.autocast("{device}", dtype={self.torch_half})'
