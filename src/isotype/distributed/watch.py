@@ -17,18 +17,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import errors
 from ..errors import IsotypeError, RunError
 from ..wording import first_line
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from .bounded_store import BoundedStore
 
 BEAT = 0.5  # seconds between signs of life
 # seconds without a sign of life after which a process counts as dead; a busy machine delays them
 SILENT = 8.0
+ENDED = "ended"  # keys of the processes that end because of another
 
 
 @dataclass
@@ -54,10 +53,10 @@ class Watch(threading.Thread):
     which a wait would block.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: BoundedStore, rank: int) -> None:
         super().__init__(name="signs of life", daemon=True)
         self.sign = Sign(rank, socket.gethostname(), os.getpid())
-        self._store = store
+        self.store = store
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -69,7 +68,7 @@ class Watch(threading.Thread):
                 return
 
     def tell(self) -> None:
-        self._store.set(f"sign/{self.sign.rank}", json.dumps(asdict(self.sign)))
+        self.store.set(f"sign/{self.sign.rank}", json.dumps(asdict(self.sign)))
 
     def stop(self) -> None:
         self._ended.set()
@@ -77,7 +76,7 @@ class Watch(threading.Thread):
             self.join(timeout=2 * BEAT)
 
 
-def read_sign(store: Store, rank: int) -> Sign | None:
+def read_sign(store: BoundedStore, rank: int) -> Sign | None:
     """The newest sign of a process; None where it never gave one."""
     key = f"sign/{rank}"
     if store.check([key]):
@@ -85,12 +84,25 @@ def read_sign(store: Store, rank: int) -> Sign | None:
     return None
 
 
-def read_failure(store: Store, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
+def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
     """The first of these processes that reported why it failed, and its report."""
     for rank in ranks:
         if store.check([f"failed/{rank}"]):
             return rank, json.loads(store.get(f"failed/{rank}"))
     return None
+
+
+def has_reported(store: BoundedStore, rank: int) -> bool:
+    """Whether a process said that it ends: by its own failure, because of another, or at the end."""
+    return any(store.check([f"{key}/{rank}"]) for key in ("failed", ENDED, "left"))
+
+
+def read_ended(store: BoundedStore, ranks: Iterable[int]) -> str:
+    """What one of these processes found out about the process because of which it ended, or ""."""
+    for rank in ranks:
+        if store.check([f"{ENDED}/{rank}"]) and (message := store.get(f"{ENDED}/{rank}").decode()):
+            return message
+    return ""
 
 
 @dataclass(frozen=True)
@@ -102,9 +114,9 @@ class Lost:
     how: str
 
 
-def find_lost(store: Store, own: Sign, size: int, *, silent: float = SILENT) -> list[Lost]:
-    """The dead processes; if there are none, those that came to fewer meetings than this one. Takes
-    up to `silent` seconds.
+def find_lost(store: BoundedStore, own: Sign, size: int, *, silent: float = SILENT) -> list[Lost]:
+    """The dead processes; if there are none, those that came to fewer meetings than this one. One
+    that ended because of another is none of them. Takes up to `silent` seconds.
     """
     first = {
         rank: read_sign(store, rank) or Sign(rank, "an unknown machine", 0)
@@ -116,12 +128,13 @@ def find_lost(store: Store, own: Sign, size: int, *, silent: float = SILENT) -> 
     dead: list[Lost] = []
     while waiting and time.monotonic() < until:
         for rank, before in list(waiting.items()):
-            if state := _ended(before, own.host):
+            state = _ended(before, own.host)  # before its last words are looked for
+            if has_reported(store, rank):
+                del waiting[rank]
+            elif state:
                 dead.append(Lost(before, True, state))
                 del waiting[rank]
-            elif (
-                (now := read_sign(store, rank)) is not None and now.beats > before.beats
-            ) or store.check([f"failed/{rank}"]):
+            elif (now := read_sign(store, rank)) is not None and now.beats > before.beats:
                 del waiting[rank]
         time.sleep(0.1)
     dead += [

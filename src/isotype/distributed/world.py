@@ -29,9 +29,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import IsotypeError, RunError, UsageError
 from ..wording import first_line
+from .bounded_store import BoundedStore, StoreTimeoutError
 from .launch import LISTENS_AT, watch_lifeline
 from .rank import Rank, find_rank
-from .watch import Lost, Watch, error_as_json, error_from_json, find_lost, read_failure
+from .watch import (
+    ENDED,
+    SILENT,
+    Lost,
+    Watch,
+    error_as_json,
+    error_from_json,
+    find_lost,
+    read_ended,
+    read_failure,
+)
 
 Made = TypeVar("Made")
 AnyError = TypeVar("AnyError", bound=IsotypeError)
@@ -124,7 +135,7 @@ class JoinedWorld(World):
             another process raised
     """
 
-    def __init__(self, mine: Rank, store: Any, *, timeout: float, backend: str) -> None:
+    def __init__(self, mine: Rank, store: BoundedStore, *, timeout: float, backend: str) -> None:
         self.rank = mine.rank
         self.size = mine.size
         self.local_rank = mine.local_rank
@@ -138,6 +149,8 @@ class JoinedWorld(World):
         self.speaks = mine.rank == 0
         self._lost: IsotypeError | None = None
         self._failed = False
+        self._lost_ranks: set[int] = set()
+        self._host_of_first = store.get("here/0").decode()
         self._watch = Watch(store.clone(), mine.rank)
         self._watch.tell()
         self._watch.start()
@@ -193,7 +206,7 @@ class JoinedWorld(World):
 
     def gather(self, value: Any) -> list[Any]:
         turn = self._next_turn()
-        self._store.set(f"{turn}/{self.rank}", json.dumps(value))
+        self._publish(f"{turn}/{self.rank}", json.dumps(value))
         return [json.loads(self._wait(f"{turn}/{rank}", of=rank)) for rank in range(self.size)]
 
     def first_does(self, work: Callable[[], Made], *, patiently: bool = False) -> Made:
@@ -202,7 +215,7 @@ class JoinedWorld(World):
             made: Made = json.loads(self._wait(turn, of=0, patiently=patiently))
             return made
         result = work()
-        self._store.set(turn, json.dumps(result, default=str))
+        self._publish(turn, json.dumps(result, default=str))
         return result
 
     def first_before_others(self, work: Callable[[], Made]) -> Made:
@@ -215,7 +228,7 @@ class JoinedWorld(World):
         if self.local_rank:  # launchers number the processes of a machine one after the other
             self._wait(f"{turn}/{self.rank - 1}", of=self.rank - 1, patiently=True)
         result = work()
-        self._store.set(f"{turn}/{self.rank}", "")
+        self._publish(f"{turn}/{self.rank}", "")
         return result
 
     def failed(self, error: BaseException) -> None:
@@ -235,15 +248,23 @@ class JoinedWorld(World):
                 for rank in range(self.size):
                     self._wait(f"left/{rank}", of=rank)
             elif self.first:
-                until = time.monotonic() + (LEAVING if self._lost is None else 1.0)
+                # the store may end with this process: the others have to find out first
+                others = set(range(self.size)) - self._lost_ranks
+                until = time.monotonic() + LEAVING
                 while time.monotonic() < until and not self._store.check(
-                    [f"left/{rank}" for rank in range(self.size)]
+                    [f"left/{rank}" for rank in others]
                 ):
                     time.sleep(0.05)
         self._watch.stop()
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
+
+    def _publish(self, key: str, value: str) -> None:
+        try:
+            self._store.set(key, value)
+        except StoreTimeoutError as error:
+            raise self._what_happened(error) from error
 
     def _next_turn(self) -> str:
         self._turn += 1
@@ -308,18 +329,21 @@ class JoinedWorld(World):
     def _what_happened(self, error: BaseException) -> BaseException:
         """The error with what other processes reported, in place of one that names no process."""
         self._watch.sign.doing = "ending"
+        # something is wrong already: a store that is silent now is part of it
+        self._store.timeout = min(self._timeout, SILENT)
+        self._watch.store.timeout = self._store.timeout
         try:
+            self._store.set(f"{ENDED}/{self.rank}", "")
             self._watch.tell()
             lost: list[Lost] = []
             failure = read_failure(self._store, range(self.size))
             if failure is None:
                 lost = find_lost(self._store, self._watch.sign, self.size)
                 failure = read_failure(self._store, range(self.size))  # reported meanwhile
-        except Exception:
-            self.speaks = self.rank == 1
-            return self._remember(
-                RunError("rank 0, where all processes meet, is gone", code="MP001", fix=_RESUME)
-            )
+        except Exception as store_error:
+            # isotype's launcher shows the output of the one that ends first
+            self.speaks = self.rank == 1 or self.launcher == "isotype"
+            return self._remember(self._store_lost(store_error))
         if failure is not None:
             rank, what = failure
             made = error_from_json(
@@ -328,6 +352,7 @@ class JoinedWorld(World):
             if isinstance(made, IsotypeError):
                 self._remember(made)
             return made
+        self._lost_ranks = {one.sign.rank for one in lost}
         gone = {one.sign.rank for one in lost if one.dead}
         self.speaks = self.rank == min(rank for rank in range(self.size) if rank not in gone)
         # processes are never more than one meeting apart, and a dead one's last sign may be older
@@ -337,12 +362,28 @@ class JoinedWorld(World):
             f"{one.sign} {one.how}{where.format(one.sign)}" for one in lost
         )
         if not lost:
-            named = f"the connection between processes broke: {first_line(error)}"
+            # another process looked first, and has ended since
+            reported = read_ended(self._store, range(self.size))
+            named = reported or f"the connection between processes broke: {first_line(error)}"
         elif not gone:
             named += f"; waited {self._timeout:g} s (parallel.timeout)"
+        with suppress(Exception):
+            self._store.set(f"{ENDED}/{self.rank}", named)
         return self._remember(
             RunError(named, code="MP002" if lost and not gone else "MP001", fix=_RESUME)
         )
+
+    def _store_lost(self, error: Exception) -> RunError:
+        """The error where the store itself is gone, or is silent."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            place = "torchrun's agent, where all processes meet,"
+        else:
+            place = f"rank 0 on {self._host_of_first}, where all processes meet,"
+        step = self._watch.sign.step
+        if isinstance(error, StoreTimeoutError):
+            message = f"step {step}: {place} does not answer; waited {self._timeout:g} s"
+            return RunError(f"{message} (parallel.timeout)", code="MP002", fix=_RESUME)
+        return RunError(f"step {step}: {place} is gone", code="MP001", fix=_RESUME)
 
     def _remember(self, error: AnyError) -> AnyError:
         self._lost = error
@@ -380,7 +421,7 @@ def join(device: str, *, timeout: float) -> World:
     try:
         meeting = _store(mine, wait)
         store = dist.PrefixStore(f"group {run}", meeting)
-        ours = dist.PrefixStore(f"isotype {run}", meeting)
+        ours = BoundedStore(dist.PrefixStore(f"isotype {run}", meeting), timeout)
         ours.set(f"here/{mine.rank}", socket.gethostname())
         dist.init_process_group(
             backend, store=store, rank=mine.rank, world_size=mine.size, timeout=wait

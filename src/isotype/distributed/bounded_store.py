@@ -1,0 +1,75 @@
+"""A store whose every call ends: torch's client waits for ever for an answer of a process that is
+frozen (SIGSTOP, a machine that hangs), since its connection stays open.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+
+class StoreTimeoutError(RuntimeError):
+    """The process that has the store did not answer."""
+
+
+class _Call:
+    """One call, and what came of it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function, self.done = function, threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self.function()
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+
+class BoundedStore:
+    """The calls of a store that a run needs, each in a thread of its own connection.
+
+    timeout  seconds for a call, after which every later call fails at once
+    Raises   StoreTimeoutError, and what the store raises
+    """
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        self.timeout = timeout
+        self._store, self._calls = store, SimpleQueue[_Call]()
+        self._is_silent = False
+        # a daemon: one that waits for a frozen process must not keep this one
+        threading.Thread(target=self._serve, name="store", daemon=True).start()
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._call(lambda: self._store.get(key))
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of them are set."""
+        return bool(self._call(lambda: self._store.check(list(keys))))
+
+    def clone(self) -> BoundedStore:
+        """Another connection, which a call of this one does not hold up."""
+        return BoundedStore(self._call(self._store.clone), self.timeout)
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get().run()
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        call = _Call(function)
+        if not self._is_silent:
+            self._calls.put(call)
+            self._is_silent = not call.done.wait(self.timeout)
+        if self._is_silent:
+            raise StoreTimeoutError(f"the store did not answer within {self.timeout:g} s")
+        if call.error is not None:
+            raise call.error
+        return call.result
