@@ -305,7 +305,7 @@ class Observer:
             with safe_open(path, framework="pt") as file:
                 for full in file.keys():  # noqa: SIM118  # not a mapping
                     if full.endswith(".alpha"):
-                        observation.unseen_thing("save", _ALPHAS_REASON)
+                        observation.note_unseen("save", _ALPHAS_REASON)
                     elif (dtype := name(file.get_slice(full).get_dtype())) in FLOATS:
                         observation.note(
                             "save", f"{full} in {path.name}", dtype, declared, allowed=allowed
