@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from isotype.dtypes import TRAINING_FLOATS, eps, name, to_torch
 from isotype.errors import DtypeError
 from isotype.lora import fuse_lora
-from isotype.lora.mlp import run_gated
+from isotype.lora.mlp import run_gated_mlp
 from isotype.ops import silu_mul
 
 TOKENS, FEATURES, RANK = 192, 64, 8
@@ -120,7 +120,7 @@ class Block(nn.Module):
         layers = list(self.children())
         if self.op != "mlp":
             return [layer(x) for layer in layers]
-        y = run_gated(layers, x, "silu_mul") if self.fused else None
+        y = run_gated_mlp(layers, x, "silu_mul") if self.fused else None
         if y is not None:
             return [y]
         gate, up = (layer(x) for layer in layers[:2])

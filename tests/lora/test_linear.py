@@ -12,7 +12,12 @@ from torch import Tensor
 from isotype.errors import DtypeError, ShapeError
 from isotype.lora import lora_linear
 from isotype.lora.linear import LORA_LINEAR
-from isotype.lora.products import add_product_, product_fp32, scaled_product, why_not_native
+from isotype.lora.products import (
+    add_product_,
+    product_fp32,
+    scaled_product,
+    kernels_unavailable_reason,
+)
 from isotype.testing import ampcheck
 
 T, K, OUT, R = 20, 24, 16, 3
@@ -115,7 +120,9 @@ def test_refuses_with_the_fault_named():
 # a tile and a block.
 
 
-kernels = pytest.mark.skipif(bool(why_not_native()), reason=why_not_native() or "-")
+kernels = pytest.mark.skipif(
+    bool(kernels_unavailable_reason()), reason=kernels_unavailable_reason() or "-"
+)
 # T tokens, N features, R ranks
 SIZES_TNR = [
     (0, 8, 2),

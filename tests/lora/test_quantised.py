@@ -8,7 +8,7 @@ import torch
 
 from isotype import optimize, restore
 from isotype.lora import fuse_lora
-from isotype.lora.quantised import dequantised, forward_4bit
+from isotype.lora.quantised import dequantise_weight, forward_4bit
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 
@@ -75,7 +75,7 @@ def as_near(x, compute, adapter, autocast):
         name: t.dtype for name, t in theirs.items()
     }
 
-    w = dequantised(
+    w = dequantise_weight(
         layer.base_layer.weight, layer.base_layer.weight.quant_state, torch.float32
     ).double()
     x64 = value.double().requires_grad_()

@@ -13,7 +13,7 @@ from isotype.environment.hardware import detect
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.lora.attach import lora_layers, projection
+from isotype.lora.attach import lora_layers, read_projection
 from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
 from isotype.model.export import trained_tensors
@@ -32,7 +32,7 @@ def test_every_adapter_of_a_run_has_its_branch_in_fp32():
     check_branch(config, precision)
     made = outline(tiny("llama").config, config, precision, device_type="cpu")
     layers = [layer for _, layer in lora_layers(made.model)]
-    assert [projection(layer, layer.weight).kind[-1] for layer in layers] == [True] * 14
+    assert [read_projection(layer, layer.weight).dtype_key[-1] for layer in layers] == [True] * 14
 
 
 def test_all_linear_of_a_mamba_is_what_its_mixer_calls():

@@ -13,7 +13,7 @@ from isotype import ops
 from isotype.environment.planned import planned_for
 from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
 from isotype.lora.group import lora_group
-from isotype.lora.linear import Projection, decide, lora_linear
+from isotype.lora.linear import Projection, resolve_dtypes, lora_linear
 from isotype.lora.mlp import lora_mlp
 from isotype.lora.quantised import forward_4bit
 from isotype.ops import cpp
@@ -211,7 +211,7 @@ def projection():
 
 
 def decided(x):
-    return decide(x, x.dtype, x.dtype, quantised=False, branch_fp32=False)
+    return resolve_dtypes(x, x.dtype, x.dtype, quantised=False, branch_fp32=False)
 
 
 def four_bit(x):

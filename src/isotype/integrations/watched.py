@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 
 from ..config.schema import RunSection
 from ..errors import RunError, UsageError
-from ..lora.attach import lora_layers, runs_dora, why_not_fused
+from ..lora.attach import lora_layers, is_dora_layer, fusion_blocker
 from ..observe import Observation, Observer, is_observed, observing
 from ..observe.continuity import (
     BUFFER,
@@ -347,14 +347,14 @@ class WatchedSteps:
         self._hooks.append(module.register_forward_pre_hook(observing(hook)))
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
-        reason = why_not_fused(layer, dora=True)
+        reason = fusion_blocker(layer, allow_dora=True)
         self.calls[
             "lora",
             (
                 f"PEFT's own code: {reason}"
                 if reason
                 else "lora_dora"
-                if runs_dora(layer)
+                if is_dora_layer(layer)
                 else "lora_linear"
             ),
         ] += 1

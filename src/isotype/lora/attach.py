@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as every_module
+from torch.nn.modules import module as module_globals
 
 from ..errors import UsageError
 from ..instance_method import InstanceMethod, Placement
@@ -32,28 +32,28 @@ from ..ops.backend import autocast_dtype
 from ..ops.recomputed_layer import layers_running, mark_layer_hooked
 from .dora import apply_dora
 from .group import lora_group
-from .linear import LoraDtypes, Projection, apply_linear, decide
+from .linear import LoraDtypes, Projection, apply_linear, resolve_dtypes
 from .quantised import (
-    NotCopied,
+    DroppedOnCopy,
     PackedLinear,
     fix_compute_dtype,
     forward_4bit,
     is_4bit,
     is_packed,
-    state_reason,
+    packed_state_blocker,
 )
 
 # the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
-_OF_ALL_MODULES = HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, _, _ = (
-    every_module._global_forward_hooks,
-    every_module._global_forward_pre_hooks,
-    every_module._global_backward_hooks,
-    every_module._global_backward_pre_hooks,
+_GLOBAL_HOOKS = GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, _, _ = (
+    module_globals._global_forward_hooks,
+    module_globals._global_forward_pre_hooks,
+    module_globals._global_backward_hooks,
+    module_globals._global_backward_pre_hooks,
 )
 # what a fused op computes in place of a plain layer
-_LINEAR = nn.Linear.forward
+_NN_LINEAR_FORWARD = nn.Linear.forward
 # kinds of a plain nn.Linear's weight
-DENSE = (nn.Parameter, Tensor, FakeTensor)
+DENSE_WEIGHT_TYPES = (nn.Parameter, Tensor, FakeTensor)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -63,11 +63,11 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def is_lora(layer: nn.Module) -> bool:
     """Whether this is a LoRA layer of PEFT's."""
-    loaded = sys.modules.get("peft.tuners.lora.layer")
-    return loaded is not None and isinstance(layer, loaded.LoraLayer)
+    peft_layers = sys.modules.get("peft.tuners.lora.layer")
+    return peft_layers is not None and isinstance(layer, peft_layers.LoraLayer)
 
 
-def is_stacked(layer: Any) -> bool:
+def is_expert_stack(layer: Any) -> bool:
     """Whether this is PEFT's wrapper of one stack of experts, a parameter of three dimensions:
     `optimize.experts` computes those.
     """
@@ -77,37 +77,37 @@ def is_stacked(layer: Any) -> bool:
     return dims == 3
 
 
-def kind_reason(layer: Any) -> str | None:
+def layer_kind_blocker(layer: Any) -> str | None:
     """Why this kind of layer has no fused op, or None."""
     from peft.tuners import lora
 
-    base = layer.base_layer
+    base_layer = layer.base_layer
     # exact types: a subclass may compute something else
-    if type(layer) is lora.Linear and type(base) in (nn.Linear, PackedLinear):
+    if type(layer) is lora.Linear and type(base_layer) in (nn.Linear, PackedLinear):
         if layer.fan_in_fan_out:
             return "the weight is stored transposed (fan_in_fan_out)"
         return None
     if (
         type(layer) is getattr(lora, "ParamWrapper", None)
-        and type(base) in (nn.Linear, PackedLinear)
+        and type(base_layer) in (nn.Linear, PackedLinear)
         and layer.parameter_name == "weight"
     ):
         # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and
         # B are those of any other
         return None
-    if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in (
+    if type(layer) is getattr(lora, "Linear4bit", None) and type(base_layer).__name__ in (
         "Linear4bit",
         "LinearNF4",
         "LinearFP4",
     ):
-        if is_4bit(base):
+        if is_4bit(base_layer):
             return None
         return "not bitsandbytes' own 4-bit layer"
-    if type(base).__name__ == "Linear8bitLt":
+    if type(base_layer).__name__ == "Linear8bitLt":
         # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight
         # would be another result
         return "an 8-bit layer's product also quantises activations"
-    return f"no fused op for {type(layer).__name__} over {type(base).__name__}"
+    return f"no fused op for {type(layer).__name__} over {type(base_layer).__name__}"
 
 
 def active_adapter(layer: Any) -> str | None:
@@ -116,7 +116,7 @@ def active_adapter(layer: Any) -> str | None:
     return active[0] if len(active) == 1 else None
 
 
-def parts_of(layer: Any) -> tuple[str, Any, Any, Any, Any]:
+def adapter_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
     """(adapter, A, B, dropout, base layer) of a layer with one active adapter."""
     adapter = active_adapter(layer)
     assert adapter is not None
@@ -129,7 +129,7 @@ def parts_of(layer: Any) -> tuple[str, Any, Any, Any, Any]:
     )
 
 
-def why_not_fused(layer: Any, *, dora: bool = False) -> str | None:
+def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
     """Why PEFT's own code runs in a layer of a fused kind as it is now, or None. dora: as of
     `parts_reason`.
     """
@@ -137,26 +137,26 @@ def why_not_fused(layer: Any, *, dora: bool = False) -> str | None:
         return "the adapter is disabled"
     if layer.merged_adapters:
         return "the adapter is merged into the weight"
-    return parts_reason(layer, dora=dora)
+    return adapter_blocker(layer, allow_dora=allow_dora)
 
 
-def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
+def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
     """The same, apart from PEFT's two switches, which every call asks.
 
-    dora  DoRA's variant is none: `dora.apply_dora` computes it
+    allow_dora  DoRA's variant is none: `dora.apply_dora` computes it
     """
     adapter = active_adapter(layer)
     if adapter is None:
-        several = any(one in layer.lora_A for one in layer.active_adapters)
-        if several:
+        has_several = any(name in layer.lora_A for name in layer.active_adapters)
+        if has_several:
             return "several adapters are active"
         return "no active adapter"
-    is_dora = dora and type(layer.lora_variant.get(adapter)).__name__ == "DoraLinearVariant"
+    is_dora = allow_dora and type(layer.lora_variant.get(adapter)).__name__ == "DoraLinearVariant"
     if adapter in layer.lora_variant and not is_dora:
         return f"a variant of LoRA ({type(layer.lora_variant[adapter]).__name__})"
     if isinstance(layer.scaling[adapter], Tensor) and layer.scaling[adapter].requires_grad:
         return "the adapter's scale is trained"
-    _, a, b, dropout, base = parts_of(layer)
+    _, a, b, dropout, base = adapter_parts(layer)
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None:
         return "the adapter's own layers are not plain nn.Linear"
     if b.bias is not None:
@@ -168,37 +168,37 @@ def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
     for part in (base, a, b, dropout):
         if has_hooks(part):
             return f"a hook on {'the base layer' if part is base else 'a part of the adapter'}"
-        if replaced(part):
+        if has_replaced_forward(part):
             return (
                 "another forward on"
                 f" {'the base layer' if part is base else 'a part of the adapter'}"
             )
-    return weight_reason(base)
+    return weight_blocker(base)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook waits for the call of this module: its own, or one that is registered for
     every module of the process.
     """
-    every = (
+    hook_tables = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
-        *_OF_ALL_MODULES,
+        *_GLOBAL_HOOKS,
     )
     # hooks of the observer change no result: an observed step runs the same code as every other
     # step
-    return any(every) and any(
-        not getattr(hook, "observes", False) for hooks in every for hook in hooks.values()
+    return any(hook_tables) and any(
+        not getattr(hook, "observes", False) for hooks in hook_tables for hook in hooks.values()
     )
 
 
-def replaced(part: nn.Module) -> bool:
+def has_replaced_forward(part: nn.Module) -> bool:
     """Whether another forward runs there than the layer's; ours over a 4-bit layer computes what
     the layer would.
     """
-    if type(part) is nn.Linear and nn.Linear.forward is not _LINEAR:
+    if type(part) is nn.Linear and nn.Linear.forward is not _NN_LINEAR_FORWARD:
         return True
     return (
         "forward" in vars(part)
@@ -206,19 +206,19 @@ def replaced(part: nn.Module) -> bool:
     )
 
 
-def bare_reason(layer: nn.Module) -> str | None:
+def unadapted_layer_blocker(layer: nn.Module) -> str | None:
     """Why a layer without an adapter cannot be a member of a fused function, or None."""
     quantised = is_packed(layer)
     if type(layer) is not nn.Linear and not quantised:
         return f"a {type(layer).__name__}"
-    if replaced(layer):
+    if has_replaced_forward(layer):
         return "another forward on a layer"
     if quantised and not layer.compute_type_is_set:
         return "a 4-bit layer that has not yet fixed its compute dtype"
-    return weight_reason(layer)
+    return weight_blocker(layer)
 
 
-def weight_reason(base: nn.Module) -> str | None:
+def weight_blocker(base: nn.Module) -> str | None:
     """Why this base layer's weight, as it is now, has no fused product; or None. The weight may be
     sharded until its layer is called.
     """
@@ -228,13 +228,13 @@ def weight_reason(base: nn.Module) -> str | None:
     if weight is None:
         return "the weight is no parameter of the layer"
     if type(base) is nn.Linear:
-        if type(weight) in DENSE or hasattr(weight, "full_tensor"):
+        if type(weight) in DENSE_WEIGHT_TYPES or hasattr(weight, "full_tensor"):
             return None
         return f"the weight is a {type(weight).__name__}"
-    return state_reason(base)
+    return packed_state_blocker(base)
 
 
-FUSED, _PLAN, _GROUP, _READY, _BRANCH = (
+FUSED, _PLAN, _SIBLINGS, _SHARED_OUTPUT, _BRANCH_FP32 = (
     f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32")
 )
 
@@ -261,26 +261,26 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
     """
     placements = []
     for path, layer in lora_layers(model):
-        if is_stacked(layer):
+        if is_expert_stack(layer):
             continue
-        reason = kind_reason(layer)
+        reason = layer_kind_blocker(layer)
         if reason is None and not is_fused(layer) and "forward" in vars(layer):
             reason = "the layer's forward has been replaced by another library"
         elif reason is None and not is_fused(layer):
-            vars(layer)[FUSED] = InstanceMethod(forward, layer)
+            vars(layer)[FUSED] = InstanceMethod(lora_forward, layer)
             vars(layer)[FUSED].put()
         if reason is None:
             # past nn.Module's own __setattr__
-            vars(layer)[_BRANCH] = branch_fp32
-            look_again(layer)
-            reason = why_not_fused(layer, dora=True)
-        op = None if reason else "lora_dora" if runs_dora(layer) else "lora_linear"
+            vars(layer)[_BRANCH_FP32] = branch_fp32
+            refresh_plan(layer)
+            reason = fusion_blocker(layer, allow_dora=True)
+        op = None if reason else "lora_dora" if is_dora_layer(layer) else "lora_linear"
         placements.append(
             Placement("lora", path, type(layer.base_layer).__name__, op, reason or "")
         )
     if placements:
         for path, module in model.named_modules():
-            _link(module, path)
+            _link_siblings(module, path)
     return placements
 
 
@@ -291,12 +291,12 @@ def unfuse_lora(model: nn.Module) -> int:
     fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
         vars(layer).pop(FUSED).take_back()
-        for word in (_PLAN, _GROUP, _READY, _BRANCH):
-            vars(layer).pop(word, None)
+        for attribute in (_PLAN, _SIBLINGS, _SHARED_OUTPUT, _BRANCH_FP32):
+            vars(layer).pop(attribute, None)
     return len(fused)
 
 
-def runs_dora(layer: Any) -> bool:
+def is_dora_layer(layer: Any) -> bool:
     """Whether a fused layer runs DoRA's function."""
     plan = layer.__dict__.get(_PLAN)
     return plan is not None and plan.dora
@@ -309,25 +309,27 @@ def is_fused(layer: nn.Module) -> bool:
     return FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[FUSED]
 
 
-def _link(parent: nn.Module, path: str) -> None:
+def _link_siblings(parent: nn.Module, path: str) -> None:
     """Records in the first layer of a group which siblings follow it, where every one is fused.
     With LoRA dropout a product that is shared in vain draws masks that PEFT's layers do not draw.
     """
-    crosses = getattr(parent, "is_cross_attention", False) or _CROSS.search(path.rpartition(".")[2])
-    for names in CROSS_GROUPS if crosses else GROUPS:
+    is_cross_attention = getattr(parent, "is_cross_attention", False) or _CROSS.search(
+        path.rpartition(".")[2]
+    )
+    for names in CROSS_GROUPS if is_cross_attention else GROUPS:
         layers: list[Any] = [getattr(parent, name, None) for name in names]
         if (
             all(layer is not None and is_fused(layer) for layer in layers)
             and len({layer.in_features for layer in layers}) == 1
         ):
             # in a tuple they are no children of the first
-            vars(layers[0])[_GROUP] = tuple(layers[1:])
+            vars(layers[0])[_SIBLINGS] = tuple(layers[1:])
 
 
 # --- what a layer is
 
 
-class Plan(NotCopied):
+class LayerPlan(DroppedOnCopy):
     """What a LoRA layer was found to be.
 
     active  PEFT's names of its active adapters, as they were
@@ -344,48 +346,48 @@ class Plan(NotCopied):
             self.active = list(layer._active_adapter)
         else:
             self.active = layer._active_adapter
-        self.reason = parts_reason(layer)
-        self.dora = self.reason is not None and parts_reason(layer, dora=True) is None
+        self.reason = adapter_blocker(layer)
+        self.dora = self.reason is not None and adapter_blocker(layer, allow_dora=True) is None
         if self.reason is None or self.dora:
-            self.adapter, self.a, self.b, self.dropout, self.base = parts_of(layer)
+            self.adapter, self.a, self.b, self.dropout, self.base = adapter_parts(layer)
             self.forward = self.base.__dict__.get("forward")
 
 
-def look_again(layer: Any) -> Plan:
+def refresh_plan(layer: Any) -> LayerPlan:
     """Decides anew what a fused layer is: when it is placed, once a step, and where PEFT's own
     state has changed.
     """
-    plan = layer.__dict__[_PLAN] = Plan(layer)
+    plan = layer.__dict__[_PLAN] = LayerPlan(layer)
     return plan
 
 
-def projection(
-    layer: Any, x: Tensor, *, graph: bool = False, dora: bool = False
+def read_projection(
+    layer: Any, x: Tensor, *, in_graph: bool = False, allow_dora: bool = False
 ) -> Projection | None:
     """The tensors of a fused layer whose input is x, read now; None where PEFT's own code runs now.
 
-    graph  a graph is made, which has guards of its own
-    dora   also of a layer with DoRA, whose magnitudes are none of them
+    in_graph  a graph is made, which has guards of its own
+    allow_dora  also of a layer with DoRA, whose magnitudes are none of them
     """
     if layer._disable_adapters or layer.merged_adapters:
         return None
-    if graph:
-        if parts_reason(layer) is not None:
+    if in_graph:
+        if adapter_blocker(layer) is not None:
             return None
-        adapter, a, b, dropout, base = parts_of(layer)
+        adapter, a, b, dropout, base = adapter_parts(layer)
     else:
-        plan: Plan | None = layer.__dict__.get(_PLAN)
+        plan: LayerPlan | None = layer.__dict__.get(_PLAN)
         if plan is None or layer._active_adapter != plan.active:
-            plan = look_again(layer)
+            plan = refresh_plan(layer)
         if plan.reason is None or plan.dora:
             # an adapter may be deleted and added again under the same name; accelerate's forward
             # loads a weight for each call
-            same = (
+            is_current = (
                 layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a
                 and plan.base.__dict__.get("forward") is plan.forward
             )
-            plan = plan if same else look_again(layer)
-        if plan.reason is not None and not (dora and plan.dora):
+            plan = plan if is_current else refresh_plan(layer)
+        if plan.reason is not None and not (allow_dora and plan.dora):
             return None
         adapter = plan.adapter
         a = plan.a
@@ -400,27 +402,27 @@ def projection(
     state = None
     dtype = weight.dtype
     if type(base) is not nn.Linear:
-        if state_reason(base) is not None:
+        if packed_state_blocker(base) is not None:
             return None
         if not base.compute_type_is_set:
             fix_compute_dtype(base, x)
         state = weight.quant_state
         dtype = base.compute_dtype
-    elif type(weight) not in DENSE:
+    elif type(weight) not in DENSE_WEIGHT_TYPES:
         return None
-    if type(a_RK) not in DENSE or type(b_OR) not in DENSE:
+    if type(a_RK) not in DENSE_WEIGHT_TYPES or type(b_OR) not in DENSE_WEIGHT_TYPES:
         return None
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    kind = (dtype, state is None, a_RK.dtype, b_OR.dtype, layer.__dict__[_BRANCH])
+    kind = (dtype, state is None, a_RK.dtype, b_OR.dtype, layer.__dict__[_BRANCH_FP32])
     values = (weight, bias, a_RK, b_OR, state, float(layer.scaling[adapter]), p, kind)
-    return Projection(*values) if graph else _projection(values)
+    return Projection(*values) if in_graph else _make_projection(values)
 
 
 # Projection(*values), without a call in Python
-_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
+_make_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 
-def bare_projection(layer: Any) -> Projection:
+def read_unadapted_projection(layer: Any) -> Projection:
     """Of a linear layer without an adapter."""
     if type(layer) is nn.Linear:
         state = None
@@ -443,101 +445,103 @@ def bare_projection(layer: Any) -> Projection:
 # --- a call
 
 
-def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
     if args or kwargs or not x.dtype.is_floating_point:
-        return _peft_forward(self, x, *args, **kwargs)
+        return _run_peft_forward(self, x, *args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         # a graph's compiler finds what projections share
-        call = projection(self, x, graph=True)
-        if call is None:
-            return _peft_forward(self, x)
-        return apply_linear(x, call, decided(call, x, x.dtype))
-    ready = self.__dict__.pop(_READY, None)
-    if ready is not None and ready[0] is x and not self._disable_adapters:
-        _, output, version, grad = ready
+        projection = read_projection(self, x, in_graph=True)
+        if projection is None:
+            return _run_peft_forward(self, x)
+        return apply_linear(x, projection, projection_dtypes(projection, x, x.dtype))
+    shared = self.__dict__.pop(_SHARED_OUTPUT, None)
+    if shared is not None and shared[0] is x and not self._disable_adapters:
+        _, output, version, grad = shared
         if grad is torch.is_grad_enabled() and (x.is_inference() or version == x._version):
-            made: Tensor = output
-            return made
+            shared_output: Tensor = output
+            return shared_output
     if torch._C._are_functorch_transforms_active():
-        return _peft_forward(self, x)
-    call = projection(self, x)
-    if call is None:
-        call = projection(self, x, dora=True)
-        if call is None:
-            return _peft_forward(self, x)
+        return _run_peft_forward(self, x)
+    projection = read_projection(self, x)
+    if projection is None:
+        projection = read_projection(self, x, allow_dora=True)
+        if projection is None:
+            return _run_peft_forward(self, x)
         magnitude = self.lora_magnitude_vector[self.__dict__[_PLAN].adapter].weight
-        return apply_dora(x, call, magnitude, dtypes_of(call, x, x.dtype))
+        return apply_dora(x, projection, magnitude, cached_dtypes(projection, x, x.dtype))
     if layers_running and self._forward_hooks and has_hooks(self):
         mark_layer_hooked()
-    followers = self.__dict__.get(_GROUP)
-    if followers is not None:
-        together = _together(followers, x, call)
+    siblings = self.__dict__.get(_SIBLINGS)
+    if siblings is not None:
+        together = _compute_with_siblings(siblings, x, projection)
         if together is not None:
             return together
-    return apply_linear(x, call, dtypes_of(call, x, x.dtype), now=True)
+    return apply_linear(x, projection, cached_dtypes(projection, x, x.dtype), is_eager=True)
 
 
-def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor | None:
+def _compute_with_siblings(
+    siblings: Sequence[Any], x: Tensor, first_projection: Projection
+) -> Tensor | None:
     """Computes a layer and its siblings in one product, and stores their outputs for their calls.
     None where they cannot share one.
     """
-    calls = [first]
-    for other in followers:
-        own = other.__dict__
-        own.pop(_READY, None)
-        if FUSED in own and own.get("forward") is own[FUSED]:
-            call = projection(other, x)
+    projections = [first_projection]
+    for sibling in siblings:
+        attributes = sibling.__dict__
+        attributes.pop(_SHARED_OUTPUT, None)
+        if FUSED in attributes and attributes.get("forward") is attributes[FUSED]:
+            projection = read_projection(sibling, x)
         else:
-            call = None
-        if call is None:
+            projection = None
+        if projection is None:
             return None
-        calls.append(call)
-    dtypes = shared_dtypes(x, calls)
+        projections.append(projection)
+    dtypes = shared_dtypes(x, projections)
     if dtypes is None:
         return None
-    y, *others = lora_group(x, calls, dtypes)
+    y, *sibling_outputs = lora_group(x, projections, dtypes)
     version = 0 if x.is_inference() else x._version
-    grad = torch.is_grad_enabled()
-    for other, output in zip(followers, others):
+    grad_enabled = torch.is_grad_enabled()
+    for sibling, output in zip(siblings, sibling_outputs):
         # past nn.Module's own __setattr__, which takes 2 us
-        other.__dict__[_READY] = _Ready((x, output, version, grad))
+        sibling.__dict__[_SHARED_OUTPUT] = _SharedOutput((x, output, version, grad_enabled))
     return y
 
 
-class _Ready(NotCopied, tuple[Any, ...]):
+class _SharedOutput(DroppedOnCopy, tuple[Any, ...]):
     """(x, a layer's output for it, x's version, whether gradients were on)."""
 
 
 # Decisions that were taken: a model asks for the same few, several times a layer
-_known: dict[tuple[Any, ...], LoraDtypes] = {}
+_dtypes_cache: dict[tuple[Any, ...], LoraDtypes] = {}
 
 
-def dtypes_of(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
+def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
     """The dtypes of this projection for an input of `x_dtype` on x's device."""
     device = x.device.type
     if device == "meta":
-        cast = autocast_dtype(x)
+        autocast = autocast_dtype(x)
     else:
         if torch.is_autocast_enabled(device):
-            cast = torch.get_autocast_dtype(device)
+            autocast = torch.get_autocast_dtype(device)
         else:
-            cast = None
-    key = (x_dtype, cast, device, call.kind)
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = decided(call, x, x_dtype)
-    return found
+            autocast = None
+    key = (x_dtype, autocast, device, projection.dtype_key)
+    dtypes = _dtypes_cache.get(key)
+    if dtypes is None:
+        dtypes = _dtypes_cache[key] = projection_dtypes(projection, x, x_dtype)
+    return dtypes
 
 
-def decided(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
+def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
     """`dtypes_of`, not kept: where a graph is made."""
-    weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = call.kind
-    adapter = None if call.a is None else torch.promote_types(a_dtype, b_dtype)
-    return decide(
+    weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = projection.dtype_key
+    adapter_dtype = None if projection.a is None else torch.promote_types(a_dtype, b_dtype)
+    return resolve_dtypes(
         x,
         weight_dtype or x_dtype,
-        adapter,
+        adapter_dtype,
         quantised=not dense,
         branch_fp32=branch_fp32,
         x_dtype=x_dtype,
@@ -545,33 +549,35 @@ def decided(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
 
 
 def shared_dtypes(
-    x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..., LoraDtypes] = dtypes_of
+    x: Tensor, projections: Sequence[Projection], resolve: Callable[..., LoraDtypes] = cached_dtypes
 ) -> LoraDtypes | None:
     """The dtypes with which these can share the products of x; None where they differ, or one
     computes its adapter branch in fp32.
     """
-    first = calls[0]
+    first = projections[0]
     features = x.shape[-1]
-    dtypes = dtypes_of(first, x, x.dtype)
-    for call in calls:
-        if call.kind != first.kind and dtypes_of(call, x, x.dtype) != dtypes:
+    dtypes = resolve(first, x, x.dtype)
+    for projection in projections:
+        if projection.dtype_key != first.dtype_key and resolve(projection, x, x.dtype) != dtypes:
             return None
-        if features != (call.a.shape[1] if call.a is not None else call.features):
+        if features != (
+            projection.a.shape[1] if projection.a is not None else projection.in_features
+        ):
             return None
-    return None if dtypes.wide else dtypes
+    return None if dtypes.fp32_branch else dtypes
 
 
-def refuse_unfused(why: str) -> None:
+def refuse_packed_adapter(reason: str) -> None:
     """Raises UsageError for an adapter on a packed parameter: PEFT would add its change to the
     packed bytes.
     """
     raise UsageError(
-        f"an adapter on packed experts: {why}: not offered",
+        f"an adapter on packed experts: {reason}: not offered",
         fix="one adapter, active and not merged; or isotype merge",
     )
 
 
-def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _run_peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and
     later gradients would be wrong.
     """
@@ -581,15 +587,15 @@ def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         and hasattr(layer, "parameter_name")
         and not layer._disable_adapters
     ):
-        refuse_unfused(why_not_fused(layer) or "this call")
-    own: Any = type(layer).forward
-    repacks = getattr(base, "support_avx512bf16_for_cpu", False)
-    if not repacks:
-        made: Tensor = own(layer, x, *args, **kwargs)
-        return made
+        refuse_packed_adapter(fusion_blocker(layer) or "this call")
+    peft_forward: Any = type(layer).forward
+    is_repacking = getattr(base, "support_avx512bf16_for_cpu", False)
+    if not is_repacking:
+        output: Tensor = peft_forward(layer, x, *args, **kwargs)
+        return output
     base.support_avx512bf16_for_cpu = False
     try:
-        made = own(layer, x, *args, **kwargs)
+        output = peft_forward(layer, x, *args, **kwargs)
     finally:
-        base.support_avx512bf16_for_cpu = repacks
-    return made
+        base.support_avx512bf16_for_cpu = is_repacking
+    return output

@@ -19,13 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops.backend import autocast_off
 from .linear import LoraDtypes, Projection, apply_linear, base_weight
-from .products import at_once, row_blocks, scaled_product
+from .products import can_call_kernels_directly, row_blocks, scaled_product
 
 # weight -> (where its values lie, its version, |W|² by rows)
-_squares: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_row_squares_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class Magnitude(torch.autograd.Function):
+class ScaleToMagnitude(torch.autograd.Function):
     """u m / n + bias in u's place, in fp32 a block of rows at a time; only the result is saved.
 
     u     F[T O]      written
@@ -74,48 +74,52 @@ class Magnitude(torch.autograd.Function):
         return du, dm, None, dbias
 
 
-def row_lengths(call: Projection, x: Tensor, dtype: torch.dtype) -> Tensor:
+def adapted_row_norms(projection: Projection, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Lengths of the rows of W + s B A: fp32[O], or fp64 of a fp64 weight.
 
     dtype  of the products
     """
-    wide = torch.promote_types(torch.float32, dtype)
-    now = at_once(dtype, x)
-    assert call.a is not None
-    assert call.b is not None
+    sum_dtype = torch.promote_types(torch.float32, dtype)
+    direct_kernels = can_call_kernels_directly(dtype, x)
+    assert projection.a is not None
+    assert projection.b is not None
     with torch.no_grad(), autocast_off(x):
-        w_OK = base_weight(call.weight, call.quant_state, dtype)
-        a_RK = call.a.to(dtype)
-        b_OR = call.b.to(dtype).to(wide)
-        wa_OR = scaled_product(w_OK, a_RK.t(), now=now).to(wide)
-        aa_RR = a_RK.to(wide) @ a_RK.to(wide).t()
-        squares = _row_squares(call.weight, w_OK, wide) + (
-            (2 * call.scale * wa_OR + call.scale**2 * (b_OR @ aa_RR)) * b_OR
+        w_OK = base_weight(projection.weight, projection.quant_state, dtype)
+        a_RK = projection.a.to(dtype)
+        b_OR = projection.b.to(dtype).to(sum_dtype)
+        wa_OR = scaled_product(w_OK, a_RK.t(), direct_kernels=direct_kernels).to(sum_dtype)
+        aa_RR = a_RK.to(sum_dtype) @ a_RK.to(sum_dtype).t()
+        squares = _row_squares(projection.weight, w_OK, sum_dtype) + (
+            (2 * projection.scale * wa_OR + projection.scale**2 * (b_OR @ aa_RR)) * b_OR
         ).sum(1)
-        lengths: Tensor = squares.clamp_(min=0).sqrt_()
-        return lengths
+        norms: Tensor = squares.clamp_(min=0).sqrt_()
+        return norms
 
 
 def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
     """|W|² by rows; kept for as long as nothing has written to the weight."""
-    kept: tuple[int, int, Tensor] | None = _squares.get(weight)
-    if kept is None or kept[:2] != (weight.data_ptr(), weight._version) or kept[2].dtype != dtype:
+    cached: tuple[int, int, Tensor] | None = _row_squares_cache.get(weight)
+    if (
+        cached is None
+        or cached[:2] != (weight.data_ptr(), weight._version)
+        or cached[2].dtype != dtype
+    ):
         squares = torch.cat(
             [
                 w_OK[rows].to(dtype).square().sum(1)
                 for rows in row_blocks(w_OK.shape[0], w_OK.shape[1], w_OK.device)
             ]
         )
-        kept = _squares[weight] = weight.data_ptr(), weight._version, squares
-    return kept[2]
+        cached = _row_squares_cache[weight] = weight.data_ptr(), weight._version, squares
+    return cached[2]
 
 
-def apply_dora(x: Tensor, call: Projection, magnitude: Tensor, dtypes: LoraDtypes) -> Tensor:
+def apply_dora(x: Tensor, projection: Projection, magnitude: Tensor, dtypes: LoraDtypes) -> Tensor:
     """A projection with a DoRA adapter, without dropout.
 
     magnitude  m, any float [O]
     """
-    n_O = row_lengths(call, x, dtypes.compute)
-    u = apply_linear(x, call._replace(bias=None), dtypes, now=True)
-    y: Tensor = Magnitude.apply(u, magnitude.to(n_O.dtype), n_O, call.bias)
+    n_O = adapted_row_norms(projection, x, dtypes.compute)
+    u = apply_linear(x, projection._replace(bias=None), dtypes, is_eager=True)
+    y: Tensor = ScaleToMagnitude.apply(u, magnitude.to(n_O.dtype), n_O, projection.bias)
     return y

@@ -22,47 +22,47 @@ from .linear import (
     LoraDtypes,
     Projection,
     adapted_product,
-    adapter_first,
-    after_dropout,
+    apply_dropout_mask,
     base_product,
     base_weight,
-    dropout_mask,
-    dropped_scale,
+    draw_dropout_mask,
+    scale_with_dropout,
+    should_run_adapter_first,
 )
 from .products import (
-    SKINNY,
+    MAX_KERNEL_RANK,
     add_product_,
-    adds_in_place,
-    at_once,
-    cast_down,
-    casts_again,
+    can_add_in_one_pass,
+    can_call_kernels_directly,
+    cast_adapters,
     gradient_product,
     scaled_product,
+    should_recast_adapters,
 )
 from .quantised import bias_gradient
 
 # tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what
 # the dropout before A keeps
-TENSORS = 5
+FIELDS = 5
 
 
 # x Aᵀ of all projections, and A and B as cast down: of all in one tensor, and of each
-Branches = tuple[Tensor, Tensor, list[Tensor | None]]
-Narrow = tuple[Tensor, list[Tensor | None]]
+AdapterProducts = tuple[Tensor, Tensor, list[Tensor | None]]
+CastAdapters = tuple[Tensor, list[Tensor | None]]
 
 
-def parts(bs: Sequence[Tensor | None]) -> list[slice]:
+def rank_slices(b_matrices: Sequence[Tensor | None]) -> list[slice]:
     """The columns of x Aᵀ that belong to each projection: none without an adapter."""
-    found = []
+    slices = []
     start = 0
-    for b in bs:
+    for b in b_matrices:
         end = start if b is None else start + b.shape[1]
-        found.append(slice(start, end))
+        slices.append(slice(start, end))
         start = end
-    return found
+    return slices
 
 
-def all_none(tensors: Sequence[Tensor | None]) -> bool:
+def are_all_none(tensors: Sequence[Tensor | None]) -> bool:
     # asked at every call: no generator
     for tensor in tensors:  # noqa: SIM110
         if tensor is not None:
@@ -70,56 +70,70 @@ def all_none(tensors: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def branches(
-    x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None, *, now: bool = False
-) -> Branches:
+def adapter_products(
+    x_TK: Tensor,
+    flat: Sequence[Tensor | None],
+    adapters: CastAdapters | None = None,
+    *,
+    direct_kernels: bool = False,
+) -> AdapterProducts:
     """The adapters' part of `multiply` that backward needs too."""
-    if down is None:
-        down = cast_down(flat[2::TENSORS], flat[3::TENSORS], x_TK, x_TK.shape[1], x_TK.dtype)
-    a_RK, bs = down
+    if adapters is None:
+        adapters = cast_adapters(
+            flat[2::FIELDS],
+            flat[3::FIELDS],
+            x_TK,
+            x_TK.shape[1],
+            x_TK.dtype,
+        )
+    a_RK, b_matrices = adapters
     if not a_RK.shape[0]:
-        return x_TK[:, :0], a_RK, bs
-    keeps = flat[4::TENSORS]
-    if all_none(keeps):
-        return scaled_product(x_TK, a_RK.t(), now=now), a_RK, bs
+        return x_TK[:, :0], a_RK, b_matrices
+    keeps = flat[4::FIELDS]
+    if are_all_none(keeps):
+        return scaled_product(x_TK, a_RK.t(), direct_kernels=direct_kernels), a_RK, b_matrices
     return (
         torch.cat(
-            [after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, parts(bs))], 1
+            [
+                apply_dropout_mask(x_TK, keep) @ a_RK[part].t()
+                for keep, part in zip(keeps, rank_slices(b_matrices))
+            ],
+            1,
         ),
         a_RK,
-        bs,
+        b_matrices,
     )
 
 
-def multiply(
+def compute_projections(
     x: Tensor,
     flat: Sequence[Tensor | None],
     scales: Sequence[float],
     states: Sequence[Any],
-    down: Narrow | None = None,
+    adapters: CastAdapters | None = None,
     *,
-    now: bool = False,
-) -> tuple[list[Tensor], Branches]:
+    direct_kernels: bool = False,
+) -> tuple[list[Tensor], AdapterProducts]:
     """Every projection of x, in x's dtype and dimensions, and what backward needs of their
     adapters.
 
-    down  what `cast_down` gave, for all tiles
-    now   what `at_once` says of the adapters' products
+    adapters  what `cast_down` gave, for all tiles
+    direct_kernels  what `at_once` says of the adapters' products
     """
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    xa_TR, a_RK, bs = branches(x_TK, flat, down, now=now)
-    before = not now and adapter_first(x_TK)
+    xa_TR, a_RK, b_matrices = adapter_products(x_TK, flat, adapters, direct_kernels=direct_kernels)
+    adapter_first = not direct_kernels and should_run_adapter_first(x_TK)
     start = 0
-    ys = []
-    for i, b in enumerate(bs):
-        weight = flat[TENSORS * i]
-        bias = flat[TENSORS * i + 1]
+    outputs = []
+    for i, b in enumerate(b_matrices):
+        weight = flat[FIELDS * i]
+        bias = flat[FIELDS * i + 1]
         assert weight is not None
         if b is None:
-            ys.append(base_product(x_TK, weight, bias, states[i]))
+            outputs.append(base_product(x_TK, weight, bias, states[i]))
             continue
         end = start + b.shape[1]
-        ys.append(
+        outputs.append(
             adapted_product(
                 x,
                 weight,
@@ -128,30 +142,30 @@ def multiply(
                 xa_TR[:, start:end],
                 b,
                 scales[i],
-                before=before,
-                now=now,
+                adapter_first=adapter_first,
+                direct_kernels=direct_kernels,
             )
         )
         start = end
-    return ys, (xa_TR, a_RK, bs)
+    return outputs, (xa_TR, a_RK, b_matrices)
 
 
 def branch_gradient(
     dys: Sequence[Tensor | None],
-    bs: Sequence[Tensor | None],
+    b_matrices: Sequence[Tensor | None],
     scales: Sequence[float],
     like_TR: Tensor,
     *,
-    now: bool = False,
+    direct_kernels: bool = False,
 ) -> Tensor:
     """Of x Aᵀ, scaled: scale dy B, zero where an output was not used."""
     if like_TR.shape[1] == 0:
         return like_TR
     columns = []
-    for dy, b, scale in zip(dys, bs, scales):
+    for dy, b, scale in zip(dys, b_matrices, scales):
         if b is not None:
             columns.append(
-                scaled_product(dy, b, scale, now=now)
+                scaled_product(dy, b, scale, direct_kernels=direct_kernels)
                 if dy is not None
                 else b.new_zeros(like_TR.shape[0], b.shape[1])
             )
@@ -168,7 +182,7 @@ def input_gradient(
     slices: Sequence[slice],
     dtype: torch.dtype,
     *,
-    now: bool = False,
+    direct_kernels: bool = False,
 ) -> Tensor:
     """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a
     time.
@@ -178,19 +192,23 @@ def input_gradient(
 
     keeps  None where there is no dropout
     """
-    share_TK = None
-    last = False
+    adapter_dx_TK = None
+    add_adapter_last = False
     if keeps is None:
-        last = (now and dtype == dxa_TR.dtype and 0 < a_RK.shape[0] <= SKINNY) or adds_in_place(
-            dtype, dxa_TR, a_RK
-        )
-        share_TK = dxa_TR @ a_RK if a_RK.shape[0] and not last else None
+        add_adapter_last = (
+            direct_kernels and dtype == dxa_TR.dtype and 0 < a_RK.shape[0] <= MAX_KERNEL_RANK
+        ) or can_add_in_one_pass(dtype, dxa_TR, a_RK)
+        adapter_dx_TK = dxa_TR @ a_RK if a_RK.shape[0] and not add_adapter_last else None
     else:
         for keep, part in zip(keeps, slices):
             if part.stop > part.start:
-                one_TK = after_dropout(dxa_TR[:, part] @ a_RK[part], keep)
-                share_TK = one_TK if share_TK is None else share_TK.add_(one_TK)
-    dx_TK = None if share_TK is None else share_TK.to(dtype)
+                projection_dx_TK = apply_dropout_mask(dxa_TR[:, part] @ a_RK[part], keep)
+                adapter_dx_TK = (
+                    projection_dx_TK
+                    if adapter_dx_TK is None
+                    else adapter_dx_TK.add_(projection_dx_TK)
+                )
+    dx_TK = None if adapter_dx_TK is None else adapter_dx_TK.to(dtype)
     for dy, weight, state in zip(dys, weights, states):
         if dy is not None:
             if state is None and weight.dtype == dxa_TR.dtype:
@@ -204,8 +222,8 @@ def input_gradient(
             else:
                 dx_TK.add_(dy @ w_OK)
     assert dx_TK is not None
-    if last:
-        return add_product_(dx_TK, dxa_TR, a_RK, now=now)
+    if add_adapter_last:
+        return add_product_(dx_TK, dxa_TR, a_RK, direct_kernels=direct_kernels)
     return dx_TK
 
 
@@ -214,59 +232,71 @@ def tensor_gradients(
     xa_TR: Tensor,
     dxa_TR: Tensor,
     dys: Sequence[Tensor | None],
-    wide_dys: Sequence[Tensor | None],
+    incoming_dys: Sequence[Tensor | None],
     scales: Sequence[float],
     keeps: Sequence[Tensor | None] | None,
     slices: Sequence[slice],
     needs: Sequence[bool],
     dtypes: Sequence[torch.dtype | None],
     *,
-    now: bool = False,
+    direct_kernels: bool = False,
 ) -> list[Tensor | None]:
     """Of every tensor that `multiply` was given, in its dtype; x is needed where a weight or an A
     has one.
 
     dys       in the products' dtype
-    wide_dys  as they came, for the biases
+    incoming_dys  as they came, for the biases
     keeps     None where there is no dropout
     """
     grads: list[Tensor | None] = [None] * len(needs)
-    together: Tensor | None = None
+    all_da_fp32: Tensor | None = None
     for i, dy in enumerate(dys):
-        weight = TENSORS * i
+        weight = FIELDS * i
         bias = weight + 1
         a = weight + 2
         b = weight + 3
-        wide_dy = wide_dys[i]
-        if dy is None or wide_dy is None:
+        incoming_dy = incoming_dys[i]
+        if dy is None or incoming_dy is None:
             continue
         if needs[weight]:
             assert x_TK is not None
             grads[weight] = (dy.t() @ x_TK).to(dtypes[weight])
         if needs[bias]:
-            grads[bias] = bias_gradient(wide_dy, dtypes[bias])  # type: ignore[arg-type]  # a bias that has a gradient has a dtype
+            grads[bias] = bias_gradient(incoming_dy, dtypes[bias])  # type: ignore[arg-type]  # a bias that has a gradient has a dtype
         if needs[b]:
-            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b], now=now)  # type: ignore[arg-type]  # as above, of B
+            grads[b] = gradient_product(
+                dy,
+                xa_TR[:, slices[i]],
+                scales[i],
+                dtypes[b],  # type: ignore[arg-type]  # as above, of B
+                direct_kernels=direct_kernels,
+            )
         if needs[a]:
             assert x_TK is not None
-            widest = torch.promote_types(torch.float32, x_TK.dtype)
+            sum_dtype = torch.promote_types(torch.float32, x_TK.dtype)
             if keeps is None:
-                if together is None:
-                    together = gradient_product(dxa_TR, x_TK, 1.0, widest, now=now)
+                if all_da_fp32 is None:
+                    all_da_fp32 = gradient_product(
+                        dxa_TR, x_TK, 1.0, sum_dtype, direct_kernels=direct_kernels
+                    )
                 else:
-                    together = together
-                da = together[slices[i]]
+                    all_da_fp32 = all_da_fp32
+                da = all_da_fp32[slices[i]]
             else:
                 da = gradient_product(
-                    dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest, now=now
+                    dxa_TR[:, slices[i]],
+                    apply_dropout_mask(x_TK, keeps[i]),
+                    1.0,
+                    sum_dtype,
+                    direct_kernels=direct_kernels,
                 )
             grads[a] = da.to(dtypes[a])
     return grads
 
 
-def wants_input(needs: Sequence[bool]) -> bool:
+def needs_input(needs: Sequence[bool]) -> bool:
     """Whether backward reads the projections' input: for a weight's or an A's gradient."""
-    return any(needs[0::TENSORS]) or any(needs[2::TENSORS])
+    return any(needs[0::FIELDS]) or any(needs[2::FIELDS])
 
 
 class LoraGroup(torch.autograd.Function):
@@ -281,24 +311,34 @@ class LoraGroup(torch.autograd.Function):
         dtypes: LoraDtypes,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        compute, out, _ = dtypes
-        now = at_once(compute, x)
-        with disable_autocast() if now else autocast_off(x):
-            low = x if x.dtype == compute else x.to(compute)
-            ys, (xa_TR, a_RK, bs) = multiply(low, flat, scales, states, now=now)
-        if out != compute:
-            ys = [y.to(out) for y in ys]
+        compute, output_dtype, _ = dtypes
+        direct_kernels = can_call_kernels_directly(compute, x)
+        with disable_autocast() if direct_kernels else autocast_off(x):
+            x_compute = x if x.dtype == compute else x.to(compute)
+            outputs, (xa_TR, a_RK, b_matrices) = compute_projections(
+                x_compute, flat, scales, states, direct_kernels=direct_kernels
+            )
+        if output_dtype != compute:
+            outputs = [y.to(output_dtype) for y in outputs]
         ctx.make_x, kept_x = saved_or_recomputed(
-            x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None
+            x, x_compute.reshape(-1, x.shape[-1]) if needs_input(ctx.needs_input_grad[4:]) else None
         )
-        ctx.again = casts_again(x)
-        adapters = (*flat[2::TENSORS], *flat[3::TENSORS]) if ctx.again else (a_RK, *bs)
-        ctx.save_for_backward(xa_TR, *flat[0::TENSORS], *flat[4::TENSORS], *adapters, *kept_x)
-        ctx.given = scales, states, compute, x.shape, x.dtype, now
+        ctx.recasts_adapters = should_recast_adapters(x)
+        adapters = (
+            (*flat[2::FIELDS], *flat[3::FIELDS]) if ctx.recasts_adapters else (a_RK, *b_matrices)
+        )
+        ctx.save_for_backward(
+            xa_TR,
+            *flat[0::FIELDS],
+            *flat[4::FIELDS],
+            *adapters,
+            *kept_x,
+        )
+        ctx.settings = scales, states, compute, x.shape, x.dtype, direct_kernels
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
         ctx.set_materialize_grads(False)
-        return tuple(ys)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -306,29 +346,31 @@ class LoraGroup(torch.autograd.Function):
             refuse_second_derivative("lora_group")
         n = len(dys)
         needs = ctx.needs_input_grad[4:]
-        xa_TR, *rest = ctx.saved_tensors
-        weights = rest[:n]
-        keeps = rest[n : 2 * n]
-        rest = rest[2 * n :]
-        if all_none(dys):
+        xa_TR, *saved = ctx.saved_tensors
+        weights = saved[:n]
+        keeps = saved[n : 2 * n]
+        saved = saved[2 * n :]
+        if are_all_none(dys):
             return (None,) * (4 + len(needs))
-        scales, states, compute, x_shape, x_dtype, now = ctx.given
-        if ctx.again:
-            (a_RK, bs), kept_x = (
-                cast_down(rest[:n], rest[n : 2 * n], xa_TR, x_shape[-1], compute),
-                rest[2 * n :],
+        scales, states, compute, x_shape, x_dtype, direct_kernels = ctx.settings
+        if ctx.recasts_adapters:
+            (a_RK, b_matrices), kept_x = (
+                cast_adapters(saved[:n], saved[n : 2 * n], xa_TR, x_shape[-1], compute),
+                saved[2 * n :],
             )
         else:
-            a_RK = rest[0]
-            bs = rest[1 : n + 1]
-            kept_x = rest[n + 1 :]
-        keeps = None if all_none(keeps) else keeps
-        slices = parts(bs)
-        now = now and not torch._C._len_torch_dispatch_stack()
-        with disable_autocast() if now else autocast_off(xa_TR):
-            came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
-            down = [None if dy is None else dy.to(compute) for dy in came]
-            dxa_TR = branch_gradient(down, bs, scales, xa_TR, now=now)
+            a_RK = saved[0]
+            b_matrices = saved[1 : n + 1]
+            kept_x = saved[n + 1 :]
+        keeps = None if are_all_none(keeps) else keeps
+        slices = rank_slices(b_matrices)
+        direct_kernels = direct_kernels and not torch._C._len_torch_dispatch_stack()
+        with disable_autocast() if direct_kernels else autocast_off(xa_TR):
+            incoming_dys = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
+            compute_dys = [None if dy is None else dy.to(compute) for dy in incoming_dys]
+            dxa_TR = branch_gradient(
+                compute_dys, b_matrices, scales, xa_TR, direct_kernels=direct_kernels
+            )
             if ctx.make_x is None:
                 x_TK = kept_x[0]
             else:
@@ -337,19 +379,27 @@ class LoraGroup(torch.autograd.Function):
                 x_TK,
                 xa_TR,
                 dxa_TR,
-                down,
-                came,
+                compute_dys,
+                incoming_dys,
                 scales,
                 keeps,
                 slices,
                 needs,
                 ctx.leaf_dtypes,
-                now=now,
+                direct_kernels=direct_kernels,
             )
             dx = None
             if ctx.needs_input_grad[0]:
                 dx = input_gradient(
-                    dxa_TR, a_RK, down, weights, states, keeps, slices, x_dtype, now=now
+                    dxa_TR,
+                    a_RK,
+                    compute_dys,
+                    weights,
+                    states,
+                    keeps,
+                    slices,
+                    x_dtype,
+                    direct_kernels=direct_kernels,
                 ).view(x_shape)
         return dx, None, None, None, *grads
 
@@ -357,8 +407,8 @@ class LoraGroup(torch.autograd.Function):
 _apply = direct_apply(LoraGroup)
 
 
-def flattened(
-    x: Tensor, calls: Sequence[Projection]
+def flatten_projections(
+    x: Tensor, projections: Sequence[Projection]
 ) -> tuple[list[Tensor | None], tuple[float, ...], tuple[Any, ...]]:
     """(the tensors of projections of x, TENSORS each, their branches' scales, states of 4-bit
     weights): what an autograd function takes.
@@ -369,19 +419,21 @@ def flattened(
     flat: list[Tensor | None] = []
     scales = []
     states = []
-    for weight, bias, a, b, state, scale, dropout, _ in calls:
-        keep = dropout_mask(x, dropout).reshape(-1, x.shape[-1]) if dropout else None
+    for weight, bias, a, b, state, scale, dropout, _ in projections:
+        keep = draw_dropout_mask(x, dropout).reshape(-1, x.shape[-1]) if dropout else None
         flat += (weight, bias, a, b, keep)
-        scales.append(dropped_scale(scale, dropout) if dropout else scale)
+        scales.append(scale_with_dropout(scale, dropout) if dropout else scale)
         states.append(state)
     return flat, tuple(scales), tuple(states)
 
 
-def lora_group(x: Tensor, calls: Sequence[Projection], dtypes: LoraDtypes) -> tuple[Tensor, ...]:
+def lora_group(
+    x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes
+) -> tuple[Tensor, ...]:
     """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch).
     Not under torch.func or in a graph.
     """
-    assert not dtypes.wide
-    flat, scales, states = flattened(x, calls)
-    outs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat)
-    return outs
+    assert not dtypes.fp32_branch
+    flat, scales, states = flatten_projections(x, projections)
+    outputs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat)
+    return outputs

@@ -32,16 +32,16 @@ from ..ops.contract import OpContract
 from ..ops.recomputable import recompute, saved_or_recomputed
 from ..ops.recomputed_layer import is_output_unused, layers_running, placeholder_tensor
 from .products import (
-    SKINNY,
+    MAX_KERNEL_RANK,
     add_product_,
-    adds_in_place,
-    at_once,
-    casts_again,
+    can_add_in_one_pass,
+    can_call_kernels_directly,
     gradient_product,
     row_blocks,
     scaled_product,
+    should_recast_adapters,
 )
-from .quantised import bias_gradient, dequantised, packed_product
+from .quantised import bias_gradient, dequantise_weight, packed_product
 
 LORA_LINEAR = OpContract(
     "x: X[*n k], weight: W[o k], a: A[r k], b: A[o r] -> X[*n o]",
@@ -54,17 +54,17 @@ LORA_LINEAR = OpContract(
 
 class LoraDtypes(NamedTuple):
     """compute  both operands of the base product
-    out      what the caller gets: always PEFT's
-    wide     whether the adapter branch is computed in fp32, row block by row block, instead of in
+    output   what the caller gets: always PEFT's
+    fp32_branch  whether the adapter branch is computed in fp32, row block by row block, instead of in
              `compute`
     """
 
     compute: torch.dtype
-    out: torch.dtype
-    wide: bool
+    output: torch.dtype
+    fp32_branch: bool
 
 
-def decide(
+def resolve_dtypes(
     x: Tensor,
     weight_dtype: torch.dtype,
     adapter_dtype: torch.dtype | None,
@@ -87,15 +87,15 @@ def decide(
     Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain
             `nn.Linear` refuses those too
     """
-    cast = autocast_dtype(x)
+    autocast = autocast_dtype(x)
     x_dtype = x_dtype or x.dtype
     if quantised:
         compute = weight_dtype
-        out = x_dtype
-    elif cast is not None and torch.float64 not in (x_dtype, weight_dtype):
-        compute = out = cast
+        output = x_dtype
+    elif autocast is not None and torch.float64 not in (x_dtype, weight_dtype):
+        compute = output = autocast
     elif x_dtype == weight_dtype:
-        compute = out = x_dtype
+        compute = output = x_dtype
     else:
         raise DtypeError(
             f"LoRA linear got an input in {name(x_dtype)} and a weight in {name(weight_dtype)} with"
@@ -103,19 +103,19 @@ def decide(
             code="DT001",
             fix=f"x.to({weight_dtype}), or run under torch.autocast({x.device.type!r}, dtype=...)",
         )
-    peft_branch = adapter_dtype if cast is None else cast
-    narrow = compute in (torch.bfloat16, torch.float16)
+    peft_branch_dtype = adapter_dtype if autocast is None else autocast
+    is_narrow = compute in (torch.bfloat16, torch.float16)
     return LoraDtypes(
         compute,
-        out,
-        adapter_dtype is not None and narrow and (branch_fp32 or peft_branch != compute),
+        output,
+        adapter_dtype is not None and is_narrow and (branch_fp32 or peft_branch_dtype != compute),
     )
 
 
 # --- dropout: a mask of a byte an element, and a factor that goes into the branch's scale
 
 
-def dropout_mask(like: Tensor, p: float) -> Tensor:
+def draw_dropout_mask(like: Tensor, p: float) -> Tensor:
     """bool, in the shape of `like`: what a dropout keeps of it, drawn as PEFT's draws it, so that
     on a CPU a seed gives the same mask.
 
@@ -125,12 +125,12 @@ def dropout_mask(like: Tensor, p: float) -> Tensor:
     return torch.empty_like(like, dtype=torch.bool).bernoulli_(1.0 - p)
 
 
-def dropped_scale(scale: float, p: float) -> float:
+def scale_with_dropout(scale: float, p: float) -> float:
     """The branch's scale with the dropout's own factor: 0 where everything is dropped."""
     return scale / (1.0 - p) if p < 1.0 else 0.0
 
 
-def after_dropout(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
+def apply_dropout_mask(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
     """x where dropout kept it, zero elsewhere; the factor 1/(1-p) belongs to the branch's scale."""
     return x_TK if keep_TK is None else x_TK * keep_TK
 
@@ -155,10 +155,10 @@ def out_features(weight: Tensor, quant_state: Any) -> int:
 def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
     if quant_state is None:
         return weight.to(dtype)
-    return dequantised(weight, quant_state, dtype)
+    return dequantise_weight(weight, quant_state, dtype)
 
 
-def adapter_first(x_TK: Tensor) -> bool:
+def should_run_adapter_first(x_TK: Tensor) -> bool:
     """Whether the adapter's product of x is made before the large one: on a GPU, for more than a
     generated token's row, which has a product of its own over the packed weight.
     """
@@ -175,8 +175,8 @@ def adapted_product(
     b_OR: Tensor,
     scale: float,
     *,
-    before: bool,
-    now: bool,
+    adapter_first: bool,
+    direct_kernels: bool,
 ) -> Tensor:
     """x Wᵀ + bias + scale xa Bᵀ in x's dtype, fresh memory in x's dimensions.
 
@@ -184,20 +184,28 @@ def adapted_product(
     which reads it while it multiplies: 2 bytes an element of the output, where a sum after the
     product takes 4.
 
-    before  what `adapter_first` says of x
-    now     what `at_once` says of the adapter's product
+    adapter_first  what `adapter_first` says of x
+    direct_kernels  what `at_once` says of the adapter's product
     """
     dtype = x.dtype
-    if not before and quant_state is None and bias is None and weight.dtype == dtype:
+    if not adapter_first and quant_state is None and bias is None and weight.dtype == dtype:
         y: Tensor = F.linear(x, weight)
         add_product_(
-            y if y.dim() == 2 else y.view(-1, y.shape[-1]), xa_TR, b_OR.t(), scale, now=now
+            y if y.dim() == 2 else y.view(-1, y.shape[-1]),
+            xa_TR,
+            b_OR.t(),
+            scale,
+            direct_kernels=direct_kernels,
         )
         return y
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if not before:
+    if not adapter_first:
         y_TO = add_product_(
-            base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale, now=now
+            base_product(x_TK, weight, bias, quant_state),
+            xa_TR,
+            b_OR.t(),
+            scale,
+            direct_kernels=direct_kernels,
         )
     else:
         w_OK = base_weight(weight, quant_state, dtype)
@@ -228,14 +236,14 @@ def add_branch_fp32(
     """
     xa_TR = torch.empty(x_TK.shape[0], a_RK.shape[0], dtype=torch.float32, device=x_TK.device)
     for rows in row_blocks(x_TK.shape[0], x_TK.shape[1] + y_TO.shape[1], x_TK.device):
-        xa_TR[rows] = _block_fp32(x_TK, keep_TK, rows) @ a_RK.t()
+        xa_TR[rows] = _read_block_fp32(x_TK, keep_TK, rows) @ a_RK.t()
         y_TO[rows] = torch.addmm(y_TO[rows].float(), xa_TR[rows], b_OR.t(), alpha=scale).to(
             y_TO.dtype
         )
     return xa_TR
 
 
-def _block_fp32(x_TK: Tensor, keep_TK: Tensor | None, rows: slice) -> Tensor:
+def _read_block_fp32(x_TK: Tensor, keep_TK: Tensor | None, rows: slice) -> Tensor:
     block = x_TK[rows].float()
     return block if keep_TK is None else block * keep_TK[rows]
 
@@ -270,7 +278,7 @@ def branch_gradients_fp32(
         dxa_fp32 = dy_fp32 @ b_OR
         if da is not None:
             assert x_TK is not None
-            da.addmm_(dxa_fp32.t(), _block_fp32(x_TK, keep_TK, rows), alpha=scale)
+            da.addmm_(dxa_fp32.t(), _read_block_fp32(x_TK, keep_TK, rows), alpha=scale)
         if dx_TK is not None:
             if keep_TK is None:
                 share = dxa_fp32 @ a_RK
@@ -288,7 +296,7 @@ class Projection(NamedTuple):
     [r K] and b [O r], or None without an adapter.
 
     dropout  of the branch's input: the part that is dropped
-    kind     what its dtypes depend on, apart from its input and autocast: the weight's dtype or a
+    dtype_key  what its dtypes depend on, apart from its input and autocast: the weight's dtype or a
              packed layer's for its products, whether the weight is dense, A's dtype, B's, and
              whether the branch is asked for in fp32
     """
@@ -300,10 +308,10 @@ class Projection(NamedTuple):
     quant_state: Any = None
     scale: float = 1.0
     dropout: float = 0.0
-    kind: tuple[Any, ...] = ()
+    dtype_key: tuple[Any, ...] = ()
 
     @property
-    def features(self) -> int:
+    def in_features(self) -> int:
         """In features, of the layer as autograd sees it."""
         if self.a is not None:
             return self.a.shape[1]
@@ -331,7 +339,7 @@ class LoraLinear(torch.autograd.Function):
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
         unused = bool(layers_running) and is_output_unused(ctx)
-        now = not wide and at_once(compute, x)
+        now = not wide and can_call_kernels_directly(compute, x)
         with disable_autocast() if now else autocast_off(x):
             narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             low = narrow_TK.view(x.shape)
@@ -347,7 +355,7 @@ class LoraLinear(torch.autograd.Function):
                 a = a_RK.to(compute)
                 b = b_OR.to(compute)
                 xa_TR = scaled_product(
-                    branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), now=now
+                    branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), direct_kernels=now
                 )
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else
@@ -355,7 +363,7 @@ class LoraLinear(torch.autograd.Function):
                         (*x.shape[:-1], out_features(weight, quant_state)), low, out
                     )
                 else:
-                    before = not now and adapter_first(narrow_TK)
+                    before = not now and should_run_adapter_first(narrow_TK)
                     y = adapted_product(
                         low,
                         weight,
@@ -364,18 +372,18 @@ class LoraLinear(torch.autograd.Function):
                         xa_TR,
                         b,
                         branch_scale,
-                        before=before,
-                        now=now,
+                        adapter_first=before,
+                        direct_kernels=now,
                     )
         ctx.make_x, kept_x = saved_or_recomputed(x, branch_TK if needs_a or needs_weight else None)
         ctx.save_for_backward(
             weight if needs_x else None,
-            *((a_RK, b_OR) if casts_again(x) else (a, b)),
+            *((a_RK, b_OR) if should_recast_adapters(x) else (a, b)),
             xa_TR if needs_b else None,
             keep_TK if needs_x or needs_a else None,
             *kept_x,
         )
-        ctx.given = branch_scale, quant_state, dtypes, x.shape, x.dtype, now
+        ctx.settings = branch_scale, quant_state, dtypes, x.shape, x.dtype, now
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
         return y if y.dtype == out else y.to(out)
 
@@ -386,7 +394,7 @@ class LoraLinear(torch.autograd.Function):
         weight, a, b, xa_TR, keep_TK, *kept_x = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
-        scale, quant_state, (compute, _, wide), x_shape, x_dtype, now = ctx.given
+        scale, quant_state, (compute, _, wide), x_shape, x_dtype, now = ctx.settings
         now = now and not torch._C._len_torch_dispatch_stack()
         dx_TK = dweight = dbias = da = db = None
         with disable_autocast() if now else autocast_off(dy):
@@ -422,12 +430,16 @@ class LoraLinear(torch.autograd.Function):
                 )
             else:
                 if needs_x or needs_a:
-                    dxa_TR = scaled_product(narrow_TO, b, now=now)
+                    dxa_TR = scaled_product(narrow_TO, b, direct_kernels=now)
                 if needs_b:
-                    db = gradient_product(narrow_TO, xa_TR, scale, b_dtype, now=now)
+                    db = gradient_product(narrow_TO, xa_TR, scale, b_dtype, direct_kernels=now)
                 if needs_a:
                     da = gradient_product(
-                        dxa_TR, x_TK if keep_TK is None else x_TK * keep_TK, scale, a_dtype, now=now
+                        dxa_TR,
+                        x_TK if keep_TK is None else x_TK * keep_TK,
+                        scale,
+                        a_dtype,
+                        direct_kernels=now,
                     )
                 # before its gradient is made
                 del x_TK
@@ -437,14 +449,14 @@ class LoraLinear(torch.autograd.Function):
                     else:
                         w_OK = base_weight(weight, quant_state, compute)
                     if keep_TK is None and (
-                        (now and x_dtype == compute and a.shape[0] <= SKINNY)
-                        or adds_in_place(x_dtype, dxa_TR, a)
+                        (now and x_dtype == compute and a.shape[0] <= MAX_KERNEL_RANK)
+                        or can_add_in_one_pass(x_dtype, dxa_TR, a)
                     ):
-                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale, now=now)
+                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale, direct_kernels=now)
                     else:
                         # the small addend is rounded to the products' dtype, the large one is
                         # summed onto it inside the product
-                        dx_TK = after_dropout(dxa_TR @ a, keep_TK)
+                        dx_TK = apply_dropout_mask(dxa_TR @ a, keep_TK)
                         if x_dtype == compute:
                             dx_TK.addmm_(narrow_TO, w_OK, beta=scale)
                         else:
@@ -458,12 +470,14 @@ class LoraLinear(torch.autograd.Function):
 _apply = direct_apply(LoraLinear)
 
 
-def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool = False) -> Tensor:
+def apply_linear(
+    x: Tensor, projection: Projection, dtypes: LoraDtypes, *, is_eager: bool = False
+) -> Tensor:
     """A projection with an adapter, in these dtypes.
 
-    now  it is neither under torch.func nor in a graph
+    is_eager  it is neither under torch.func nor in a graph
     """
-    weight, bias, a, b, state, scale, dropout, _ = call
+    weight, bias, a, b, state, scale, dropout, _ = projection
     assert a is not None
     assert b is not None
     if x.shape[-1] != a.shape[1] or b.shape[-1] != a.shape[0]:
@@ -474,11 +488,11 @@ def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool =
         )
     keep = None
     if dropout:
-        keep = dropout_mask(x, dropout)
-        scale = dropped_scale(scale, dropout)
-    given = (x, weight, bias, a, b, keep, scale, state, dtypes)
-    out: Tensor = _apply(*given) if now else apply_function(LoraLinear, *given)
-    return out
+        keep = draw_dropout_mask(x, dropout)
+        scale = scale_with_dropout(scale, dropout)
+    args = (x, weight, bias, a, b, keep, scale, state, dtypes)
+    output: Tensor = _apply(*args) if is_eager else apply_function(LoraLinear, *args)
+    return output
 
 
 def lora_linear(
@@ -510,7 +524,7 @@ def lora_linear(
     """
     weight_dtype = weight.dtype if quant_state is None else compute_dtype or x.dtype
     adapter_dtype = torch.promote_types(a.dtype, b.dtype)
-    dtypes = decide(
+    dtypes = resolve_dtypes(
         x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32
     )
     return apply_linear(x, Projection(weight, bias, a, b, quant_state, scale, dropout), dtypes)

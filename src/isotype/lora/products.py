@@ -24,8 +24,8 @@ from ..ops.library import library_op
 
 # Elements of one block of rows once widened: 1 MiB in fp32, which a core's own cache holds;
 # elsewhere 256 MiB, one block for most layers, since each is a launch.
-BLOCK_ELEMENTS = 2**18
-BLOCK_ELSEWHERE = 2**26
+BLOCK_ELEMENTS_CPU = 2**18
+BLOCK_ELEMENTS_GPU = 2**26
 
 # Below this many elements the call overhead of a bf16 product dominates: 128 x (256 + 16) widened
 # take 25 us, in two terms 46; 256 x (512 + 16) take 94 and 78.
@@ -33,7 +33,7 @@ SMALL_ELEMENTS = 2**16
 
 # Up to this rank a kernel is no slower than PyTorch's product: 2048 x 768 at rank 64 0.52 and 0.53
 # ms, at 256 2.4 and 2.0.
-SKINNY = 64
+MAX_KERNEL_RANK = 64
 
 
 # --- the kernels
@@ -49,39 +49,39 @@ KERNELS = CppKernels(
 )
 
 # the answer of `native`, for graphs: Dynamo cannot trace the question
-_known: dict[str, bool] = {}
+_availability_for_graphs: dict[str, bool] = {}
 
 
 @cache
-def native() -> bool:
+def kernels_available() -> bool:
     """Whether the kernels can run: they are built, this processor multiplies bf16, and the compiler
     supports its instructions.
     """
     if KERNELS.loaded():
-        _known["native"] = KERNELS.native()
-    return _known.get("native", False)
+        _availability_for_graphs["native"] = KERNELS.native()
+    return _availability_for_graphs.get("native", False)
 
 
-def why_not_native() -> str:
+def kernels_unavailable_reason() -> str:
     """Why PyTorch's products run on this CPU instead, or ""."""
-    if native():
+    if kernels_available():
         return ""
     return fallbacks().get(KERNELS.op, "no AVX512-BF16 in this processor, or in its compiler")
 
 
-def kernels_run(x: Tensor) -> bool:
+def can_run_kernels(x: Tensor) -> bool:
     """Whether the kernels take bf16 operands on x's device: a CPU with AVX512-BF16, for which a
     compiler has built them.
     """
     if x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
     if torch.compiler.is_dynamo_compiling():
-        return _known.get("native", False)
+        return _availability_for_graphs.get("native", False)
     # a graph cannot read which path is asked for
-    return native() and (torch.compiler.is_compiling() or forced_path() in (None, "cpp"))
+    return kernels_available() and (torch.compiler.is_compiling() or forced_path() in (None, "cpp"))
 
 
-def at_once(dtype: torch.dtype, x: Tensor) -> bool:
+def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
     """Whether the products of x in `dtype` call the kernels past PyTorch's dispatcher: where
     nothing looks at operators, as an observer, a plan or a compiler does. Asked once for all
     products of a function.
@@ -90,7 +90,7 @@ def at_once(dtype: torch.dtype, x: Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or type(x) not in PLAIN_TENSOR_TYPES:
         return False
-    return native() and forced_path() in (None, "cpp")
+    return kernels_available() and forced_path() in (None, "cpp")
 
 
 @library_op(
@@ -98,7 +98,7 @@ def at_once(dtype: torch.dtype, x: Tensor) -> bool:
     fake=lambda x, a, scale: x.new_empty(x.shape[0], a.shape[0]),
 )
 def _shrink(x_TN: Tensor, a_RN: Tensor, scale: float) -> Tensor:
-    return scaled_product(x_TN, a_RN.t(), scale, now=True)
+    return scaled_product(x_TN, a_RN.t(), scale, direct_kernels=True)
 
 
 @library_op(
@@ -106,7 +106,7 @@ def _shrink(x_TN: Tensor, a_RN: Tensor, scale: float) -> Tensor:
     fake=lambda *_: None,
 )
 def _expand_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float) -> None:
-    add_product_(y_TN, left_TR, right_RN, scale, now=True)
+    add_product_(y_TN, left_TR, right_RN, scale, direct_kernels=True)
 
 
 @library_op(
@@ -116,14 +116,16 @@ def _expand_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float) -> N
     ),
 )
 def _gradient(left_TM: Tensor, right_TN: Tensor, scale: float) -> Tensor:
-    return gradient_product(left_TM, right_TN, scale, torch.float32, now=True)
+    return gradient_product(left_TM, right_TN, scale, torch.float32, direct_kernels=True)
 
 
 # --- products. now: what `at_once` says of them; the kernels' operands have adjacent rows or, of a
 # rank's matrix, columns
 
 
-def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0, *, now: bool = False) -> Tensor:
+def scaled_product(
+    left: Tensor, right: Tensor, scale: float = 1.0, *, direct_kernels: bool = False
+) -> Tensor:
     """scale * left @ right in their dtype, where right has a rank's columns; the sum is scaled
     before it is rounded.
 
@@ -131,7 +133,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0, *, now: bool
     right   F[N R]
     """
     features, ranks = right.shape
-    if now and ranks <= SKINNY:
+    if direct_kernels and ranks <= MAX_KERNEL_RANK:
         left = left if left.stride(1) == 1 else left.contiguous()
         right = right if 1 in right.stride() else right.contiguous()
         out = left.new_empty((left.shape[0], ranks))
@@ -151,24 +153,33 @@ def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0, *, now: bool
             threads,
         )
         return out
-    if ranks <= SKINNY and left.dtype is torch.bfloat16 and kernels_run(right):
+    if ranks <= MAX_KERNEL_RANK and left.dtype is torch.bfloat16 and can_run_kernels(right):
         return _shrink(left, right.t(), scale)
     if scale == 1.0:
         return left @ right
     return left.new_empty(left.shape[0], ranks).addmm_(left, right, beta=0.0, alpha=scale)
 
 
-def adds_in_place(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
+def can_add_in_one_pass(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
     """Whether `add_product_` onto a sum of this dtype adds left @ right unrounded, in one pass."""
-    return dtype == left_TR.dtype and 0 < right_RN.shape[0] <= SKINNY and kernels_run(left_TR)
+    return (
+        dtype == left_TR.dtype
+        and 0 < right_RN.shape[0] <= MAX_KERNEL_RANK
+        and can_run_kernels(left_TR)
+    )
 
 
 def add_product_(
-    y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float = 1.0, *, now: bool = False
+    y_TN: Tensor,
+    left_TR: Tensor,
+    right_RN: Tensor,
+    scale: float = 1.0,
+    *,
+    direct_kernels: bool = False,
 ) -> Tensor:
     """y + scale * left @ right in place, in their one dtype: the sum is rounded once."""
     ranks = right_RN.shape[0]
-    if now and 0 < ranks <= SKINNY:
+    if direct_kernels and 0 < ranks <= MAX_KERNEL_RANK:
         left_TR = left_TR if left_TR.stride(1) == 1 else left_TR.contiguous()
         right_RN = right_RN if 1 in right_RN.stride() else right_RN.contiguous()
         rows, columns = y_TN.shape
@@ -191,7 +202,7 @@ def add_product_(
     # A graph's y is a product's result. Dynamo cannot answer for strides in a backward: it traces
     # that again, and the autocast that was switched off around it stays off for what follows (torch
     # 2.13)
-    if adds_in_place(y_TN.dtype, left_TR, right_RN) and (
+    if can_add_in_one_pass(y_TN.dtype, left_TR, right_RN) and (
         torch.compiler.is_dynamo_compiling() or y_TN.stride(-1) == 1
     ):
         _expand_(y_TN, left_TR, right_RN, scale)
@@ -200,39 +211,44 @@ def add_product_(
 
 
 def gradient_product(
-    left_TM: Tensor, right_TN: Tensor, scale: float, dtype: torch.dtype, *, now: bool = False
+    left_TM: Tensor,
+    right_TN: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    direct_kernels: bool = False,
 ) -> Tensor:
     """scale * leftᵀ @ right in `dtype`, rounded once: through fp32 only where `dtype` can hold more
     than the operands' own.
     """
     if dtype == left_TM.dtype and scale == 1.0:
         return left_TM.t() @ right_TN
-    if not now:
+    if not direct_kernels:
         return product_fp32(left_TM, right_TN, scale).to(dtype)
     left_TM = left_TM if left_TM.stride(1) == 1 else left_TM.contiguous()
     right_TN = right_TN if right_TN.stride(1) == 1 else right_TN.contiguous()
-    tokens, m = left_TM.shape
-    n = right_TN.shape[1]
-    out_MN = left_TM.new_empty((m, n), dtype=torch.float32)
+    tokens, left_features = left_TM.shape
+    right_features = right_TN.shape[1]
+    out_MN = left_TM.new_empty((left_features, right_features), dtype=torch.float32)
     # the kernel's ranks are the narrower side
-    if m <= n:
+    if left_features <= right_features:
         large = right_TN
         small = left_TM
-        steps = (n, 1)
+        output_strides = (right_features, 1)
     else:
         large = left_TM
         small = right_TN
-        steps = (1, n)
+        output_strides = (1, right_features)
     KERNELS.calls["gradient"](
         large.data_ptr(),
         small.data_ptr(),
         out_MN.data_ptr(),
         tokens,
-        max(m, n),
-        min(m, n),
+        max(left_features, right_features),
+        min(left_features, right_features),
         large.stride(0),
         small.stride(0),
-        *steps,
+        *output_strides,
         scale,
         torch.get_num_threads(),
     )
@@ -251,7 +267,7 @@ def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tenso
     ->      fp32[M N]
     """
     assert left_TM.dtype == right_TN.dtype
-    if kernels_run(left_TM):
+    if can_run_kernels(left_TM):
         return _gradient(left_TM, right_TN, scale)
     product_MN = _product_fp32(left_TM, right_TN)
     return product_MN if scale == 1.0 else product_MN.mul_(scale)
@@ -266,7 +282,7 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     if left_TM.numel() + right_TN.numel() <= SMALL_ELEMENTS:
         return left_TM.to(dtype).t() @ right_TN.to(dtype)
     if left_TM.dtype == torch.bfloat16:
-        return _two_terms(left_TM, right_TN)
+        return _two_term_product(left_TM, right_TN)
     if torch.compiler.is_compiling():
         return left_TM.to(dtype).t() @ right_TN.to(dtype)
     out_MN = torch.zeros(left_TM.shape[1], right_TN.shape[1], dtype=dtype, device=left_TM.device)
@@ -275,23 +291,23 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     return out_MN
 
 
-def _two_terms(left_TM: Tensor, right_TN: Tensor) -> Tensor:
+def _two_term_product(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     """The product rounded to bf16, plus the rounding error: a second product subtracts the first
     result inside its fp32 sum.
 
     bf16 has fp32's range, so the first term overflows no earlier. On a CPU whose addmm rounds
     before it adds, the second term is zero.
     """
-    high_MN = left_TM.t() @ right_TN
-    rest_MN = torch.addmm(high_MN, left_TM.t(), right_TN, beta=-1.0)
-    return high_MN.float().add_(rest_MN)
+    rounded_MN = left_TM.t() @ right_TN
+    error_MN = torch.addmm(rounded_MN, left_TM.t(), right_TN, beta=-1.0)
+    return rounded_MN.float().add_(error_MN)
 
 
 def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one
     slice inside a compiled graph.
     """
-    elements = BLOCK_ELEMENTS if stands_for(device) == "cpu" else BLOCK_ELSEWHERE
+    elements = BLOCK_ELEMENTS_CPU if stands_for(device) == "cpu" else BLOCK_ELEMENTS_GPU
     step = rows if torch.compiler.is_compiling() else max(elements // max(width, 1), 16)
     # at least one step, so that an empty batch takes the same path
     return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
@@ -301,16 +317,16 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
 # given the matrices themselves, and return gradients in their dtype
 
 
-def casts_again(x: Tensor) -> bool:
+def should_recast_adapters(x: Tensor) -> bool:
     """Whether backward gets A and B themselves, and casts them again: on a GPU each cast is a
     launch, and they are kept as cast.
     """
     return stands_for(x.device) == "cpu"
 
 
-def cast_down(
-    a_s: Sequence[Tensor | None],
-    bs: Sequence[Tensor | None],
+def cast_adapters(
+    a_matrices: Sequence[Tensor | None],
+    b_matrices: Sequence[Tensor | None],
     like: Tensor,
     features: int,
     dtype: torch.dtype,
@@ -318,12 +334,12 @@ def cast_down(
     """Every A in one tensor, and each B, in the products' dtype; no rows where there is no A: then
     on the device of `like`.
     """
-    every: list[Tensor] = []
-    low_bs: list[Tensor | None] = []
-    for a, b in zip(a_s, bs):
+    low_a: list[Tensor] = []
+    low_b: list[Tensor | None] = []
+    for a, b in zip(a_matrices, b_matrices):
         if a is not None:
-            every.append(a.to(dtype))
-        low_bs.append(None if b is None else b.to(dtype))
-    if not every:
-        return torch.empty(0, features, dtype=dtype, device=like.device), low_bs
-    return every[0] if len(every) == 1 else torch.cat(every), low_bs
+            low_a.append(a.to(dtype))
+        low_b.append(None if b is None else b.to(dtype))
+    if not low_a:
+        return torch.empty(0, features, dtype=dtype, device=like.device), low_b
+    return low_a[0] if len(low_a) == 1 else torch.cat(low_a), low_b

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from ..ops.backend import autocast_off, refuse_second_derivative, uses_fused_kernel
 from ..ops.packed import PackedState, widen
 
-_WIDE_COPY = "_isotype_wide"
+_SHARED_COPY = "_isotype_wide"
 
 
-class NotCopied:
+class DroppedOnCopy:
     """Belongs to one layer, and is None in a copy or a pickle of it."""
 
     __slots__ = ()
@@ -39,19 +39,19 @@ class NotCopied:
         return type(None), ()
 
 
-class WideCopy(NotCopied):
-    """A widened weight that is stored for `uses` backward products."""
+class SharedCopy(DroppedOnCopy):
+    """A widened weight that is stored for `remaining_uses` backward products."""
 
-    def __init__(self, wide: Tensor, packed: Tensor) -> None:
-        self.wide = wide
+    def __init__(self, weight: Tensor, packed: Tensor) -> None:
+        self.weight = weight
         self.version = packed._version
-        self.uses = 0
+        self.remaining_uses = 0
 
-    def fits(self, packed: Tensor, dtype: torch.dtype) -> bool:
+    def matches(self, packed: Tensor, dtype: torch.dtype) -> bool:
         return (
-            self.wide.dtype == dtype
+            self.weight.dtype == dtype
             and self.version == packed._version
-            and self.wide.device == packed.device
+            and self.weight.device == packed.device
         )
 
 
@@ -60,8 +60,8 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     the weight widened for it. bitsandbytes' 4 bits have kernels of their own on a CPU, and for the
     single row of a generated token, which need no copy of the weight.
     """
-    if recomputing() and not uses_fused_kernel(packed):
-        return F.linear(x_TK, _shared_copy(packed, state, x_TK.dtype), bias)
+    if is_recomputing() and not uses_fused_kernel(packed):
+        return F.linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
     if isinstance(state, PackedState) or (
         uses_fused_kernel(packed) and x_TK.numel() > x_TK.shape[-1]
     ):
@@ -72,19 +72,19 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     return product
 
 
-def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """W in `dtype`, as the forward product used it; a copy that a recompute has left is taken.
 
     packed  uint8[...]
     ->      dtype[O K]
     """
-    held: WideCopy | None = getattr(state, _WIDE_COPY, None)
-    if held is None or not held.fits(packed, dtype):
+    copy: SharedCopy | None = getattr(state, _SHARED_COPY, None)
+    if copy is None or not copy.matches(packed, dtype):
         return widen(packed, state, dtype)
-    held.uses -= 1
-    if held.uses <= 0:
-        delattr(state, _WIDE_COPY)
-    return held.wide
+    copy.remaining_uses -= 1
+    if copy.remaining_uses <= 0:
+        delattr(state, _SHARED_COPY)
+    return copy.weight
 
 
 def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,31 +92,34 @@ def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
     return dy_TO.sum(0, dtype=torch.promote_types(torch.float32, dy_TO.dtype)).to(dtype)
 
 
-def recomputing() -> bool:
+def is_recomputing() -> bool:
     """Whether a forward runs inside a backward: then it is a checkpoint's, and its backward
     follows.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    held: WideCopy | None = getattr(state, _WIDE_COPY, None)
-    if held is None or not held.fits(packed, dtype):
-        held = WideCopy(widen(packed, state, dtype), packed)
-        setattr(state, _WIDE_COPY, held)
+def _use_shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    copy: SharedCopy | None = getattr(state, _SHARED_COPY, None)
+    if copy is None or not copy.matches(packed, dtype):
+        copy = SharedCopy(widen(packed, state, dtype), packed)
+        setattr(state, _SHARED_COPY, copy)
 
         # the engine holds the callback until the whole backward has ended, and with it every
         # layer's copy if it named one
-        left = weakref.ref(held)
+        copy_reference = weakref.ref(copy)
 
-        def drop() -> None:
+        def drop_copy() -> None:
             # an output that nobody used has no backward
-            if left() is not None and getattr(state, _WIDE_COPY, None) is left():
-                delattr(state, _WIDE_COPY)
+            if (
+                copy_reference() is not None
+                and getattr(state, _SHARED_COPY, None) is copy_reference()
+            ):
+                delattr(state, _SHARED_COPY)
 
-        torch.autograd.Variable._execution_engine.queue_callback(drop)
-    held.uses += 1
-    return held.wide
+        torch.autograd.Variable._execution_engine.queue_callback(drop_copy)
+    copy.remaining_uses += 1
+    return copy.weight
 
 
 class LinearPacked(torch.autograd.Function):
@@ -137,7 +140,7 @@ class LinearPacked(torch.autograd.Function):
         dx = dbias = None
         with autocast_off(dy):
             if packed is not None:
-                dx = dy @ dequantised(packed, ctx.state, dy.dtype)
+                dx = dy @ dequantise_weight(packed, ctx.state, dy.dtype)
             if ctx.needs_input_grad[2]:
                 dbias = bias_gradient(dy.flatten(0, -2), ctx.bias_dtype)
         return dx, None, dbias, None
@@ -148,9 +151,9 @@ def forward_4bit(self: Any, x: Tensor) -> Tensor:
     weight on a CPU's first forward without gradients and never unpacks it, rewrites a bias to the
     compute dtype, and widens the weight once more in backward.
     """
-    if state_reason(self) is not None:
-        own: Tensor = type(self).forward(self, x)
-        return own
+    if packed_state_blocker(self) is not None:
+        output: Tensor = type(self).forward(self, x)
+        return output
     if not self.compute_type_is_set:
         fix_compute_dtype(self, x)
     product: Tensor = LinearPacked.apply(
@@ -174,11 +177,11 @@ class PackedWeight(nn.Parameter):
     quant_state: PackedState
 
     def __new__(cls, packed: Tensor, state: PackedState) -> PackedWeight:
-        made = torch.Tensor._make_subclass(
+        parameter = torch.Tensor._make_subclass(
             cls, packed.detach().contiguous().view(-1).view(torch.uint8), False
         )
-        made.quant_state = state
-        return made
+        parameter.quant_state = state
+        return parameter
 
     @property
     def ds_shape(self) -> torch.Size:
@@ -248,10 +251,12 @@ def is_4bit(module: nn.Module) -> bool:
     """Whether this is bitsandbytes' own 4-bit layer; exact types, since a subclass may compute
     something else.
     """
-    kind = type(module)
-    return kind.__name__ in ("Linear4bit", "LinearNF4", "LinearFP4") and kind.__module__.startswith(
-        "bitsandbytes."
-    )
+    layer_type = type(module)
+    return layer_type.__name__ in (
+        "Linear4bit",
+        "LinearNF4",
+        "LinearFP4",
+    ) and layer_type.__module__.startswith("bitsandbytes.")
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -259,7 +264,7 @@ def is_packed(module: nn.Module) -> bool:
     return type(module) is PackedLinear or is_4bit(module)
 
 
-def state_reason(base: Any) -> str | None:
+def packed_state_blocker(base: Any) -> str | None:
     """Why this packed layer's weight, as it is now, has no product here; or None."""
     state = getattr(base.weight, "quant_state", None)
     if state is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import MARK, Placement, put
-from ..lora.attach import active_adapter, has_hooks, is_stacked, refuse_unfused
+from ..lora.attach import active_adapter, has_hooks, is_expert_stack, refuse_packed_adapter
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
 from ..ops.packed import StackState
@@ -50,7 +50,7 @@ class ExpertsSettings:
 def unwrapped(module: Any) -> tuple[dict[str, Any], Any]:
     """(PEFT's wrappers by the name of their stack, the experts)."""
     wrappers = {}
-    while is_stacked(module):
+    while is_expert_stack(module):
         wrappers[module.parameter_name] = module
         module = module.base_layer
     return wrappers, module
@@ -223,7 +223,7 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     wrappers, module = unwrapped(self)
     why = why_not(wrappers, module, settings)
     if why is not None and wrappers and _state(module.down_proj) is not None:
-        refuse_unfused(why)
+        refuse_packed_adapter(why)
     if not fits or why is not None:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own

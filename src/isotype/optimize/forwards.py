@@ -20,8 +20,14 @@ from transformers.utils import logging
 
 from ..errors import UsageError
 from ..instance_method import MARK, InstanceMethod, method_of, settings_of
-from ..lora.attach import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, has_hooks, is_fused, look_again
-from ..lora.mlp import run_gated
+from ..lora.attach import (
+    GLOBAL_FORWARD_HOOKS,
+    GLOBAL_FORWARD_PRE_HOOKS,
+    has_hooks,
+    is_fused,
+    refresh_plan,
+)
+from ..lora.mlp import run_gated_mlp
 from ..ops import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ..ops.gated import Gated
 from ..ops.recomputable import mark_recomputable
@@ -52,7 +58,7 @@ def check_placed(model: nn.Module) -> None:
                 ),
             )
         if is_fused(module):
-            look_again(module)
+            refresh_plan(module)
 
 
 # --- norms
@@ -283,7 +289,7 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     if (
         not another
         and isinstance(activation, nn.Module)
-        and (activation._forward_hooks or HOOKS_OF_ALL or PRE_HOOKS_OF_ALL)
+        and (activation._forward_hooks or GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS)
     ):
         another = has_hooks(activation)
     if args or kwargs or another:
@@ -294,7 +300,7 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
         if s.up is None
         else (children[s.gate], children[s.up], children[s.down])
     )
-    together = run_gated(layers, hidden_states, s.op)
+    together = run_gated_mlp(layers, hidden_states, s.op)
     if together is None:
         return compute_gated(self, hidden_states, s)
     return together

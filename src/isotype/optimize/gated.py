@@ -12,7 +12,7 @@ from torch import nn
 
 from ..instance_method import Placement, put
 from ..lora.attach import is_lora
-from ..lora.mlp import why_not_one
+from ..lora.mlp import mlp_fusion_blocker
 from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
 from .instances import placement, same_in_both_modes, stand_in, taken
 
@@ -111,7 +111,7 @@ def place(path: str, module: nn.Module) -> Placement:
     layers = [
         getattr(module, name) for name in (found.gate, found.up, found.down) if name is not None
     ]
-    reason = why_not_one(layers)
+    reason = mlp_fusion_blocker(layers)
     if reason is None:
         return placement(PART, path, module, "lora_mlp", found.op)
     notes = ["gate and up from one layer"] if found.up is None else []

@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..instance_method import Placement, method_of, take_back
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
-from ..lora.products import why_not_native
+from ..lora.products import kernels_unavailable_reason
 from ..ops.backend import kernel_unavailable_reason
 from ..ops.cpp import missing
 from ..precision import Precision
@@ -137,7 +137,7 @@ def _placed(
     # first, because a gated MLP asks whether its layers are fused
     adapters = fuse_lora(model, branch_fp32=lora_branch == "fp32")
     if on_cpu and any(adapter.op for adapter in adapters):
-        slower = why_not_native()
+        slower = kernels_unavailable_reason()
         manifest.notes += (
             [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
         )
