@@ -14,9 +14,9 @@ from isotype.lora import lora_linear
 from isotype.lora.linear import LORA_LINEAR
 from isotype.lora.products import (
     add_product_,
+    kernels_unavailable_reason,
     product_fp32,
     scaled_product,
-    kernels_unavailable_reason,
 )
 from isotype.testing import ampcheck
 

@@ -13,7 +13,7 @@ from isotype import ops
 from isotype.environment.planned import planned_for
 from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
 from isotype.lora.group import lora_group
-from isotype.lora.linear import Projection, resolve_dtypes, lora_linear
+from isotype.lora.linear import Projection, lora_linear, resolve_dtypes
 from isotype.lora.mlp import lora_mlp
 from isotype.lora.quantised import forward_4bit
 from isotype.ops import cpp

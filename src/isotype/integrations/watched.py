@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 
 from ..config.schema import RunSection
 from ..errors import RunError, UsageError
-from ..lora.attach import lora_layers, is_dora_layer, fusion_blocker
+from ..lora.attach import fusion_blocker, is_dora_layer, lora_layers
 from ..observe import Observation, Observer, is_observed, observing
 from ..observe.continuity import (
     BUFFER,
