@@ -88,6 +88,6 @@ def test_a_stage_ends_in_its_time(monkeypatch):
             monkeypatch.setattr(stages.time, "monotonic", lambda now=now: now)
             moment = Moment(number, 1000, {}, torch.nn.Identity(), Path())
             clock.on_step(moment)
-            if moment._asked:
+            if moment._stop_requests:
                 break
         assert number == done
