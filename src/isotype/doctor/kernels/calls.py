@@ -26,18 +26,18 @@ from ...wording import counted
 from .checker import Report, check, check_combinations
 from .pretend import pretend_gpu
 from .signature import (
-    DEFAULT,
+    DEFAULT_TARGET,
     OPTION_NAMES,
     Combination,
     Reach,
-    configuration,
     is_kernel,
     parse_target,
+    read_configuration,
     require_triton,
 )
 
 # of one autotuned kernel: the first configurations differ as much as the last
-MOST_CONFIGURATIONS = 8
+MAX_CONFIGURATIONS = 8
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Launch:
     args: tuple
     kwargs: dict[str, Any]
 
-    def combination(self, target: Any, label: str, reach: Reach = Reach.GIVEN) -> Combination:
+    def combination(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Combination:
         """What Triton's launcher makes of the arguments: types, constexprs (also an integer 1 and
         None), divisibility.
         """
@@ -64,35 +64,38 @@ class Launch:
             self.function.signature, self.function.params, backend
         )
         options = {k: v for k, v in self.kwargs.items() if k in OPTION_NAMES and k not in names}
-        kwargs = {k: _stand_in(v) for k, v in self.kwargs.items() if k in names}
-        bound, specialization, _ = bind(*(_stand_in(a) for a in self.args), **kwargs)
+        kwargs = {k: _mock_tensor(v) for k, v in self.kwargs.items() if k in names}
+        bound, specialization, _ = bind(*(_mock_tensor(a) for a in self.args), **kwargs)
         types = [kind for kind, _ in specialization]
-        constant = find_paths_if(types, lambda _, kind: kind == "constexpr")
+        constant_paths = find_paths_if(types, lambda _, kind: kind == "constexpr")
         values = list(bound.values())
-        known = ["" if kind == "constexpr" else value for kind, value in specialization]
-        described = find_paths_if(known, lambda _, value: isinstance(value, str))
+        specialized = ["" if kind == "constexpr" else value for kind, value in specialization]
+        attribute_paths = find_paths_if(specialized, lambda _, value: isinstance(value, str))
         return Combination(
             label,
             dict(zip(names, types)),
-            {path: get_iterable_path(values, path) for path in constant},
-            {path: backend.parse_attr(get_iterable_path(known, path)) for path in described},
+            {path: get_iterable_path(values, path) for path in constant_paths},
+            {
+                path: backend.parse_attr(get_iterable_path(specialized, path))
+                for path in attribute_paths
+            },
             options,
             reach,
         )
 
 
-def _stand_in(value: Any) -> Any:
+def _mock_tensor(value: Any) -> Any:
     """A tensor as Triton's launcher sees it: a dtype and an aligned pointer."""
     from triton.runtime.jit import MockTensor
 
     if isinstance(value, Tensor):
         return MockTensor(value.dtype)
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_stand_in(v) for v in value)
+        return type(value)(_mock_tensor(v) for v in value)
     return value
 
 
-class _NotRun:
+class _SkippedLaunch:
     """What a trapped launch returns: code that reads a compiled kernel's figures gets modest ones."""
 
     n_regs = 32
@@ -111,7 +114,7 @@ class _NotRun:
 
 
 @dataclass
-class Trap:
+class LaunchTrap:
     """The launches caught so far, and notes on what could not be followed."""
 
     launches: list[Launch] = field(default_factory=list)
@@ -119,20 +122,20 @@ class Trap:
 
 
 @contextlib.contextmanager
-def trap_launches() -> Iterator[Trap]:
+def trap_launches() -> Iterator[LaunchTrap]:
     """No kernel runs inside; every launch, for every autotuning configuration, is kept."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    trap = Trap()
+    trap = LaunchTrap()
 
-    def trapped(
+    def record_launch(
         function: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any
     ) -> Any:
         trap.launches.append(Launch(function, args, kwargs))
-        return _NotRun()
+        return _SkippedLaunch()
 
-    def trapped_tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_autotuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.nargs = dict(zip(tuner.arg_names, args))
         try:
             configs = list(tuner.prune_configs(kwargs))
@@ -143,21 +146,21 @@ def trap_launches() -> Iterator[Trap]:
             )
             configs = list(tuner.configs)
         result: Any = None
-        for config in configs[:MOST_CONFIGURATIONS]:
-            fixed = configuration(config)
+        for config in configs[:MAX_CONFIGURATIONS]:
+            fixed = read_configuration(config)
             result = tuner.fn.run(*args, **{**kwargs, **fixed.constexprs, **fixed.options})
         tuner.nargs = None
         return result
 
     with (
-        mock.patch.object(JITFunction, "run", trapped),
-        mock.patch.object(Autotuner, "run", trapped_tuned),
+        mock.patch.object(JITFunction, "run", record_launch),
+        mock.patch.object(Autotuner, "run", record_autotuned),
     ):
         yield trap
 
 
 @dataclass
-class Calls:
+class WrapperCalls:
     """What calling a wrapper showed.
 
     reached  by identity of a kernel: the kernel, and the combinations in which calls launched it
@@ -170,7 +173,7 @@ class Calls:
     remarks: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def recorded(self, target: Any, label: str, reach: Reach = Reach.GIVEN) -> Iterator[None]:
+    def record(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Iterator[None]:
         """Inside, launches are trapped on a pretended GPU; an error is a refusal; on leaving,
         `reached` holds the combinations.
         """
@@ -208,52 +211,56 @@ class Calls:
         return result
 
 
-def _floats(tree: Any) -> list[Tensor]:
+def _float_tensors(tree: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _cast(inputs: Any, words: Sequence[str]) -> Any:
+def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
     """The inputs with float tensors, in order of appearance, in these dtypes; a tensor given twice
     stays one tensor.
     """
-    queue = iter(words)
-    made = dict[int, Tensor]()
+    queue = iter(dtype_names)
+    cast_tensors = dict[int, Tensor]()
 
-    def change(tensor: Tensor) -> Tensor:
+    def cast_tensor(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor.detach().clone()
-        word = next(queue)
-        if id(tensor) not in made:
-            made[id(tensor)] = (
+        target_dtype = next(queue)
+        if id(tensor) not in cast_tensors:
+            cast_tensors[id(tensor)] = (
                 tensor.detach()
-                .to(to_torch(word), copy=True)
+                .to(to_torch(target_dtype), copy=True)
                 .requires_grad_(tensor.requires_grad or tensor.is_leaf)
             )
-        return made[id(tensor)]
+        return cast_tensors[id(tensor)]
 
-    return pytree.tree_map_only(Tensor, change, inputs)
+    return pytree.tree_map_only(Tensor, cast_tensor, inputs)
 
 
-def _variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
+def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
     """First the dtypes as given, then all float tensors in one dtype, then each tensor alone in
     another dtype than bf16.
     """
-    own = [dtype_name(t.dtype) for t in _floats(inputs)]
-    yield "inputs as given", Reach.GIVEN, own
+    given_dtypes = [dtype_name(t.dtype) for t in _float_tensors(inputs)]
+    yield "inputs as given", Reach.CONFIRMED, given_dtypes
     # inputs of several dtypes are meant so: their roles are the author's
-    alike = len(set(own)) <= 1
-    for word in ("fp32", "bf16", "fp16"):
-        yield f"{word} inputs", Reach.GIVEN if alike else Reach.MIXED, [word] * len(own)
-    for i in range(len(own)) if len(own) > 1 else ():
-        for word in ("fp32", "fp16"):
+    is_uniform = len(set(given_dtypes)) <= 1
+    for dtype in ("fp32", "bf16", "fp16"):
+        yield (
+            f"{dtype} inputs",
+            Reach.CONFIRMED if is_uniform else Reach.MIXED,
+            [dtype] * len(given_dtypes),
+        )
+    for i in range(len(given_dtypes)) if len(given_dtypes) > 1 else ():
+        for dtype in ("fp32", "fp16"):
             yield (
-                f"bf16 inputs, float tensor {i} {word}",
+                f"bf16 inputs, float tensor {i} {dtype}",
                 Reach.MIXED,
-                [word if i == j else "bf16" for j in range(len(own))],
+                [dtype if i == j else "bf16" for j in range(len(given_dtypes))],
             )
 
 
-def several(inputs: Any) -> list[Any]:
+def split_calls(inputs: Any) -> list[Any]:
     """The calls that `inputs` stands for: a list whose items are tuples or dicts is several,
     anything else is one.
     """
@@ -267,7 +274,7 @@ def several(inputs: Any) -> list[Any]:
 def check_wrapper(
     function: Callable[..., Any],
     inputs: Any,
-    targets: Sequence[str | int] = (DEFAULT,),
+    targets: Sequence[str | int] = (DEFAULT_TARGET,),
     *,
     backward: bool = True,
     binary: bool = False,
@@ -279,18 +286,18 @@ def check_wrapper(
     launches have them.
     """
     require_triton()
-    calls = Calls()
+    calls = WrapperCalls()
     target = parse_target(targets[0])
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         function = function.apply
-    for label, reach, words in _variants(inputs):
-        given = _cast(inputs, words)
-        one = copy.deepcopy(function) if isinstance(function, torch.nn.Module) else function
-        if isinstance(one, torch.nn.Module) and words and label != "inputs as given":
-            one = one.to(to_torch(max(set(words), key=words.count)))
-        with calls.recorded(target, label, reach):
-            result = one(**given) if isinstance(given, dict) else one(*given)
-            outputs = [t for t in _floats(result) if t.requires_grad]
+    for label, reach, dtype_names in _dtype_variants(inputs):
+        arguments = _cast_inputs(inputs, dtype_names)
+        callee = copy.deepcopy(function) if isinstance(function, torch.nn.Module) else function
+        if isinstance(callee, torch.nn.Module) and dtype_names and label != "inputs as given":
+            callee = callee.to(to_torch(max(set(dtype_names), key=dtype_names.count)))
+        with calls.record(target, label, reach):
+            result = callee(**arguments) if isinstance(arguments, dict) else callee(*arguments)
+            outputs = [t for t in _float_tensors(result) if t.requires_grad]
             if backward and outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     return calls.report(targets, binary=binary)
@@ -319,19 +326,19 @@ def compile_matrix(
     Raises    AssertionError naming kernel, line, variable and dtypes, also when nothing was
               launched
     """
-    wanted = Severity.parse(fail_on) if isinstance(fail_on, str) else fail_on
+    threshold = Severity.parse(fail_on) if isinstance(fail_on, str) else fail_on
     name = getattr(function, "__name__", type(function).__name__)
     if is_kernel(function):
         findings = check(function, targets=targets, binary=binary).findings
     else:
         findings = []
-        for arguments in several(inputs):
-            answer = check_wrapper(function, arguments, targets, backward=backward, binary=binary)
-            if not answer.launches:
-                why = next(iter(answer.refused.values()), "the calls returned without one")
-                raise AssertionError(f"{name} launched no Triton kernel: {why}")
-            findings += [f for f in answer.findings if f not in findings]
-    failing = worst_first(f for f in findings if f.severity >= wanted)
+        for arguments in split_calls(inputs):
+            report = check_wrapper(function, arguments, targets, backward=backward, binary=binary)
+            if not report.launches:
+                reason = next(iter(report.refused.values()), "the calls returned without one")
+                raise AssertionError(f"{name} launched no Triton kernel: {reason}")
+            findings += [f for f in report.findings if f not in findings]
+    failing = worst_first(f for f in findings if f.severity >= threshold)
     if failing:
         count = counted(len(failing), "finding")
         raise AssertionError(

@@ -19,27 +19,27 @@ from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity, listed
-from .failures import diagnose, low_precision_sums
-from .infer import inferred_combinations
+from .failures import diagnose, find_low_precision_sums
+from .infer import infer_combinations
 from .observe import Fault, Observation, observe
 from .signature import (
-    DEFAULT,
+    DEFAULT_TARGET,
     Combination,
     Reach,
-    Unwrapped,
-    distinct,
+    UnwrappedKernel,
     is_float_pointer,
+    locate_kernel,
     parse_target,
-    place_of,
+    remove_duplicates,
     require_triton,
     shared_bytes,
     target_name,
-    unwrap,
+    unwrap_kernel,
 )
 
 
 @dataclass
-class Seen:
+class FaultGroup:
     """One fault with every combination that shows it, the most reachable first."""
 
     fault: Fault
@@ -68,23 +68,23 @@ class Report:
     launches: int = 0
     refused: dict[str, str] = field(default_factory=dict)
 
-    def add(self, other: Report) -> None:
-        self.findings += [f for f in other.findings if f not in self.findings]
-        self.kernels += [k for k in other.kernels if k not in self.kernels]
-        self.compiled += other.compiled
-        self.failed += other.failed
-        self.usages += other.usages
+    def add(self, report: Report) -> None:
+        self.findings += [f for f in report.findings if f not in self.findings]
+        self.kernels += [k for k in report.kernels if k not in self.kernels]
+        self.compiled += report.compiled
+        self.failed += report.failed
+        self.usages += report.usages
         self.remarks += [
-            f"{label}: refused by the function itself: {why}"
-            for label, why in other.refused.items()
-        ] + other.remarks
+            f"{label}: refused by the function itself: {reason}"
+            for label, reason in report.refused.items()
+        ] + report.remarks
 
 
 def check(
     kernel: Any,
     signatures: Mapping[str, Mapping[str, str]] | None = None,
     constexprs: Mapping[str, Any] | None = None,
-    targets: Sequence[str | int] = (DEFAULT,),
+    targets: Sequence[str | int] = (DEFAULT_TARGET,),
     *,
     binary: bool = False,
 ) -> Report:
@@ -100,58 +100,68 @@ def check(
                 or unknown
     """
     require_triton()
-    whole = unwrap(kernel)
+    unwrapped = unwrap_kernel(kernel)
     if signatures is None:
-        bases = inferred_combinations(whole, constexprs or {})
+        bases = infer_combinations(unwrapped, constexprs or {})
     else:
         bases = [
-            _given(whole, label, types, whole.with_defaults(constexprs or {}))
+            _explicit_combination(
+                unwrapped, label, types, unwrapped.with_defaults(constexprs or {})
+            )
             for label, types in signatures.items()
         ]
-    return check_combinations(whole.function, bases, targets, binary=binary)
+    return check_combinations(unwrapped.function, bases, targets, binary=binary)
 
 
-def _given(
-    whole: Unwrapped, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]
+def _explicit_combination(
+    unwrapped: UnwrappedKernel, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]
 ) -> Combination:
     """One entry of an author's matrix.
 
     Raises  UsageError naming parameters that the kernel has not, or that were forgotten.
     """
-    function, names = whole.function, list(whole.function.arg_names)
-    unknown = [n for n in [*types, *constexprs] if n not in names]
+    function, names = unwrapped.function, list(unwrapped.function.arg_names)
+    unknown = [name for name in [*types, *constexprs] if name not in names]
     if unknown:
         raise UsageError(
             f"{function.__name__}: signature {label!r} names {', '.join(unknown)}, which the kernel"
             f" has not (it has {', '.join(names)})"
         )
-    values = {n: v for n, v in constexprs.items() if n not in types or types[n] == "constexpr"}
-    full = {n: "constexpr" if n in values else types.get(n) for n in names}
+    values = {
+        name: value
+        for name, value in constexprs.items()
+        if name not in types or types[name] == "constexpr"
+    }
+    full = {name: "constexpr" if name in values else types.get(name) for name in names}
     missing = [
-        n for n, word in full.items() if word is None or (word == "constexpr" and n not in values)
+        name
+        for name, type_name in full.items()
+        if type_name is None or (type_name == "constexpr" and name not in values)
     ]
     if missing:
         raise UsageError(
             f"{function.__name__}: signature {label!r} says nothing of {', '.join(missing)}"
         )
-    return Combination(label, full, values, options=whole.configs[0].options)
+    return Combination(label, full, values, options=unwrapped.configs[0].options)
 
 
 def check_combinations(
     function: Any,
     bases: Sequence[Combination],
-    targets: Sequence[str | int] = (DEFAULT,),
+    targets: Sequence[str | int] = (DEFAULT_TARGET,),
     *,
     binary: bool = False,
 ) -> Report:
     """Every combination for every target."""
-    parsed, combinations = [parse_target(t) for t in targets], distinct(bases)
+    parsed, combinations = [parse_target(t) for t in targets], remove_duplicates(bases)
     if not parsed:
         raise UsageError("no target architecture: name at least one, such as sm_90")
     observations = [observe(function, c, target) for target in parsed for c in combinations]
-    findings, usages = as_findings(function, observations), list[str]()
+    findings, usages = build_findings(function, observations), list[str]()
     if binary:
-        more, usages = binary_findings(function, [o for o in observations if not o.failed], parsed)
+        more, usages = check_machine_code(
+            function, [o for o in observations if not o.failed], parsed
+        )
         findings += more
     return Report(
         findings,
@@ -162,80 +172,87 @@ def check_combinations(
     )
 
 
-def as_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
+def build_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
     """One finding a fault, over all the combinations and targets that show it."""
-    seen: dict[tuple, Seen] = {}
-    for one in sorted(observations, key=lambda o: -o.combination.reach):
+    groups: dict[tuple, FaultGroup] = {}
+    for observation in sorted(observations, key=lambda o: -o.combination.reach):
         name = function.__name__
-        for fault in (
-            [diagnose(name, *place_of(function), one)]
-            if one.failed
-            else low_precision_sums(name, one)
-        ):
-            seen.setdefault(
-                (fault.code, fault.file, fault.line), Seen(fault, [])
-            ).observations.append(one)
+        if observation.failed:
+            faults = [diagnose(name, *locate_kernel(function), observation)]
+        else:
+            faults = find_low_precision_sums(name, observation)
+        for fault in faults:
+            key = (fault.code, fault.file, fault.line)
+            group = groups.setdefault(key, FaultGroup(fault, []))
+            group.observations.append(observation)
     return [
-        _finding(function, one, observations)
-        for one in seen.values()
-        if not _is_ours(one, observations)
+        _build_finding(function, group, observations)
+        for group in groups.values()
+        if not _is_due_to_guess(group, observations)
     ]
 
 
-def _is_ours(one: Seen, observations: Sequence[Observation]) -> bool:
+def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
     """Whether a failure is due to guessed arguments and not to the kernel: no dtype error, in a
     combination that no caller gave.
     """
     some_compile = any(not o.failed for o in observations)
     return (
-        one.fault.severity is None
-        and not one.fault.is_dtype
-        and one.reach == Reach.INFERRED
+        group.fault.severity is None
+        and not group.fault.is_dtype
+        and group.reach == Reach.INFERRED
         and some_compile
     )
 
 
-def _severity(function: Any, one: Seen, observations: Sequence[Observation]) -> Severity:
-    if one.fault.severity is not None:
-        return one.fault.severity
-    if one.reach == Reach.INFERRED:
+def _decide_severity(
+    function: Any, group: FaultGroup, observations: Sequence[Observation]
+) -> Severity:
+    if group.fault.severity is not None:
+        return group.fault.severity
+    if group.reach == Reach.INFERRED:
         # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less
         # likely. Running sums and maxima of rows are fp32 buffers by design (trl.kernels keeps them
         # across launches)
-        if not one.fault.is_dtype or one.fault.statistic or all(o.failed for o in observations):
+        if not group.fault.is_dtype or group.fault.statistic or all(o.failed for o in observations):
             return Severity.NOTE
-        if one.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, one):
+        if group.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, group):
             return Severity.NOTE
-    return Severity.ERROR if one.reach == Reach.GIVEN else Severity.WARNING
+    return Severity.ERROR if group.reach == Reach.CONFIRMED else Severity.WARNING
 
 
-def _one_pointer_in_fp32_compiles(function: Any, one: Seen) -> bool:
+def _one_pointer_in_fp32_compiles(function: Any, group: FaultGroup) -> bool:
     """Whether one pointer in fp32 beside the others in bf16 cures it.
 
     Operands of two pointers need not share a dtype: gates, decays and intermediate gradients are
     fp32 by design in many libraries (`chunk_gla_bwd_kernel_intra` of flash-linear-attention, whose
     dA is), so that "all alike" is our guess and not a caller's choice.
     """
-    seen = one.observations[0]
+    observation = group.observations[0]
     types = {
-        name: "*bf16" if is_float_pointer(word) else word
-        for name, word in seen.combination.types.items()
+        name: "*bf16" if is_float_pointer(type_name) else type_name
+        for name, type_name in observation.combination.types.items()
     }
     mixed = (
-        replace(seen.combination, types={**types, name: "*fp32"})
-        for name, word in types.items()
-        if word == "*bf16"
+        replace(observation.combination, types={**types, name: "*fp32"})
+        for name, type_name in types.items()
+        if type_name == "*bf16"
     )
-    return any(not observe(function, each, parse_target(seen.target)).failed for each in mixed)
+    return any(
+        not observe(function, combination, parse_target(observation.target)).failed
+        for combination in mixed
+    )
 
 
-def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> Finding:
-    fault, failing = one.fault, one.observations
+def _build_finding(
+    function: Any, group: FaultGroup, observations: Sequence[Observation]
+) -> Finding:
+    fault, failing = group.fault, group.observations
     labels = list(dict.fromkeys(o.combination.label for o in failing))
     passing = [
-        x
-        for x in dict.fromkeys(o.combination.label for o in observations if not o.failed)
-        if x not in labels
+        label
+        for label in dict.fromkeys(o.combination.label for o in observations if not o.failed)
+        if label not in labels
     ]
     details = [
         ("kernel", fault.kernel),
@@ -249,15 +266,15 @@ def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> F
         else [("seen with", listed(labels))]
     )
     details += [
-        ("signature", failing[0].combination.written),
+        ("signature", failing[0].combination.type_summary),
         ("targets", ", ".join(dict.fromkeys(o.target for o in failing))),
     ]
-    details += [("reach", one.reach.words)]
+    details += [("reach", group.reach.description)]
     if failing[0].failed:
         details.append(("triton", failing[0].message))
     return Finding(
         code=fault.code,
-        severity=_severity(function, one, observations),
+        severity=_decide_severity(function, group, observations),
         message=fault.message,
         place=Place(file=fault.file, line=fault.line, symbol=fault.kernel),
         cause=fault.cause,
@@ -266,7 +283,7 @@ def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> F
     )
 
 
-MANY_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
+MAX_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
 
 
 @dataclass(frozen=True)
@@ -280,15 +297,15 @@ class Usage:
     shared_bytes: int
 
     @property
-    def written(self) -> str:
-        known = [("registers", self.registers), ("spilled values", self.spills)]
+    def summary(self) -> str:
+        figures = [("registers", self.registers), ("spilled values", self.spills)]
         return ", ".join(
-            [f"{n} {label}" for label, n in known if n is not None]
+            [f"{n} {label}" for label, n in figures if n is not None]
             + [f"{self.shared_bytes:,} bytes of shared memory"]
         )
 
 
-def binary_findings(
+def check_machine_code(
     function: Any, observations: Sequence[Observation], targets: Sequence[Any]
 ) -> tuple[list[Finding], list[str]]:
     """One signature a dtype and target: the first combination of each. Returns findings, and a line
@@ -297,34 +314,42 @@ def binary_findings(
     findings: list[Finding] = []
     usages: list[str] = []
     chosen: dict[tuple[str, ...], Observation] = {}
-    for one in observations:
-        words = sorted({str(w) for w in one.combination.types.values() if str(w).startswith("*")})
-        chosen.setdefault((one.target, *words), one)
-    for one in chosen.values():
-        found, usage = _compiled(
-            function, one, next(target for target in targets if target_name(target) == one.target)
+    for observation in observations:
+        pointer_types = sorted(
+            {
+                str(type_name)
+                for type_name in observation.combination.types.values()
+                if str(type_name).startswith("*")
+            }
         )
-        findings += found
+        chosen.setdefault((observation.target, *pointer_types), observation)
+    for observation in chosen.values():
+        program_findings, usage = _check_program(
+            function,
+            observation,
+            next(target for target in targets if target_name(target) == observation.target),
+        )
+        findings += program_findings
         if usage:
             usages.append(
-                f"{function.__name__} {one.target} {one.combination.label}: {usage.written}"
+                f"{function.__name__} {observation.target} {observation.combination.label}: {usage.summary}"
             )
     return findings, usages
 
 
-def _compiled(
+def _check_program(
     function: Any, observation: Observation, target: Any
 ) -> tuple[list[Finding], Usage | None]:
-    combination, where = observation.combination, target_name(target)
-    usage, allowed, given = None, shared_bytes(target), combination.reach == Reach.GIVEN
+    combination, target_label = observation.combination, target_name(target)
+    usage, allowed, is_confirmed = None, shared_bytes(target), combination.reach == Reach.CONFIRMED
     try:
         # Triton prints a whole PTX file when ptxas refuses it
         with contextlib.redirect_stdout(io.StringIO()):
-            usage = machine_code(function, combination, target)
+            usage = measure_usage(function, combination, target)
     except Exception as error:
-        severity = Severity.ERROR if given else Severity.WARNING
+        severity = Severity.ERROR if is_confirmed else Severity.WARNING
         text = " ".join(str(error).split())[:400]
-        what, why = (
+        problem, cause = (
             "does not compile to machine code for",
             f"a later stage than the front end refuses it: {type(error).__name__}: {text}",
         )
@@ -334,41 +359,43 @@ def _compiled(
         )
     else:
         if usage.shared_bytes > allowed:
-            severity = Severity.ERROR if given else Severity.NOTE
-            what, why = (
+            severity = Severity.ERROR if is_confirmed else Severity.NOTE
+            problem, cause = (
                 "needs more shared memory than there is on",
                 f"one block needs {usage.shared_bytes:,} bytes of {allowed:,}",
             )
             fix = "smaller blocks or fewer num_stages"
         elif usage.spills:
-            severity = Severity.WARNING if usage.spills > MANY_SPILLS and given else Severity.NOTE
-            what, why = (
+            severity = (
+                Severity.WARNING if usage.spills > MAX_SPILLS and is_confirmed else Severity.NOTE
+            )
+            problem, cause = (
                 "spills registers on",
                 f"{usage.spills} values a thread do not fit in {usage.registers} registers",
             )
             fix = "smaller blocks, more warps, or narrow fp32 values earlier"
         else:
             return [], usage
-    file, line = place_of(function)
+    file, line = locate_kernel(function)
     details = [
         ("kernel", function.__name__),
-        ("signature", combination.written),
-        ("target", where),
-        ("reach", combination.reach.words),
+        ("signature", combination.type_summary),
+        ("target", target_label),
+        ("reach", combination.reach.description),
     ]
-    found = Finding(
+    findings = Finding(
         code="KN010",
         severity=severity,
-        message=f"{function.__name__} {what} {where}",
+        message=f"{function.__name__} {problem} {target_label}",
         place=Place(file=file, line=line, symbol=function.__name__),
-        cause=why,
+        cause=cause,
         fix=fix,
-        details=(*details, *((("usage", usage.written),) if usage is not None else ())),
+        details=(*details, *((("usage", usage.summary),) if usage is not None else ())),
     )
-    return [found], usage
+    return [findings], usage
 
 
-def machine_code(function: Any, combination: Any, target: Any) -> Usage:
+def measure_usage(function: Any, combination: Any, target: Any) -> Usage:
     """Compiles all the way and reads what the program takes; Triton's own cache makes a second time
     quick.
     """

@@ -21,18 +21,18 @@ from .observe import (
     Observation,
     Origin,
     Scene,
-    assigns,
     call_name,
-    names_in,
-    origin,
-    origin_facts,
-    scalar_word,
-    variable_of,
+    describe_origin,
+    find_names,
+    find_origin,
+    is_assignment_to,
+    scalar_dtype,
+    variable_name,
 )
 
 
-def math_on_low_precision(scene: Scene) -> Fault | None:
-    found = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", scene.message)
+def diagnose_math_dtype(scene: Scene) -> Fault | None:
+    match = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", scene.message)
     call = scene.node
     if isinstance(call, ast.Call):
         arguments = [*call.args, *(k.value for k in call.keywords)]
@@ -40,39 +40,41 @@ def math_on_low_precision(scene: Scene) -> Fault | None:
         arguments = []
     kind = _math_function(scene)
     wrong = [a for a in arguments if scene.frame.dtypes.get(a) in (*LOW, "int32", "int64")]
-    if not found and not (kind and wrong):
+    if not match and not (kind and wrong):
         return None
     # libdevice's table of functions by dtype has no entry: its message is the dtypes it was asked
     # for
     argument = next(
-        (a for a in wrong if not found or scene.frame.dtypes[a] == found[2]),
+        (a for a in wrong if not match or scene.frame.dtypes[a] == match[2]),
         arguments[0] if arguments else None,
     )
     function = call_name(call) or "the function"
-    name = variable_of(argument) if argument is not None else function
-    got = found[2] if found else scene.frame.dtypes[wrong[0]]
-    wanted = " or ".join(re.findall(r"fp\d+", found[1])) if found else "fp32 or fp64"
-    where = origin(scene.frame, argument) if argument is not None else None
-    cause = (
-        f"Triton's {kind or 'math'} function {function} takes {wanted} only, and {name} is {got}"
+    name = variable_name(argument) if argument is not None else function
+    actual = match[2] if match else scene.frame.dtypes[wrong[0]]
+    accepted = " or ".join(re.findall(r"fp\d+", match[1])) if match else "fp32 or fp64"
+    argument_origin = find_origin(scene.frame, argument) if argument is not None else None
+    cause = f"Triton's {kind or 'math'} function {function} takes {accepted} only, and {name} is {actual}"
+    cause += (
+        f": {argument_origin.text}{scene.format_location(argument_origin)}"
+        if argument_origin
+        else ""
     )
-    cause += f": {where.text}{scene.at(where)}" if where else ""
     text = ast.unparse(argument) if argument is not None else "x"
     if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)):
         wrapped = text
     else:
         wrapped = f"({text})"
     fix = f"upcast before the call: {function}({wrapped}.to(tl.float32))"
-    if where and where.kind == "load":
-        fix += f", or once at load: {where.source}.to(tl.float32)"
-    facts = origin_facts(scene, where)
-    return scene.fault(
+    if argument_origin and argument_origin.kind == "load":
+        fix += f", or once at load: {argument_origin.source}.to(tl.float32)"
+    facts = describe_origin(scene, argument_origin)
+    return scene.make_fault(
         "KN004",
         name,
-        f"{function} on {name}, which is {got}",
+        f"{function} on {name}, which is {actual}",
         cause=cause,
         fix=fix,
-        dtypes=(got, "fp32"),
+        dtypes=(actual, "fp32"),
         facts=facts,
     )
 
@@ -81,8 +83,8 @@ def _math_function(scene: Scene) -> str | None:
     """`math` or `libdevice` when the node calls one of their functions."""
     if not isinstance(scene.node, ast.Call):
         return None
-    if names_in(scene.node.func):
-        value: object = scene.frame.scope.get(names_in(scene.node.func)[0])
+    if find_names(scene.node.func):
+        value: object = scene.frame.scope.get(find_names(scene.node.func)[0])
     else:
         value = None
     for attribute in ast.unparse(scene.node.func).split(".")[1:]:
@@ -95,14 +97,14 @@ def _math_function(scene: Scene) -> str | None:
     return None
 
 
-def dot_operands(scene: Scene) -> Fault | None:
+def diagnose_dot_operands(scene: Scene) -> Fault | None:
     pattern = (
         r"same dtype\. Got (\w+) and (\w+)|First input \((\w+)\) and second input \((\w+)\) must"
         r" have the same dtype"
     )
-    if not (found := re.search(pattern, scene.message)):
+    if not (match := re.search(pattern, scene.message)):
         return None
-    left, right = filter(None, found.groups())
+    left_dtype, right_dtype = filter(None, match.groups())
     call = scene.node
     if isinstance(call, ast.Call):
         operands = [*call.args, *(k.value for k in call.keywords)][:2]
@@ -111,114 +113,119 @@ def dot_operands(scene: Scene) -> Fault | None:
     if len(operands) < 2:
         return None
     a, b = operands
-    name_a = variable_of(a)
-    name_b = variable_of(b)
-    from_a = origin(scene.frame, a)
-    from_b = origin(scene.frame, b)
+    name_a = variable_name(a)
+    name_b = variable_name(b)
+    origin_a = find_origin(scene.frame, a)
+    origin_b = find_origin(scene.frame, b)
     cause = (
-        f"tl.dot does not promote: its operands {name_a} ({left}) and {name_b} ({right}) must have"
+        f"tl.dot does not promote: its operands {name_a} ({left_dtype}) and {name_b} ({right_dtype}) must have"
         " one dtype"
     )
     cause += "".join(
-        f"; {n}: {o.text}{scene.at(o)}" for n, o in ((name_a, from_a), (name_b, from_b)) if o
+        f"; {n}: {o.text}{scene.format_location(o)}"
+        for n, o in ((name_a, origin_a), (name_b, origin_b))
+        if o
     )
     promoted = next(
-        ((n, o) for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind == "scalar"), None
+        ((n, o) for n, o in ((name_a, origin_a), (name_b, origin_b)) if o and o.kind == "scalar"),
+        None,
     )
     if promoted:
         name, step = promoted
-        other = name_b if name == name_a else name_a
+        other_name = name_b if name == name_a else name_a
         fix = (
             f"apply {step.name} after the dot (to its fp32 result), or cast back before it: {name}"
-            f" = (...).to({other}.dtype)"
+            f" = (...).to({other_name}.dtype)"
         )
-        message = f"a scalar promotes {name} before tl.dot, which then gets {left} and {right}"
+        message = f"a scalar promotes {name} before tl.dot, which then gets {left_dtype} and {right_dtype}"
     else:
         fix = (
-            f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left},"
-            f" {name_a}.to({name_b}.dtype) keeps {right}"
+            f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left_dtype},"
+            f" {name_a}.to({name_b}.dtype) keeps {right_dtype}"
         )
-        message = f"tl.dot got {name_a} in {left} and {name_b} in {right}"
-    computed = [
+        message = f"tl.dot got {name_a} in {left_dtype} and {name_b} in {right_dtype}"
+    computed_names = [
         n
-        for n, o in ((name_a, from_a), (name_b, from_b))
+        for n, o in ((name_a, origin_a), (name_b, origin_b))
         if o and o.kind not in ("load", "parameter")
     ]
-    variable = promoted[0] if promoted else computed[0] if len(computed) == 1 else name_b
-    return scene.fault(
+    variable = (
+        promoted[0] if promoted else computed_names[0] if len(computed_names) == 1 else name_b
+    )
+    return scene.make_fault(
         "KN003",
         variable,
         message,
         cause=cause,
         fix=fix,
-        dtypes=(left, right),
-        facts=(("operands", f"{name_a} {left}, {name_b} {right}"),),
+        dtypes=(left_dtype, right_dtype),
+        facts=(("operands", f"{name_a} {left_dtype}, {name_b} {right_dtype}"),),
     )
 
 
-def typed_operands(scene: Scene) -> list[ast.AST]:
+def find_typed_operands(scene: Scene) -> list[ast.AST]:
     """The outermost typed operands of the expression or loop at which Triton stopped."""
-    whole = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
-    typed = [n for n in ast.walk(whole) if n in scene.frame.dtypes and n is not scene.node]
+    root = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
+    typed = [n for n in ast.walk(root) if n in scene.frame.dtypes and n is not scene.node]
     return [
         n
         for n in typed
         if not any(
-            n is not other and other is not whole and n in ast.walk(other) for other in typed
+            n is not parent and parent is not root and n in ast.walk(parent) for parent in typed
         )
     ]
 
 
-def redefined_in_branch(scene: Scene) -> Fault | None:
-    first = re.search(
+def diagnose_branch(scene: Scene) -> Fault | None:
+    redefinition = re.search(
         r"initial value for `(\w+)` is of type (.+?), *but the (then|else) block redefines it as"
         r" (.+)$",
         scene.message,
     )
-    both = re.search(
+    mismatch = re.search(
         r"[Mm]ismatched type for (\w+) between then block \((.+?)\) and else block \((.+)\)$",
         scene.message,
     )
-    if not first and not both:
+    if not redefinition and not mismatch:
         return None
-    if first:
-        name = first[1]
-        before = scalar_word(first[2])
-        block = first[3]
-        after = scalar_word(first[4])
+    if redefinition:
+        name = redefinition[1]
+        entry_dtype = scalar_dtype(redefinition[2])
+        block = redefinition[3]
+        new_dtype = scalar_dtype(redefinition[4])
     else:
-        assert both is not None
-        name = both[1]
-        before = scalar_word(both[2])
+        assert mismatch is not None
+        name = mismatch[1]
+        entry_dtype = scalar_dtype(mismatch[2])
         block = "else"
-        after = scalar_word(both[3])
-    around = [
+        new_dtype = scalar_dtype(mismatch[3])
+    enclosing_branches = [
         n
         for n in scene.frame.nodes()
         if isinstance(n, ast.If) and any(c is scene.node for c in ast.walk(n))
     ]
-    branch = around[-1] if around else None
-    inside = _bound_lines(scene.frame, name, after, branch)
-    line = scene.frame.line(inside[-1]) if inside else scene.frame.line(scene.node)
+    branch = enclosing_branches[-1] if enclosing_branches else None
+    assignments = _find_assignments(scene.frame, name, new_dtype, branch)
+    line = scene.frame.line(assignments[-1]) if assignments else scene.frame.line(scene.node)
     test = getattr(branch, "test", None)
     condition = f"`if {ast.unparse(test)}`" if test is not None else "the branch"
-    statement = f"`{ast.unparse(inside[-1])}`" if inside else f"the {block} block"
-    if first:
-        entered = _binding_before(scene.frame, name, branch or scene.node, before)
+    statement = f"`{ast.unparse(assignments[-1])}`" if assignments else f"the {block} block"
+    if redefinition:
+        entry_origin = _entry_origin(scene.frame, name, branch or scene.node, entry_dtype)
     else:
-        entered = None
+        entry_origin = None
     cause = (
         f"{condition} is decided when the kernel runs, so {name} must keep one dtype across the"
-        f" branch; {statement} redefines it as {after}"
+        f" branch; {statement} redefines it as {new_dtype}"
     )
-    if entered:
-        cause += f", while it enters as {before}: {entered.text}{scene.at(entered)}"
-    fix = _widening(name, before, after, entered, "before the branch")
+    if entry_origin:
+        cause += f", while it enters as {entry_dtype}: {entry_origin.text}{scene.format_location(entry_origin)}"
+    fix = _suggest_widening(name, entry_dtype, new_dtype, entry_origin, "before the branch")
     # parameters in the condition that reach the kernel at run time
     if test:
         flags = [
             n
-            for n in names_in(test)
+            for n in find_names(test)
             if not scene.frame.parameters.get(n, "constexpr").startswith("constexpr")
         ]
     else:
@@ -229,132 +236,142 @@ def redefined_in_branch(scene: Scene) -> Fault | None:
             f"; or, where it is known at launch, declare {declared}: a constexpr branch may change"
             " a dtype"
         )
-    if first:
-        message = f"{name} is {before} and a run-time branch redefines it as {after}"
+    if redefinition:
+        message = f"{name} is {entry_dtype} and a run-time branch redefines it as {new_dtype}"
     else:
-        message = f"{name} is {before} in one branch and {after} in the other"
-    return scene.fault(
+        message = f"{name} is {entry_dtype} in one branch and {new_dtype} in the other"
+    return scene.make_fault(
         "KN001",
         name,
         message,
         cause=cause,
         fix=fix,
         line=line,
-        dtypes=(before, after),
-        facts=origin_facts(scene, entered),
-        statistic=bool(entered and entered.statistic),
+        dtypes=(entry_dtype, new_dtype),
+        facts=describe_origin(scene, entry_origin),
+        statistic=bool(entry_origin and entry_origin.statistic),
     )
 
 
-def reassigned_in_loop(scene: Scene) -> Fault | None:
-    found = re.search(
+def diagnose_loop(scene: Scene) -> Fault | None:
+    match = re.search(
         r"[Ll]oop-carried variable (\w+) has initial type (.+?) but is re-assigned to (.+?) in"
         r" loop",
         scene.message,
     )
-    if not found:
+    if not match:
         return None
-    name = found[1]
-    before = scalar_word(found[2])
-    after = scalar_word(found[3])
+    name = match[1]
+    entry_dtype = scalar_dtype(match[2])
+    new_dtype = scalar_dtype(match[3])
     loop = scene.node if isinstance(scene.node, (ast.For, ast.While)) else None
-    inside = _bound_lines(scene.frame, name, after, loop)
-    statement = inside[-1] if inside else None
+    assignments = _find_assignments(scene.frame, name, new_dtype, loop)
+    statement = assignments[-1] if assignments else None
     line = scene.frame.line(statement or scene.node)
-    entered = _binding_before(scene.frame, name, scene.node, before)
+    entry_origin = _entry_origin(scene.frame, name, scene.node, entry_dtype)
     value = next((b.value for b in reversed(scene.frame.bindings) if b.node is statement), None)
-    made = origin(scene.frame, value) if value is not None else None
-    cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {before}"
-    cause += f" ({entered.text})" if entered else ""
+    value_origin = find_origin(scene.frame, value) if value is not None else None
+    cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {entry_dtype}"
+    cause += f" ({entry_origin.text})" if entry_origin else ""
     cause += (
-        f" and `{ast.unparse(statement)}` makes it {after}"
+        f" and `{ast.unparse(statement)}` makes it {new_dtype}"
         if statement is not None
-        else f" and is re-assigned as {after}"
+        else f" and is re-assigned as {new_dtype}"
     )
-    if made and made.kind in ("scalar", "promotion"):
-        cause += f"; {made.text}{scene.at(made)}"
-    if "fp64" in (before, after) and made and made.name in scene.frame.parameters:
+    if value_origin and value_origin.kind in ("scalar", "promotion"):
+        cause += f"; {value_origin.text}{scene.format_location(value_origin)}"
+    if (
+        "fp64" in (entry_dtype, new_dtype)
+        and value_origin
+        and value_origin.name in scene.frame.parameters
+    ):
         cause += (
-            f". Under torch.compile (Inductor) a Python float such as {made.name} reaches the"
+            f". Under torch.compile (Inductor) a Python float such as {value_origin.name} reaches the"
             " kernel as fp64"
         )
         fix = (
-            f"pin the scalar before its use: {made.name} = {made.name}.to(tl.float32), or annotate"
+            f"pin the scalar before its use: {value_origin.name} = {value_origin.name}.to(tl.float32), or annotate"
             " it fp32"
         )
-    elif before == _wider(before, after):
+    elif entry_dtype == _wider_dtype(entry_dtype, new_dtype):
         fix = (
-            f"keep {name} in {before} inside the loop: cast what is assigned,"
-            f" (...).to(tl.{torch_word(before)})"
+            f"keep {name} in {entry_dtype} inside the loop: cast what is assigned,"
+            f" (...).to(tl.{torch_word(entry_dtype)})"
         )
     else:
-        fix = "give it one dtype: " + _widening(name, before, after, entered, "before the loop")
-    message = f"{name} enters a loop as {before} and is re-assigned as {after} in it"
-    return scene.fault(
+        fix = "give it one dtype: " + _suggest_widening(
+            name, entry_dtype, new_dtype, entry_origin, "before the loop"
+        )
+    message = f"{name} enters a loop as {entry_dtype} and is re-assigned as {new_dtype} in it"
+    return scene.make_fault(
         "KN002",
         name,
         message,
         cause=cause,
         fix=fix,
         line=line,
-        dtypes=(before, after),
-        facts=origin_facts(scene, made),
-        statistic=bool(entered and entered.statistic),
+        dtypes=(entry_dtype, new_dtype),
+        facts=describe_origin(scene, value_origin),
+        statistic=bool(entry_origin and entry_origin.statistic),
     )
 
 
-def _bound_lines(
-    frame: Frame, name: str, dtype: str | None, inside: ast.AST | None
+def _find_assignments(
+    frame: Frame, name: str, dtype: str | None, block: ast.AST | None
 ) -> list[ast.AST]:
     """Statements that gave `name` this dtype, inside a block or before it."""
     statements = []
-    for bound in frame.bindings:
+    for binding in frame.bindings:
         if (
-            bound.name == name
-            and assigns(bound.node, name)
-            and (dtype is None or bound.dtype == dtype)
+            binding.name == name
+            and is_assignment_to(binding.node, name)
+            and (dtype is None or binding.dtype == dtype)
         ):
-            within = inside is None or any(node is bound.node for node in ast.walk(inside))
-            if within and bound.node is not None and bound.node not in statements:
-                statements.append(bound.node)
+            is_inside = block is None or any(node is binding.node for node in ast.walk(block))
+            if is_inside and binding.node is not None and binding.node not in statements:
+                statements.append(binding.node)
     return statements
 
 
-def _binding_before(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
+def _entry_origin(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
     """Where the value that enters a branch or a loop was made."""
     probe = ast.Name(id=name, ctx=ast.Load(), lineno=getattr(node, "lineno", 1) - 1, col_offset=0)
     frame.dtypes[probe] = dtype
-    return origin(frame, probe)
+    return find_origin(frame, probe)
 
 
-def _widening(name: str, before: str, after: str, entered: Origin | None, when: str) -> str:
-    wide = _wider(before, after)
-    if entered and entered.kind == "load":
-        return f"widen at load, {when}: {name} = {entered.source}.to(tl.{torch_word(wide)})"
-    if entered and entered.kind == "constant":
+def _suggest_widening(
+    name: str, entry_dtype: str, new_dtype: str, entry_origin: Origin | None, position: str
+) -> str:
+    wide_dtype = _wider_dtype(entry_dtype, new_dtype)
+    if entry_origin and entry_origin.kind == "load":
+        return f"widen at load, {position}: {name} = {entry_origin.source}.to(tl.{torch_word(wide_dtype)})"
+    if entry_origin and entry_origin.kind == "constant":
         return (
-            f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or"
-            f" tl.zeros(..., tl.{torch_word(wide)})"
+            f"start it in {wide_dtype} {position}: a Python 0 is int32, so write {name} = 0.0 or"
+            f" tl.zeros(..., tl.{torch_word(wide_dtype)})"
         )
-    if before == wide:
-        return f"keep {name} in {before}: cast what is assigned to it, .to(tl.{torch_word(before)})"
-    return f"give {name} its final dtype {when}: {name} = {name}.to(tl.{torch_word(wide)})"
+    if entry_dtype == wide_dtype:
+        return f"keep {name} in {entry_dtype}: cast what is assigned to it, .to(tl.{torch_word(entry_dtype)})"
+    return (
+        f"give {name} its final dtype {position}: {name} = {name}.to(tl.{torch_word(wide_dtype)})"
+    )
 
 
-def _wider(left: str, right: str) -> str:
+def _wider_dtype(first: str, second: str) -> str:
     """The dtype that both should be cast to; fp64 is rarely intended, so fp32 takes its place."""
     order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
-    known = [w for w in (left, right) if w in order]
-    if "fp64" in (left, right):
+    ordered = [dtype for dtype in (first, second) if dtype in order]
+    if "fp64" in (first, second):
         return "fp32"
-    return max(known, key=order.index) if known else right
+    return max(ordered, key=order.index) if ordered else second
 
 
 RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
-    redefined_in_branch,
-    reassigned_in_loop,
-    dot_operands,
-    math_on_low_precision,
+    diagnose_branch,
+    diagnose_loop,
+    diagnose_dot_operands,
+    diagnose_math_dtype,
 )
 
 
@@ -364,11 +381,11 @@ def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -
     """
     assert observation.failed, "only failures are diagnosed"
     # the innermost function of the user's
-    found = next(
-        (f for f in observation.failures if not f[0].in_triton),
+    failure = next(
+        (f for f in observation.failures if not f[0].is_triton_library),
         next(iter(observation.failures), None),
     )
-    if found is None:
+    if failure is None:
         cause = f"Triton stopped before the kernel's body: {observation.message}"
         fix = "look at the signature and the constexprs of this combination"
         return Fault(
@@ -382,21 +399,21 @@ def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -
             fix,
             is_dtype=False,
         )
-    scene = Scene(*found, observation.message, kernel_name)
-    for recognise in RECOGNISERS:
-        if (fault := recognise(scene)) is not None:
+    scene = Scene(*failure, observation.message, kernel_name)
+    for recogniser in RECOGNISERS:
+        if (fault := recogniser(scene)) is not None:
             return fault
-    return _unrecognised(scene)
+    return _unrecognised_fault(scene)
 
 
-def _unrecognised(scene: Scene) -> Fault:
+def _unrecognised_fault(scene: Scene) -> Fault:
     text = ast.unparse(scene.node).splitlines()[0]
-    parts = typed_operands(scene)
-    seen = ", ".join(f"{variable_of(n)} {scene.frame.dtypes[n]}" for n in parts)
-    facts = (("types here", seen),) if seen else ()
-    return scene.fault(
+    parts = find_typed_operands(scene)
+    type_list = ", ".join(f"{variable_name(n)} {scene.frame.dtypes[n]}" for n in parts)
+    facts = (("types here", type_list),) if type_list else ()
+    return scene.make_fault(
         "KN009",
-        variable_of(scene.node) if isinstance(scene.node, ast.expr) else "",
+        variable_name(scene.node) if isinstance(scene.node, ast.expr) else "",
         f"{scene.kernel} does not compile at `{text}`",
         cause=scene.message,
         fix="read Triton's own message above; the types are listed here as it saw them",
@@ -405,12 +422,14 @@ def _unrecognised(scene: Scene) -> Fault:
     )
 
 
-def low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
+def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
     """KN020 of one combination that compiled: its typed tree tells that `acc` is bf16, rather than
     a guess.
     """
     frames = [
-        frame for frame in observation.frames if not frame.in_triton and frame.tree is not None
+        frame
+        for frame in observation.frames
+        if not frame.is_triton_library and frame.tree is not None
     ]
     return [
         Fault(
@@ -426,15 +445,15 @@ def low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
             severity=Severity.WARNING,
         )
         for frame in frames
-        for node, name, dtype, message, cause, fix in _sums(frame)
+        for node, name, dtype, message, cause, fix in _iterate_sums(frame)
     ]
 
 
-def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
+def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
     """node, variable, dtype, message, cause and fix of each sum that is kept in bf16 or fp16."""
     for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
         for statement in [n for part in loop.body for n in ast.walk(part)]:
-            name = _accumulated(statement)
+            name = _accumulator_name(statement)
             if name is None or not _lives_across(frame, name, loop):
                 continue
             dtype = next(
@@ -476,12 +495,12 @@ def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
             f"`{ast.unparse(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its"
             " argument's dtype"
         )
-        name = variable_of(argument)
+        name = variable_name(argument)
         fix = f"widen first: {name}.to(tl.float32), and cast the result"
         yield call, name, dtype, f"{call_name(call)} of {name} is computed in {dtype}", cause, fix
 
 
-def _accumulated(statement: ast.AST) -> str | None:
+def _accumulator_name(statement: ast.AST) -> str | None:
     """The name that a statement adds to: `x += y`, `x = x + y`, `x = tl.dot(a, b, x)`."""
     if (
         isinstance(statement, ast.AugAssign)
@@ -513,11 +532,12 @@ def _accumulated(statement: ast.AST) -> str | None:
 def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
     """Whether the name holds a value from before the loop, and is not started anew in it."""
     inside = set(ast.walk(loop))
-    anew = any(
-        isinstance(n, ast.Assign) and assigns(n, name) and name not in names_in(n.value)
+    is_restarted = any(
+        isinstance(n, ast.Assign) and is_assignment_to(n, name) and name not in find_names(n.value)
         for n in inside
     )
-    before = any(
-        b.name == name and b.node not in inside and assigns(b.node, name) for b in frame.bindings
+    is_bound_earlier = any(
+        b.name == name and b.node not in inside and is_assignment_to(b.node, name)
+        for b in frame.bindings
     )
-    return before and not anew
+    return is_bound_earlier and not is_restarted

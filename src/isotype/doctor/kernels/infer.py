@@ -20,69 +20,69 @@ from .observe import call_name
 from .signature import (
     Combination,
     Reach,
-    Unwrapped,
-    distinct,
+    UnwrappedKernel,
     is_float_pointer,
     is_kernel,
-    place_of,
-    unwrap,
+    locate_kernel,
+    remove_duplicates,
+    unwrap_kernel,
 )
 
-_POINTER_WORD = {
+_POINTER_TYPES = {
     "int64": "*i64", "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1", "fp64": "*fp64", "fp32": "*fp32",
     "bf16": "*bf16", "fp16": "*fp16",
 }  # fmt: skip
-_MAKERS = (
+_CREATION_FUNCTIONS = (
     "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "arange", "to",
     "float", "tensor",
 )  # fmt: skip
 
 
-def fixed_dtypes(function: Any) -> dict[str, str]:
+def find_fixed_dtypes(function: Any) -> dict[str, str]:
     """Pointer parameter -> `*fp32`, where a launch in the kernel's own file fixes the dtype."""
-    tree = _tree(function)
+    tree = _parse_source(function)
     fixed = dict[str, str]()
     for scope in ast.walk(tree) if tree is not None else ():
         if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        made = _made_in(scope)
+        local_dtypes = _created_dtypes(scope)
         for call in ast.walk(scope):
             if (
                 isinstance(call, ast.Call)
                 and isinstance(call.func, ast.Subscript)
-                and _is(call.func.value, function.__name__)
+                and _is_name(call.func.value, function.__name__)
             ):
                 starred = any(isinstance(a, ast.Starred) for a in call.args)
-                passed = dict(zip(function.arg_names, () if starred else call.args))
-                passed |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names}
-                for name, value in passed.items():
-                    word = (
-                        made.get(value.id) if isinstance(value, ast.Name) else None
-                    ) or _fixed_dtype(value)
-                    if word is not None:
-                        fixed.setdefault(name, word)
+                arguments = dict(zip(function.arg_names, () if starred else call.args))
+                arguments |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names}
+                for name, value in arguments.items():
+                    type_name = (
+                        local_dtypes.get(value.id) if isinstance(value, ast.Name) else None
+                    ) or _created_dtype(value)
+                    if type_name is not None:
+                        fixed.setdefault(name, type_name)
     return fixed
 
 
-def _is(node: ast.AST, name: str) -> bool:
+def _is_name(node: ast.AST, name: str) -> bool:
     return (isinstance(node, ast.Name) and node.id == name) or (
         isinstance(node, ast.Attribute) and node.attr == name
     )
 
 
-def _tree(function: Any) -> ast.AST | None:
+def _parse_source(function: Any) -> ast.AST | None:
     try:
-        with open(place_of(function)[0], encoding="utf-8") as file:
+        with open(locate_kernel(function)[0], encoding="utf-8") as file:
             return ast.parse(file.read())
     except (OSError, SyntaxError, ValueError):
         return None
 
 
-def _made_in(scope: ast.AST) -> dict[str, str | None]:
+def _created_dtypes(scope: ast.AST) -> dict[str, str | None]:
     """Local tensors and the dtype the function itself gives them; None where two assignments
     disagree.
     """
-    made: dict[str, str | None] = {}
+    dtypes: dict[str, str | None] = {}
     for node in ast.walk(scope):
         if (
             isinstance(node, ast.Assign)
@@ -90,16 +90,16 @@ def _made_in(scope: ast.AST) -> dict[str, str | None]:
             and isinstance(node.targets[0], ast.Name)
         ):
             name = node.targets[0].id
-            word = _fixed_dtype(node.value)
-            made[name] = word if name not in made or made[name] == word else None
-    return made
+            type_name = _created_dtype(node.value)
+            dtypes[name] = type_name if name not in dtypes or dtypes[name] == type_name else None
+    return dtypes
 
 
-def _fixed_dtype(value: ast.AST) -> str | None:
+def _created_dtype(value: ast.AST) -> str | None:
     if (
         not isinstance(value, ast.Call)
         or not isinstance(value.func, ast.Attribute)
-        or value.func.attr not in _MAKERS
+        or value.func.attr not in _CREATION_FUNCTIONS
     ):
         return None
     if value.func.attr == "float" and not value.args:
@@ -107,16 +107,16 @@ def _fixed_dtype(value: ast.AST) -> str | None:
     candidates = [k.value for k in value.keywords if k.arg == "dtype"] + (
         list(value.args) if value.func.attr == "to" else []
     )
-    for one in candidates:
-        if isinstance(one, ast.Attribute) and _is(one.value, "torch"):
+    for candidate in candidates:
+        if isinstance(candidate, ast.Attribute) and _is_name(candidate.value, "torch"):
             try:
-                return _POINTER_WORD.get(parse(one.attr))
+                return _POINTER_TYPES.get(parse(candidate.attr))
             except ValueError:
                 return None
     if (
         not candidates
         and value.func.attr in ("empty", "zeros", "ones")
-        and _is(value.func.value, "torch")
+        and _is_name(value.func.value, "torch")
     ):
         return "*fp32"  # torch's default dtype
     if value.func.attr == "arange" and not candidates:
@@ -124,7 +124,7 @@ def _fixed_dtype(value: ast.AST) -> str | None:
     return None
 
 
-_MEMORY = (
+_MEMORY_CALLS = (
     "load",
     "store",
     "atomic_add",
@@ -143,7 +143,7 @@ _DTYPE_METHODS = ("to", "cast", "zeros", "full")
 
 
 @dataclass
-class Use:
+class ParameterUses:
     """How one function's parameters are used."""
 
     pointers: set[str] = field(default_factory=set)
@@ -154,11 +154,11 @@ class Use:
     dtypes: set[str] = field(default_factory=set)  # used where a dtype stands
 
 
-class _Reader(ast.NodeVisitor):
+class _UseReader(ast.NodeVisitor):
     """One pass over a kernel's source."""
 
     def __init__(self, function: Any, depth: int = 0) -> None:
-        self.use = Use()
+        self.use = ParameterUses()
         self.depth = depth
         self.scope = dict(function.__globals__)
         self.parameters = list(function.arg_names)
@@ -170,9 +170,9 @@ class _Reader(ast.NodeVisitor):
                     if isinstance(target, ast.Name):
                         self.values.setdefault(target.id, []).append(node.value)
                     elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                        for one, value in zip(target.elts, node.value.elts):
-                            if isinstance(one, ast.Name):
-                                self.values.setdefault(one.id, []).append(value)
+                        for element, value in zip(target.elts, node.value.elts):
+                            if isinstance(element, ast.Name):
+                                self.values.setdefault(element.id, []).append(value)
             elif (
                 isinstance(node, (ast.AugAssign, ast.AnnAssign))
                 and isinstance(node.target, ast.Name)
@@ -183,23 +183,27 @@ class _Reader(ast.NodeVisitor):
         self.use.integer_pointers &= self.use.pointers
         self.use.integers -= self.use.pointers
 
-    def base(self, node: ast.AST | None, seen: frozenset[str] = frozenset()) -> str | None:
+    def base_parameter(
+        self, node: ast.AST | None, visited: frozenset[str] = frozenset()
+    ) -> str | None:
         """The parameter an address starts from."""
         if isinstance(node, ast.Name):
-            if node.id in self.values and node.id not in seen:
+            if node.id in self.values and node.id not in visited:
                 for value in self.values[node.id]:
-                    if (found := self.base(value, seen | {node.id})) is not None:
-                        return found
+                    if (parameter := self.base_parameter(value, visited | {node.id})) is not None:
+                        return parameter
             return node.id if node.id in self.parameters else None
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-            return self.base(node.left, seen) or self.base(node.right, seen)
+            return self.base_parameter(node.left, visited) or self.base_parameter(
+                node.right, visited
+            )
         if isinstance(node, ast.Call):
             if (
                 isinstance(node.func, ast.Attribute)
                 and node.func.attr in ("to", "cast")
-                and not _of_module(node.func)
+                and not _is_language_call(node.func)
             ):
-                return self.base(node.func.value, seen)
+                return self.base_parameter(node.func.value, visited)
             if node.args and call_name(node) in (
                 "multiple_of",
                 "max_contiguous",
@@ -207,58 +211,68 @@ class _Reader(ast.NodeVisitor):
                 "make_block_ptr",
                 "advance",
             ):
-                return self.base(node.args[0], seen)
+                return self.base_parameter(node.args[0], visited)
             return None
         if isinstance(node, ast.Subscript):
-            return self.base(node.value, seen)
+            return self.base_parameter(node.value, visited)
         if isinstance(node, ast.IfExp):
-            return self.base(node.body, seen) or self.base(node.orelse, seen)
+            return self.base_parameter(node.body, visited) or self.base_parameter(
+                node.orelse, visited
+            )
         return None
 
-    def behind(self, node: ast.AST, depth: int = 0) -> set[str]:
+    def find_parameters(self, node: ast.AST, depth: int = 0) -> set[str]:
         """Parameters in an expression, through local names, without what is loaded from memory."""
-        found: set[str] = set()
+        parameters: set[str] = set()
         if isinstance(node, ast.Call) and call_name(node) == "load":
-            return found
+            return parameters
         if isinstance(node, ast.Name):
             if node.id in self.values and depth < 4:
                 for value in self.values[node.id]:
-                    found |= self.behind(value, depth + 1)
+                    parameters |= self.find_parameters(value, depth + 1)
             elif node.id in self.parameters:
-                found.add(node.id)
+                parameters.add(node.id)
         for child in ast.iter_child_nodes(node):
-            found |= self.behind(child, depth)
-        return found
+            parameters |= self.find_parameters(child, depth)
+        return parameters
 
-    def loaded(self, node: ast.AST, depth: int = 0) -> set[str]:
+    def find_loaded_pointers(self, node: ast.AST, depth: int = 0) -> set[str]:
         """Pointers from which values in an expression were loaded."""
-        found: set[str] = set()
-        for one in ast.walk(node):
-            if call_name(one) == "load":
-                assert isinstance(one, ast.Call)
-                found |= {b for b in (self.base(one.args[0] if one.args else None),) if b}
-            elif isinstance(one, ast.Name) and depth < 4:
-                for value in self.values.get(one.id, []):
-                    found |= self.loaded(value, depth + 1) if not _widens(value) else set()
-        return found
+        pointers: set[str] = set()
+        for child in ast.walk(node):
+            if call_name(child) == "load":
+                assert isinstance(child, ast.Call)
+                pointers |= {
+                    b for b in (self.base_parameter(child.args[0] if child.args else None),) if b
+                }
+            elif isinstance(child, ast.Name) and depth < 4:
+                for value in self.values.get(child.id, []):
+                    pointers |= (
+                        self.find_loaded_pointers(value, depth + 1)
+                        if not _is_float_cast(value)
+                        else set()
+                    )
+        return pointers
 
     def visit_Call(self, node: ast.Call) -> None:
         name = call_name(node)
-        if name in _MEMORY and (node.args or node.keywords):
+        if name in _MEMORY_CALLS and (node.args or node.keywords):
             address = node.args[0] if node.args else node.keywords[0].value
-            if (pointer := self.base(address)) is not None:
+            if (pointer := self.base_parameter(address)) is not None:
                 self.use.pointers.add(pointer)
-                offsets = self.behind(address) - {pointer}
+                offsets = self.find_parameters(address) - {pointer}
                 self.use.integers |= offsets
-                self.use.integer_pointers |= self.loaded(address)
+                self.use.integer_pointers |= self.find_loaded_pointers(address)
             for keyword in node.keywords:
                 if keyword.arg == "mask":
-                    self.use.integers |= self.behind(keyword.value)
+                    self.use.integers |= self.find_parameters(keyword.value)
         elif name in ("range", "arange", "static_range", "cdiv"):
-            self.use.integers |= {p for a in node.args for p in self.behind(a)}
-            self.use.integer_pointers |= {p for a in node.args for p in self.loaded(a)}
+            self.use.integers |= {p for a in node.args for p in self.find_parameters(a)}
+            self.use.integer_pointers |= {
+                p for a in node.args for p in self.find_loaded_pointers(a)
+            }
             if name == "arange":
-                self.use.sizes |= {p for a in node.args for p in self.behind(a)}
+                self.use.sizes |= {p for a in node.args for p in self.find_parameters(a)}
         elif name in _DTYPE_METHODS:
             for value in [
                 *(node.args[-1:] if node.args else []),
@@ -267,7 +281,7 @@ class _Reader(ast.NodeVisitor):
                 if isinstance(value, ast.Name) and value.id in self.parameters:
                     self.use.dtypes.add(value.id)
             if name in ("zeros", "full") and node.args:
-                self.use.sizes |= self.behind(node.args[0])
+                self.use.sizes |= self.find_parameters(node.args[0])
         else:
             self._called_function(node)
         self.generic_visit(node)
@@ -276,17 +290,17 @@ class _Reader(ast.NodeVisitor):
         callee = self.scope.get(node.func.id) if isinstance(node.func, ast.Name) else None
         if callee is None or self.depth > 3 or not is_kernel(callee):
             return
-        function = unwrap(callee).function
-        inner = _Reader(function, self.depth + 1).use
+        function = unwrap_kernel(callee).function
+        inner = _UseReader(function, self.depth + 1).use
         passed = dict(zip(function.arg_names, node.args)) | {
             k.arg: k.value for k in node.keywords if k.arg
         }
         for name, value in passed.items():
-            if name in inner.pointers and (pointer := self.base(value)) is not None:
+            if name in inner.pointers and (pointer := self.base_parameter(value)) is not None:
                 self.use.pointers.add(pointer)
                 if name in inner.integer_pointers:
                     self.use.integer_pointers.add(pointer)
-                self.use.integers |= self.behind(value) - {pointer}
+                self.use.integers |= self.find_parameters(value) - {pointer}
             elif isinstance(value, ast.Name) and value.id in self.parameters:
                 for group in ("integers", "tests", "sizes", "dtypes"):
                     if name in getattr(inner, group):
@@ -294,35 +308,39 @@ class _Reader(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
-            self.use.integers |= self.behind(node.left) | self.behind(node.right)
-            self.use.integer_pointers |= self.loaded(node.left) | self.loaded(node.right)
+            self.use.integers |= self.find_parameters(node.left) | self.find_parameters(node.right)
+            self.use.integer_pointers |= self.find_loaded_pointers(
+                node.left
+            ) | self.find_loaded_pointers(node.right)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = (node.left, *node.comparators)
         if any(
-            isinstance(one, ast.Constant) and type(one.value) is int and one.value < 0
-            for one in sides
+            isinstance(operand, ast.Constant) and type(operand.value) is int and operand.value < 0
+            for operand in sides
         ):
-            self.use.integer_pointers |= {p for side in sides for p in self.loaded(side)}
+            self.use.integer_pointers |= {
+                p for operand in sides for p in self.find_loaded_pointers(operand)
+            }
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> None:
         self.use.tests |= {
-            one.id
-            for one in ast.walk(node.test)
-            if isinstance(one, ast.Name) and one.id in self.parameters
+            name.id
+            for name in ast.walk(node.test)
+            if isinstance(name, ast.Name) and name.id in self.parameters
         }
         self.generic_visit(node)
 
     visit_IfExp = visit_If
 
 
-def _of_module(node: ast.Attribute) -> bool:
+def _is_language_call(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("tl", "triton", "language")
 
 
-def _widens(value: ast.AST) -> bool:
+def _is_float_cast(value: ast.AST) -> bool:
     return (
         isinstance(value, ast.Call)
         and call_name(value) in ("to", "cast")
@@ -330,41 +348,49 @@ def _widens(value: ast.AST) -> bool:
     )
 
 
-def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any]) -> list[Combination]:
+def infer_combinations(
+    unwrapped: UnwrappedKernel, constexprs: Mapping[str, Any]
+) -> list[Combination]:
     """All float pointers alike in fp32, bf16 and fp16, with flags on and off; pointers whose dtype
     the launch sites fix keep it.
     """
-    function = whole.function
-    use = _Reader(function).use
-    fixed = fixed_dtypes(function)
-    found: list[Combination] = []
+    function = unwrapped.function
+    use = _UseReader(function).use
+    fixed = find_fixed_dtypes(function)
+    combinations: list[Combination] = []
     for flags in (True, False):
-        guessed = {p.name: _guess(p, use, flags) for p in function.params if p.is_constexpr}
-        free_ones = {
-            n: v
-            for n, v in guessed.items()
-            if n not in whole.configs[0].constexprs and n not in whole.heuristics
+        guessed = {
+            p.name: _guess_constexpr(p, use, flags) for p in function.params if p.is_constexpr
         }
-        decided = whole.with_defaults(free_ones | dict(constexprs))
-        values = {n: decided.get(n, v) for n, v in guessed.items()} | dict(constexprs)
-        types = {p.name: _type(p, use, fixed, values) for p in function.params}
-        values = {n: v for n, v in values.items() if types.get(n) == "constexpr"}
-        free = [n for n, word in types.items() if n not in fixed and is_float_pointer(word)]
-        for word in ("fp32", "bf16", "fp16"):
-            if flags or not any(isinstance(v, bool) for v in values.values()):
-                label = word
+        free_constexprs = {
+            name: value
+            for name, value in guessed.items()
+            if name not in unwrapped.configs[0].constexprs and name not in unwrapped.heuristics
+        }
+        decided = unwrapped.with_defaults(free_constexprs | dict(constexprs))
+        values = {name: decided.get(name, value) for name, value in guessed.items()} | dict(
+            constexprs
+        )
+        types = {p.name: _infer_type(p, use, fixed, values) for p in function.params}
+        values = {name: value for name, value in values.items() if types.get(name) == "constexpr"}
+        free = [
+            name for name, dtype in types.items() if name not in fixed and is_float_pointer(dtype)
+        ]
+        for dtype in ("fp32", "bf16", "fp16"):
+            if flags or not any(isinstance(value, bool) for value in values.values()):
+                label = dtype
             else:
-                label = f"{word}, flags off"
-            alike = {**types, **dict.fromkeys(free, f"*{word}")}
-            found.append(
+                label = f"{dtype}, flags off"
+            typed = {**types, **dict.fromkeys(free, f"*{dtype}")}
+            combinations.append(
                 Combination(
-                    label, alike, values, {}, dict(whole.configs[0].options), Reach.INFERRED
+                    label, typed, values, {}, dict(unwrapped.configs[0].options), Reach.INFERRED
                 )
             )
-    return distinct(found)
+    return remove_duplicates(combinations)
 
 
-def _guess(parameter: Any, use: Use, flags: bool) -> Any:
+def _guess_constexpr(parameter: Any, use: ParameterUses, flags: bool) -> Any:
     """A value for a constexpr: what its uses allow, in a size that compiles fast and satisfies
     tl.dot.
     """
@@ -396,7 +422,9 @@ def _guess(parameter: Any, use: Use, flags: bool) -> Any:
     return {"num_warps": 4, "num_stages": 2}.get(lower, 16)
 
 
-def _type(parameter: Any, use: Use, fixed: Mapping[str, str], values: Mapping[str, Any]) -> str:
+def _infer_type(
+    parameter: Any, use: ParameterUses, fixed: Mapping[str, str], values: Mapping[str, Any]
+) -> str:
     name = parameter.name
     if parameter.is_constexpr or name in values:
         return "constexpr"
@@ -407,8 +435,8 @@ def _type(parameter: Any, use: Use, fixed: Mapping[str, str], values: Mapping[st
         return fixed[name]
     lower = name.lower()
     if name in use.pointers or (lower.endswith("_ptr") and name not in use.integers):
-        whole = name in use.integer_pointers or bool(_INDEX_NAME.search(lower))
-        return "*i64" if whole else "*fp32"
+        is_integer = name in use.integer_pointers or bool(_INDEX_NAME.search(lower))
+        return "*i64" if is_integer else "*fp32"
     if name in use.integers or any(
         w in lower for w in ("stride", "n_rows", "n_cols", "num_", "seqlen")
     ):
@@ -416,7 +444,7 @@ def _type(parameter: Any, use: Use, fixed: Mapping[str, str], values: Mapping[st
     return "i32" if name in use.tests else "fp32"
 
 
-def returns_a_value(function: Any) -> bool:
+def returns_value(function: Any) -> bool:
     """Whether it is no kernel by itself: functions that return a value are called from kernels, and
     seen with them.
     """

@@ -50,7 +50,7 @@ class Frame:
     bindings: list[Binding] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
     # the nodes of `tree`: Triton adds its own, an `x = x + y` for an `x += y`
-    written: set[ast.AST] = field(default_factory=set)
+    source_nodes: set[ast.AST] = field(default_factory=set)
     statements: list[ast.stmt] = field(default_factory=list)
     assigned: ast.AST | None = None  # the right side of the last assignment visited
     scope: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Frame:
         return iter(())
 
     @property
-    def in_triton(self) -> bool:
+    def is_triton_library(self) -> bool:
         """Whether it belongs to Triton's own library (`tl.sum`, `tl.softmax`)."""
         return f"{os.sep}triton{os.sep}language{os.sep}" in self.file
 
@@ -88,7 +88,7 @@ class Observation:
         return self.error is not None
 
 
-def _of(value: Any, name: str) -> Any:
+def _get_attribute(value: Any, name: str) -> Any:
     """An attribute or None; Triton's own tuples raise ValueError for one they have not (up to 3.6)."""
     try:
         return getattr(value, name, None)
@@ -96,32 +96,32 @@ def _of(value: Any, name: str) -> Any:
         return None
 
 
-def dtype_word(value: Any) -> str | None:
+def value_dtype(value: Any) -> str | None:
     """`fp32`, `int32`, `*bf16`; None for values without a type (modules, functions, None)."""
-    kind = _of(value, "type")
-    scalar = _of(kind, "scalar") or kind
-    word = str(scalar) if scalar is not None else None
-    if word is None or word.startswith(("constexpr", "<class")):
-        inner = _of(value, "value")
+    kind = _get_attribute(value, "type")
+    scalar = _get_attribute(kind, "scalar") or kind
+    text = str(scalar) if scalar is not None else None
+    if text is None or text.startswith(("constexpr", "<class")):
+        inner = _get_attribute(value, "value")
         if inner is not None:
             return f"constexpr {type(inner).__name__}"
         return None
-    if word.startswith("pointer<"):
-        return "*" + word.removeprefix("pointer<").removesuffix(">").split(",")[0].strip("> ")
-    return {"int1": "bool"}.get(word, word)
+    if text.startswith("pointer<"):
+        return "*" + text.removeprefix("pointer<").removesuffix(">").split(",")[0].strip("> ")
+    return {"int1": "bool"}.get(text, text)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    sizes = [getattr(n, "value", n) for n in _of(value, "shape") or ()]
+def _value_shape(value: Any) -> tuple[int, ...]:
+    sizes = [getattr(n, "value", n) for n in _get_attribute(value, "shape") or ()]
     # a tensor descriptor's sizes are run-time values
     return tuple(n for n in sizes if isinstance(n, int))
 
 
-def _original(error: BaseException) -> BaseException:
+def _root_error(error: BaseException) -> BaseException:
     """The exception at the bottom of Triton's chain of CompilationErrors."""
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while id(error) not in visited:
+        visited.add(id(error))
         inner = error.__cause__
         if (
             inner is None
@@ -135,7 +135,7 @@ def _original(error: BaseException) -> BaseException:
     return error
 
 
-def _message(error: BaseException) -> str:
+def _error_message(error: BaseException) -> str:
     """The last words of a failure, without the source excerpt that Triton puts before them."""
     text = str(getattr(error, "error_message", None) or error)
     with contextlib.suppress(SyntaxError, ValueError):
@@ -148,7 +148,7 @@ def _message(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _recording(observation: Observation) -> Iterator[None]:
+def _record_visits(observation: Observation) -> Iterator[None]:
     """Wraps the code generator's `visit` and `set_value` for the length of one compilation."""
     from triton.compiler.code_generator import CodeGenerator
 
@@ -156,9 +156,9 @@ def _recording(observation: Observation) -> Iterator[None]:
     set_value = CodeGenerator.set_value
     frames: dict[int, tuple[Any, Frame]] = {}  # the generator is kept, so that its id stays its own
 
-    def frame_of(generator: Any) -> Frame:
-        known = frames.get(id(generator))
-        if known is None:
+    def get_frame(generator: Any) -> Frame:
+        entry = frames.get(id(generator))
+        if entry is None:
             function = generator.jit_fn
             frame = Frame(
                 function.__name__,
@@ -167,16 +167,16 @@ def _recording(observation: Observation) -> Iterator[None]:
                 scope=function.__globals__,
             )
             observation.frames.append(frame)
-            known = frames[id(generator)] = generator, frame
-        return known[1]
+            entry = frames[id(generator)] = generator, frame
+        return entry[1]
 
-    def recorded_visit(generator: Any, node: Any) -> Any:
-        frame = frame_of(generator)
+    def visit_and_record(generator: Any, node: Any) -> Any:
+        frame = get_frame(generator)
         if frame.tree is None and isinstance(node, ast.Module):
             frame.tree = node
-            frame.written = set(ast.walk(node))
+            frame.source_nodes = set(ast.walk(node))
         if isinstance(node, ast.stmt):
-            if node in frame.written:
+            if node in frame.source_nodes:
                 frame.statements.append(node)
             frame.assigned = getattr(node, "value", None)
         try:
@@ -185,29 +185,29 @@ def _recording(observation: Observation) -> Iterator[None]:
             if node is not None and all(f is not frame for f, _ in observation.failures):
                 observation.failures.append((frame, node))
             raise
-        if isinstance(node, ast.expr) and (word := dtype_word(value)) is not None:
-            frame.dtypes[node] = word
-            if word.startswith("constexpr"):
+        if isinstance(node, ast.expr) and (dtype := value_dtype(value)) is not None:
+            frame.dtypes[node] = dtype
+            if dtype.startswith("constexpr"):
                 frame.constants.add(node)
             else:
-                frame.shapes[node] = _shape(value)
+                frame.shapes[node] = _value_shape(value)
         return value
 
-    def recorded_set_value(generator: Any, name: str, value: Any) -> None:
-        frame = frame_of(generator)
-        if (word := dtype_word(value)) is not None:
+    def set_and_record(generator: Any, name: str, value: Any) -> None:
+        frame = get_frame(generator)
+        if (dtype := value_dtype(value)) is not None:
             node = generator.cur_node
             if isinstance(node, (ast.FunctionDef, ast.arguments, ast.arg)) or node is None:
-                frame.parameters.setdefault(name, word)
+                frame.parameters.setdefault(name, dtype)
             # the assignment that is visited: `set_value` itself is given only a name
             frame.bindings.append(
                 Binding(
-                    name, word, frame.statements[-1] if frame.statements else node, frame.assigned
+                    name, dtype, frame.statements[-1] if frame.statements else node, frame.assigned
                 )
             )
         set_value(generator, name, value)
 
-    with mock.patch.multiple(CodeGenerator, visit=recorded_visit, set_value=recorded_set_value):
+    with mock.patch.multiple(CodeGenerator, visit=visit_and_record, set_value=set_and_record):
         yield
 
 
@@ -232,20 +232,20 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
-        given = {
+        arguments = {
             "target": target,
             "options": options,
             "codegen_fns": backend.get_codegen_implementation(options),
             "module_map": backend.get_module_map(),
             "context": context,
         }
-        wanted = inspect.signature(source.make_ir).parameters  # 3.4 takes no target
+        parameters = inspect.signature(source.make_ir).parameters  # 3.4 takes no target
         # a module that does not verify is printed whole
-        with _recording(observation), contextlib.redirect_stdout(io.StringIO()):
-            source.make_ir(**{name: given[name] for name in wanted})
+        with _record_visits(observation), contextlib.redirect_stdout(io.StringIO()):
+            source.make_ir(**{name: arguments[name] for name in parameters})
     except Exception as error:
-        observation.error = _original(error)
-        observation.message = _message(observation.error)
+        observation.error = _root_error(error)
+        observation.message = _error_message(observation.error)
     return observation
 
 
@@ -270,7 +270,7 @@ class Origin:
     statistic: bool = False
 
 
-def assigns(statement: ast.AST | None, name: str) -> bool:
+def is_assignment_to(statement: ast.AST | None, name: str) -> bool:
     if isinstance(statement, ast.Assign):
         targets: list[ast.expr] = statement.targets
     elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
@@ -282,11 +282,11 @@ def assigns(statement: ast.AST | None, name: str) -> bool:
     )
 
 
-def names_in(node: ast.AST) -> list[str]:
+def find_names(node: ast.AST) -> list[str]:
     return list(dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name)))
 
 
-def variable_of(node: ast.AST) -> str:
+def variable_name(node: ast.AST) -> str:
     """The name a reader would look for in an expression: `x` of `-x`, `x[:, None]` or `x.to(...)`;
     else the expression itself.
     """
@@ -310,7 +310,7 @@ def variable_of(node: ast.AST) -> str:
         ):
             node = node.args[0]
         elif isinstance(node, ast.BinOp):
-            node = node.left if names_in(node.left) else node.right
+            node = node.left if find_names(node.left) else node.right
         else:
             return ast.unparse(node)
 
@@ -334,34 +334,37 @@ def call_name(node: ast.AST) -> str:
     return ""
 
 
-def origin(
-    frame: Frame, node: ast.AST, *, before: int | None = None, _depth: int = 0
+def find_origin(
+    frame: Frame, node: ast.AST, *, last_line: int | None = None, _depth: int = 0
 ) -> Origin | None:
     """The step in this function that gave `node` its dtype; None where it cannot be determined.
 
-    before  only bindings on earlier lines of the function count (a name may be bound again below)
+    last_line  only bindings on earlier lines of the function count (a name may be bound again below)
     """
     if _depth > 12:
         return None
     if isinstance(node, ast.Name):
-        line = before if before is not None else getattr(node, "lineno", 10**9)
-        wanted = frame.dtypes.get(node)
-        for bound in reversed(frame.bindings):
-            statement = bound.node
+        line = last_line if last_line is not None else getattr(node, "lineno", 10**9)
+        dtype = frame.dtypes.get(node)
+        for binding in reversed(frame.bindings):
+            statement = binding.node
             if (
-                bound.name == node.id
-                and assigns(statement, node.id)
+                binding.name == node.id
+                and is_assignment_to(statement, node.id)
                 and getattr(statement, "lineno", 0) <= line
             ):
-                if wanted is not None and bound.dtype != wanted:
+                if dtype is not None and binding.dtype != dtype:
                     continue
-                value = bound.value
+                value = binding.value
                 if value is None or (isinstance(value, ast.Name) and value.id == node.id):
                     continue
-                found = origin(
-                    frame, value, before=getattr(statement, "lineno", line) - 1, _depth=_depth + 1
+                value_origin = find_origin(
+                    frame,
+                    value,
+                    last_line=getattr(statement, "lineno", line) - 1,
+                    _depth=_depth + 1,
                 )
-                return found or Origin(
+                return value_origin or Origin(
                     "value", f"`{ast.unparse(value)}`", frame.line(statement), ast.unparse(value)
                 )
         if node.id in frame.parameters:
@@ -374,80 +377,83 @@ def origin(
             )
         return None
     if isinstance(node, ast.BinOp):
-        return _binary(frame, node, before, _depth)
+        return _binary_origin(frame, node, last_line, _depth)
     if isinstance(node, (ast.UnaryOp, ast.Subscript)):
-        return origin(
+        return find_origin(
             frame,
             node.operand if isinstance(node, ast.UnaryOp) else node.value,
-            before=before,
+            last_line=last_line,
             _depth=_depth + 1,
         )
     if isinstance(node, ast.IfExp):
-        return origin(frame, node.body, before=before, _depth=_depth + 1)
+        return find_origin(frame, node.body, last_line=last_line, _depth=_depth + 1)
     if isinstance(node, ast.Constant):
         return Origin(
             "constant", f"the constant {ast.unparse(node)}", frame.line(node), ast.unparse(node)
         )
     if isinstance(node, ast.Call):
-        return _call(frame, node, before, _depth)
+        return _call_origin(frame, node, last_line, _depth)
     return None
 
 
-def _described(node: ast.AST) -> str:
+def _describe_operand(node: ast.AST) -> str:
     if call_name(node) == "load":
-        return f"what is loaded through {variable_of(node)}"
-    return variable_of(node)
+        return f"what is loaded through {variable_name(node)}"
+    return variable_name(node)
 
 
-def _binary(frame: Frame, node: ast.BinOp, before: int | None, depth: int) -> Origin | None:
-    left = node.left
-    right = node.right
+def _binary_origin(
+    frame: Frame, node: ast.BinOp, last_line: int | None, depth: int
+) -> Origin | None:
+    lhs = node.left
+    rhs = node.right
     result = frame.dtypes.get(node, "?")
-    sides = {side: frame.dtypes.get(side) for side in (left, right)}
-    for one, other in ((left, right), (right, left)):
-        mine = sides[one]
-        theirs = sides[other]
-        if theirs == result and mine != result and mine in FLOATS:
-            scalar = not frame.shapes.get(other) and bool(frame.shapes.get(one))
+    sides = {side: frame.dtypes.get(side) for side in (lhs, rhs)}
+    for operand, partner in ((lhs, rhs), (rhs, lhs)):
+        operand_dtype = sides[operand]
+        partner_dtype = sides[partner]
+        if partner_dtype == result and operand_dtype != result and operand_dtype in FLOATS:
+            scalar = not frame.shapes.get(partner) and bool(frame.shapes.get(operand))
             kind = "scalar" if scalar else "promotion"
             if scalar:
-                what = f"the {theirs} scalar {ast.unparse(other)}"
+                reason = f"the {partner_dtype} scalar {ast.unparse(partner)}"
             else:
-                what = f"{ast.unparse(other)}, which is {theirs}"
+                reason = f"{ast.unparse(partner)}, which is {partner_dtype}"
             text = (
-                f"`{ast.unparse(node)}` promotes {_described(one)} from {mine} to {result}: it"
-                f" meets {what}"
+                f"`{ast.unparse(node)}` promotes {_describe_operand(operand)} from {operand_dtype} to {result}: it"
+                f" meets {reason}"
             )
-            return Origin(kind, text, frame.line(node), ast.unparse(node), variable_of(other))
-    for side in (left, right):
+            return Origin(kind, text, frame.line(node), ast.unparse(node), variable_name(partner))
+    for side in (lhs, rhs):
         if sides[side] == result and not isinstance(side, ast.Constant):
-            return origin(frame, side, before=before, _depth=depth + 1)
+            return find_origin(frame, side, last_line=last_line, _depth=depth + 1)
     return None
 
 
-def _call(frame: Frame, node: ast.Call, before: int | None, depth: int) -> Origin | None:
-    here = frame.line(node)
+def _call_origin(frame: Frame, node: ast.Call, last_line: int | None, depth: int) -> Origin | None:
+    line = frame.line(node)
     name = call_name(node)
     result = frame.dtypes.get(node, "?")
     text = ast.unparse(node)
     if name == "load" and node.args:
         pointer = frame.dtypes.get(node.args[0], "")
         parameter = next(
-            (n for n in names_in(node.args[0]) if frame.parameters.get(n, "").startswith("*")), None
+            (n for n in find_names(node.args[0]) if frame.parameters.get(n, "").startswith("*")),
+            None,
         )
-        through = parameter or variable_of(node.args[0])
-        what = f"loaded through {through} ({pointer or result}) without a cast"
-        return Origin("load", what, here, text, through, not frame.shapes.get(node))
+        pointer_name = parameter or variable_name(node.args[0])
+        description = f"loaded through {pointer_name} ({pointer or result}) without a cast"
+        return Origin("load", description, line, text, pointer_name, not frame.shapes.get(node))
     if name in ("to", "cast"):
-        return Origin("cast", f"cast by `{text}`", here, text)
+        return Origin("cast", f"cast by `{text}`", line, text)
     if name in ("zeros", "full"):
-        return Origin("cast", f"made as {result} by `{text}`", here, text)
+        return Origin("cast", f"made as {result} by `{text}`", line, text)
     for argument in [*node.args, *(k.value for k in node.keywords)] if name != "dot" else ():
         if frame.dtypes.get(argument) == result and (
-            found := origin(frame, argument, before=before, _depth=depth + 1)
+            argument_origin := find_origin(frame, argument, last_line=last_line, _depth=depth + 1)
         ):
-            return found
-    return Origin("call", f"the result of `{text}`", here, text)
+            return argument_origin
+    return Origin("call", f"the result of `{text}`", line, text)
 
 
 @dataclass(frozen=True)
@@ -480,7 +486,7 @@ class Scene:
     message: str
     kernel: str
 
-    def fault(
+    def make_fault(
         self,
         code: str,
         variable: str,
@@ -489,27 +495,27 @@ class Scene:
         cause: str,
         fix: str,
         line: int | None = None,
-        **more: Any,
+        **fields: Any,
     ) -> Fault:
-        place = self.frame.line(self.node) if line is None else line
+        fault_line = self.frame.line(self.node) if line is None else line
         return Fault(
-            code, self.frame.file, place, self.kernel, variable, message, cause, fix, **more
+            code, self.frame.file, fault_line, self.kernel, variable, message, cause, fix, **fields
         )
 
-    def at(self, found: Origin | None) -> str:
+    def format_location(self, origin: Origin | None) -> str:
         """` (case.py:12)` of an origin."""
-        if found:
-            return f" ({self.frame.file.rsplit('/', 1)[-1]}:{found.line})"
+        if origin:
+            return f" ({self.frame.file.rsplit('/', 1)[-1]}:{origin.line})"
         return ""
 
 
-def scalar_word(text: str) -> str:
+def scalar_dtype(text: str) -> str:
     """`fp32` of `fp32[constexpr[256]]` (Triton 3.9) and of `<[256], fp32>` (older)."""
-    word = re.sub(r"^<\[.*\], *(.+)>$", r"\1", text.strip()).partition("[")[0]
-    return {"int1": "bool"}.get(word, word)
+    name = re.sub(r"^<\[.*\], *(.+)>$", r"\1", text.strip()).partition("[")[0]
+    return {"int1": "bool"}.get(name, name)
 
 
-def origin_facts(scene: Scene, found: Origin | None) -> tuple[tuple[str, str], ...]:
-    if found is not None:
-        return (("comes from", f"{found.text}{scene.at(found)}"),)
+def describe_origin(scene: Scene, origin: Origin | None) -> tuple[tuple[str, str], ...]:
+    if origin is not None:
+        return (("comes from", f"{origin.text}{scene.format_location(origin)}"),)
     return ()

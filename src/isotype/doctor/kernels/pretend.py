@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from .signature import shared_bytes
 
 _CUDA = torch.device("cuda:0")
-_FRESH = {
+_ZEROED_FUNCTIONS = {
     torch.empty: torch.zeros,
     torch.empty_like: torch.zeros_like,
     torch.Tensor.new_empty: torch.Tensor.new_zeros,
 }
-_HOST = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
-_TO = torch.Tensor.to
-_LIKE = (torch.Tensor.new_empty, torch.Tensor.new_zeros)
+_HOST_TRANSFERS = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
+_TENSOR_TO = torch.Tensor.to
+_NEW_METHODS = (torch.Tensor.new_empty, torch.Tensor.new_zeros)
 
 
 def _is_cuda(value: Any) -> bool:
@@ -37,12 +37,12 @@ def _is_cuda(value: Any) -> bool:
     )
 
 
-_MAKERS = (
+_CREATION_FUNCTIONS = (
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor",
     "scalar_tensor", "randperm",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided",
 )  # fmt: skip
-_METHODS = (
+_TENSOR_METHODS = (
     "to",
     "cuda",
     "cpu",
@@ -56,39 +56,39 @@ _METHODS = (
 )
 
 
-def _on_the_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_on_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls `func` with CUDA devices replaced by the CPU, and with fresh memory zeroed."""
-    if func in _HOST:
+    if func in _HOST_TRANSFERS:
         return args[0]
     if func in (torch.empty_strided, torch.Tensor.new_empty_strided):
-        return func(*args, **_host(kwargs)).zero_()
-    if func is _TO or func in _LIKE or "device" in kwargs:
+        return func(*args, **_replace_device(kwargs)).zero_()
+    if func is _TENSOR_TO or func in _NEW_METHODS or "device" in kwargs:
         args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
-    return _FRESH.get(func, func)(*args, **_host(kwargs))
+    return _ZEROED_FUNCTIONS.get(func, func)(*args, **_replace_device(kwargs))
 
 
-def _host(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _replace_device(kwargs: dict[str, Any]) -> dict[str, Any]:
     if _is_cuda(kwargs.get("device")):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     return {name: value for name, value in kwargs.items() if name != "pin_memory"}
 
 
-class _OnTheCpu(TorchFunctionMode):
+class _CpuMode(TorchFunctionMode):
     """Every call of torch's, also under `with torch.device("cuda")`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return _on_the_cpu(func, args, kwargs or {})
+        return _run_on_cpu(func, args, kwargs or {})
 
 
-def _patched(func: Any) -> Any:
+def _patch_function(func: Any) -> Any:
     """`torch.empty` and the like themselves, for code that a function mode does not reach:
     backward, and the inside of custom operators.
     """
 
     def on_the_cpu(*args: Any, **kwargs: Any) -> Any:
-        return _on_the_cpu(func, args, kwargs)
+        return _run_on_cpu(func, args, kwargs)
 
     on_the_cpu.__name__ = getattr(func, "__name__", "torch_function")
     return on_the_cpu
@@ -110,7 +110,7 @@ class _Stream:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         return 1.0
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +119,7 @@ class _Stream:
         return lambda *args, **kwargs: None
 
 
-def _properties(target: Any) -> SimpleNamespace:
+def _device_properties(target: Any) -> SimpleNamespace:
     major, minor = divmod(int(target.arch), 10) if target.backend == "cuda" else (9, 4)
     return SimpleNamespace(
         name=f"pretended {target.arch}",
@@ -137,24 +137,24 @@ def _properties(target: Any) -> SimpleNamespace:
     )
 
 
-def _driver(target: Any) -> SimpleNamespace:
+def _pretend_driver(target: Any) -> SimpleNamespace:
     """What Triton asks of a driver, answered for a GPU that is not there."""
-    shape = _properties(target)
-    found = {
+    properties = _device_properties(target)
+    limits = {
         "max_shared_mem": shared_bytes(target),
-        "max_num_regs": shape.regs_per_multiprocessor,
-        "multiprocessor_count": shape.multi_processor_count,
+        "max_num_regs": properties.regs_per_multiprocessor,
+        "multiprocessor_count": properties.multi_processor_count,
         "warpSize": target.warp_size,
     }
     return SimpleNamespace(
-        utils=SimpleNamespace(get_device_properties=lambda device: dict(found)),
+        utils=SimpleNamespace(get_device_properties=lambda device: dict(limits)),
         get_current_target=lambda: target,
         get_current_device=lambda: 0,
         set_current_device=lambda device: None,
         get_current_stream=lambda device: 0,
         get_active_torch_device=lambda: _CUDA,
         get_device_interface=lambda: torch.cuda,
-        get_device_capability=lambda device=0: (shape.major, shape.minor),
+        get_device_capability=lambda device=0: (properties.major, properties.minor),
     )
 
 
@@ -165,15 +165,15 @@ _WITHOUT_EFFECT = (
 
 def _cuda_answers(target: Any) -> dict[str, Any]:
     """`torch.cuda`'s questions and their answers."""
-    shape = _properties(target)
+    properties = _device_properties(target)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "get_device_capability": lambda device=None: (shape.major, shape.minor),
-        "get_device_properties": lambda device=None: shape,
-        "get_device_name": lambda device=None: shape.name,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "get_arch_list": lambda: [f"sm_{target.arch}"],
         "current_stream": lambda device=None: _Stream(),
@@ -187,10 +187,10 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
         "max_memory_allocated": lambda *args: 0,
         "mem_get_info": lambda *args: (70 << 30, 80 << 30),
     }
-    return answers | {name: _nothing(name) for name in _WITHOUT_EFFECT}
+    return answers | {name: _make_noop(name) for name in _WITHOUT_EFFECT}
 
 
-def _nothing(name: str) -> Any:
+def _make_noop(name: str) -> Any:
     """Makes a separate function for each name, because torch.compile's table of functions may hold
     each one only once.
     """
@@ -210,45 +210,47 @@ def pretend_gpu(target: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in _cuda_answers(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        said = {
+        tensor_answers = {
             "is_cuda": property(lambda self: True),
             "is_cpu": property(lambda self: False),
             "device": property(lambda self: _CUDA),
             "get_device": lambda self: 0,
         }
-        for name, value in said.items():
+        for name, value in tensor_answers.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
         # importing torch.compile reads it when CUDA reports that it is available
         stack.enter_context(
             mock.patch.object(
                 torch._C,
                 "_cuda_getCurrentRawStream",
-                _nothing("_cuda_getCurrentRawStream"),
+                _make_noop("_cuda_getCurrentRawStream"),
                 create=True,
             )
         )
-        for name in _MAKERS:
-            stack.enter_context(mock.patch.object(torch, name, _patched(getattr(torch, name))))
-        for name in _METHODS:
+        for name in _CREATION_FUNCTIONS:
             stack.enter_context(
-                mock.patch.object(torch.Tensor, name, _patched(getattr(torch.Tensor, name)))
+                mock.patch.object(torch, name, _patch_function(getattr(torch, name)))
+            )
+        for name in _TENSOR_METHODS:
+            stack.enter_context(
+                mock.patch.object(torch.Tensor, name, _patch_function(getattr(torch.Tensor, name)))
             )
         stack.enter_context(
             mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
         )
-        before = getattr(driver, "_active", None)
-        driver.set_active(_driver(target))
-        stack.callback(_restore_driver, driver, before)
-        stack.enter_context(_OnTheCpu())
+        previous_driver = getattr(driver, "_active", None)
+        driver.set_active(_pretend_driver(target))
+        stack.callback(_restore_driver, driver, previous_driver)
+        stack.enter_context(_CpuMode())
         yield
 
 
-def _restore_driver(driver: Any, before: Any) -> None:
+def _restore_driver(driver: Any, previous_driver: Any) -> None:
     """Back to the driver that was active, or to none chosen yet: it is found, or missed with
     Triton's own message, when asked for.
     """
     if hasattr(driver, "_active"):
-        driver._active = before
+        driver._active = previous_driver
     else:  # Triton 3.4
         with contextlib.suppress(RuntimeError):
             driver.reset_active()

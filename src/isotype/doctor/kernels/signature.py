@@ -17,13 +17,16 @@ from ...errors import UsageError
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-DEFAULT = "sm_90"
-SUPPORTED = ((3, 4), (3, 9))  # first and last minor version of Triton that was read and tried
+DEFAULT_TARGET = "sm_90"
+SUPPORTED_TRITON = (
+    (3, 4),
+    (3, 9),
+)  # first and last minor version of Triton that was read and tried
 
 
 # NVIDIA's opt-in shared memory a block in KiB, by compute capability; AMD's local data share.
 # Source: CUDA C++ programming guide, table of compute capabilities; AMD CDNA3 ISA guide
-_SHARED_KIB = {
+_NVIDIA_SHARED_KIB = {
     70: 96,
     75: 64,
     80: 163,
@@ -37,7 +40,7 @@ _SHARED_KIB = {
     120: 99,
     121: 99,
 }
-_LDS_KIB = {"gfx950": 160}
+_AMD_SHARED_KIB = {"gfx950": 160}
 
 
 def parse_target(text: str | int) -> GPUTarget:
@@ -48,16 +51,16 @@ def parse_target(text: str | int) -> GPUTarget:
     require_triton()
     from triton.backends.compiler import GPUTarget
 
-    word = str(text).strip().lower()
-    if nvidia := re.fullmatch(r"(?:sm_?)?(\d{2,3})[af]?", word):
+    name = str(text).strip().lower()
+    if nvidia := re.fullmatch(r"(?:sm_?)?(\d{2,3})[af]?", name):
         arch = int(nvidia[1])
         if arch < 70 or arch > 129:
             raise UsageError(
                 f"architecture {text!r}: NVIDIA architectures from sm_70 to sm_129 are compiled for"
             )
         return GPUTarget("cuda", arch, 32)
-    if re.fullmatch(r"gfx[0-9a-f]{3,4}", word):
-        return GPUTarget("hip", word, 64 if word.startswith("gfx9") else 32)
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
+        return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
     raise UsageError(
         f"architecture {text!r}: expected something like sm_80, sm_90, sm_100 or gfx942"
     )
@@ -72,9 +75,9 @@ def target_name(target: GPUTarget) -> str:
 def shared_bytes(target: GPUTarget) -> int:
     """Shared memory that one program (block) may use."""
     return 1024 * (
-        _SHARED_KIB.get(int(target.arch), 99)
+        _NVIDIA_SHARED_KIB.get(int(target.arch), 99)
         if target.backend == "cuda"
-        else _LDS_KIB.get(str(target.arch), 64)
+        else _AMD_SHARED_KIB.get(str(target.arch), 64)
     )
 
 
@@ -84,18 +87,18 @@ def require_triton() -> str:
     Raises  UsageError when there is none, or one that this has not been tried with.
     """
     try:
-        found = version("triton")
+        installed = version("triton")
     except PackageNotFoundError:
         raise UsageError(
             "Triton is not installed; install it with: pip install 'triton>=3.4,<3.10' (no GPU is"
             " needed)"
         ) from None
-    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
-    first, last = SUPPORTED
+    numbers = tuple(int(n) for n in re.findall(r"\d+", installed)[:2])
+    first, last = SUPPORTED_TRITON
     if not first <= numbers <= last:
         span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-        raise UsageError(f"Triton {found} is installed; Isotype reads Triton {span}")
-    return found
+        raise UsageError(f"Triton {installed} is installed; Isotype reads Triton {span}")
+    return installed
 
 
 OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -110,7 +113,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Unwrapped:
+class UnwrappedKernel:
     function: Any
     configs: list[Configuration]
     heuristics: dict[str, Any]
@@ -141,37 +144,39 @@ def is_kernel(value: Any) -> bool:
     return isinstance(value, JITFunction)
 
 
-def configuration(config: Any) -> Configuration:
-    options = {n: getattr(config, n, None) for n in OPTION_NAMES}
-    return Configuration(dict(config.kwargs), {n: v for n, v in options.items() if v is not None})
+def read_configuration(config: Any) -> Configuration:
+    options = {name: getattr(config, name, None) for name in OPTION_NAMES}
+    return Configuration(
+        dict(config.kwargs), {name: value for name, value in options.items() if value is not None}
+    )
 
 
-def unwrap(kernel: Any) -> Unwrapped:
+def unwrap_kernel(kernel: Any) -> UnwrappedKernel:
     """Raises  UsageError when it is no kernel, or Triton's interpreter has taken its place."""
     from triton.runtime.jit import JITFunction, KernelInterface
 
     configs: list[Configuration] = []
     heuristics: dict[str, Any] = {}
-    one = kernel
-    while isinstance(one, KernelInterface) and not isinstance(one, JITFunction):
-        configs = configs or [configuration(c) for c in getattr(one, "configs", [])]
-        heuristics |= getattr(one, "values", {})
-        one = getattr(one, "fn", None)
-    if type(one).__name__ == "InterpretedFunction":
+    inner = kernel
+    while isinstance(inner, KernelInterface) and not isinstance(inner, JITFunction):
+        configs = configs or [read_configuration(c) for c in getattr(inner, "configs", [])]
+        heuristics |= getattr(inner, "values", {})
+        inner = getattr(inner, "fn", None)
+    if type(inner).__name__ == "InterpretedFunction":
         raise UsageError(
-            f"{getattr(one, '__name__', kernel)} runs in Triton's interpreter: unset"
+            f"{getattr(inner, '__name__', kernel)} runs in Triton's interpreter: unset"
             " TRITON_INTERPRET to compile it"
         )
-    if not isinstance(one, JITFunction):
+    if not isinstance(inner, JITFunction):
         raise UsageError(f"{getattr(kernel, '__name__', kernel)!r} is no @triton.jit kernel")
-    return Unwrapped(one, configs or [Configuration()], heuristics)
+    return UnwrappedKernel(inner, configs or [Configuration()], heuristics)
 
 
-def place_of(function: Any) -> tuple[str, int]:
+def locate_kernel(function: Any) -> tuple[str, int]:
     """The file of a kernel and the line of its `def`, below the decorators."""
-    source, first = inspect.getsourcelines(function.fn)
-    below = next((i for i, text in enumerate(source) if text.lstrip().startswith("def ")), 0)
-    return function.fn.__code__.co_filename, first + below
+    source, first_line = inspect.getsourcelines(function.fn)
+    offset = next((i for i, text in enumerate(source) if text.lstrip().startswith("def ")), 0)
+    return function.fn.__code__.co_filename, first_line + offset
 
 
 FLOATS = ("fp64", "fp32", "bf16", "fp16")
@@ -182,10 +187,10 @@ class Reach(IntEnum):
 
     INFERRED = 1  # plausible from the kernel's source or its launch sites alone
     MIXED = 2  # a caller's call with one tensor in another dtype reached the launch
-    GIVEN = 3  # in the author's matrix, or a launch that was recorded
+    CONFIRMED = 3  # in the author's matrix, or a launch that was recorded
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return (
             "plausible: inferred from the source, no call was seen",
             "reachable: a call with one tensor in another dtype launches it",
@@ -208,7 +213,7 @@ class Combination:
     constexprs: Mapping[Any, Any] = field(default_factory=dict)
     attributes: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    reach: Reach = Reach.GIVEN
+    reach: Reach = Reach.CONFIRMED
 
     @property
     def key(self) -> str:
@@ -221,24 +226,28 @@ class Combination:
         )
 
     @property
-    def written(self) -> str:
+    def type_summary(self) -> str:
         """The types a reader needs: `logits_ptr *bf16, scale fp32`."""
         return ", ".join(
-            f"{name} {word}" for name, word in self.types.items() if word != "constexpr"
+            f"{name} {type_name}"
+            for name, type_name in self.types.items()
+            if type_name != "constexpr"
         )
 
 
-def is_float_pointer(word: Any) -> bool:
+def is_float_pointer(type_name: Any) -> bool:
     return (
-        isinstance(word, str)
-        and word.startswith("*")
-        and word.removeprefix("*").removeprefix("k") in FLOATS
+        isinstance(type_name, str)
+        and type_name.startswith("*")
+        and type_name.removeprefix("*").removeprefix("k") in FLOATS
     )
 
 
-def distinct(combinations: Sequence[Combination]) -> list[Combination]:
+def remove_duplicates(combinations: Sequence[Combination]) -> list[Combination]:
     """Without repetitions; of equal ones the most reachable stays, in its first place."""
-    kept: dict[str, Combination] = {}
-    for one in combinations:
-        kept[one.key] = max(kept.get(one.key, one), one, key=lambda c: c.reach)
-    return list(kept.values())
+    unique: dict[str, Combination] = {}
+    for combination in combinations:
+        unique[combination.key] = max(
+            unique.get(combination.key, combination), combination, key=lambda c: c.reach
+        )
+    return list(unique.values())

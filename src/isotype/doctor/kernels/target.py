@@ -11,11 +11,11 @@ from typing import Any
 
 from ...errors import IsotypeError, UsageError
 from ..loading import convert_import_errors, get_member, load_module, required_parameters
-from .calls import Calls, check_wrapper, several, trap_launches
+from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
 from .checker import Report, check
-from .infer import returns_a_value
+from .infer import returns_value
 from .pretend import pretend_gpu
-from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap
+from .signature import DEFAULT_TARGET, is_kernel, parse_target, require_triton, unwrap_kernel
 
 
 def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
@@ -26,52 +26,54 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     """
     require_triton()
     chosen = list(targets) if targets else None
-    for one in chosen or []:
-        parse_target(one)
-    place, _, name = text.partition(":")
-    modules = load(place)
+    for target in chosen or []:
+        parse_target(target)
+    location, _, name = text.partition(":")
+    modules = load_modules(location)
     module = modules[0]
-    own = chosen or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT]
+    resolved_targets = (
+        chosen or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT_TARGET]
+    )
     report = Report()
     if name:
-        _check_name(module, name, place, own, report)
+        _check_name(module, name, location, resolved_targets, report)
         return report
-    for each in modules:
-        _check_module(each, own, report)
+    for member in modules:
+        _check_module(member, resolved_targets, report)
     if not report.kernels:
         raise UsageError(f"{text}: no @triton.jit kernel in it")
     return report
 
 
-def load(place: str) -> list[ModuleType]:
+def load_modules(location: str) -> list[ModuleType]:
     """The module behind a path or a dotted name; a package also brings its submodules. What its own
     code launches is not run.
 
     Raises  UsageError in one line: no such file, a syntax error, an import that fails.
     """
-    with convert_import_errors(place), trap_launches():
+    with convert_import_errors(location), trap_launches():
         try:
-            return _imported(place)
+            return _import_modules(location)
         except (IsotypeError, ModuleNotFoundError, SyntaxError):
             raise
         except Exception:
             # code that selects a driver or a device when it is imported: once more, with a
             # simulated GPU
-            with pretend_gpu(parse_target(DEFAULT)):
-                return _imported(place)
+            with pretend_gpu(parse_target(DEFAULT_TARGET)):
+                return _import_modules(location)
 
 
-def _imported(place: str) -> list[ModuleType]:
-    if not Path(place).is_dir():
-        module = load_module(place, as_package_member=True)
+def _import_modules(location: str) -> list[ModuleType]:
+    if not Path(location).is_dir():
+        module = load_module(location, as_package_member=True)
         return [module, *_submodules(module)]
     files = sorted(
         f
-        for f in Path(place).rglob("*.py")
+        for f in Path(location).rglob("*.py")
         if "triton" in f.read_text(encoding="utf-8", errors="replace")
     )
     if not files:
-        raise UsageError(f"{place}: no Python file in it names triton")
+        raise UsageError(f"{location}: no Python file in it names triton")
     return [load_module(str(f), as_package_member=True) for f in files]
 
 
@@ -80,28 +82,32 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
         getattr(module, "__path__", []), f"{module.__name__}.", onerror=lambda name: None
     ):
         try:
-            found = importlib.import_module(info.name)
+            submodule = importlib.import_module(info.name)
         except Exception:
             # an optional part of a package that needs what is not installed; its other parts are
             # checked
             continue
-        yield found
+        yield submodule
 
 
-def kernels_in(module: ModuleType) -> dict[str, Any]:
+def find_kernels(module: ModuleType) -> dict[str, Any]:
     """Name -> kernel, of those written in this module; functions that only kernels call are seen
     with them.
     """
-    found = {
-        n: v
-        for n, v in vars(module).items()
-        if is_kernel(v) and unwrap(v).function.__module__ == module.__name__
+    kernels = {
+        name: value
+        for name, value in vars(module).items()
+        if is_kernel(value) and unwrap_kernel(value).function.__module__ == module.__name__
     }
-    return {n: v for n, v in found.items() if not returns_a_value(unwrap(v).function)}
+    return {
+        name: value
+        for name, value in kernels.items()
+        if not returns_value(unwrap_kernel(value).function)
+    }
 
 
 def _check_module(module: ModuleType, targets: Sequence[str], report: Report) -> None:
-    for name, kernel in kernels_in(module).items():
+    for name, kernel in find_kernels(module).items():
         try:
             report.add(check(kernel, targets=targets))
         except UsageError:
@@ -113,11 +119,11 @@ def _check_module(module: ModuleType, targets: Sequence[str], report: Report) ->
 
 
 def _check_name(
-    module: ModuleType, name: str, place: str, targets: Sequence[str], report: Report
+    module: ModuleType, name: str, location: str, targets: Sequence[str], report: Report
 ) -> None:
-    value = get_member(module, name, place)
+    value = get_member(module, name, location)
     if is_kernel(value):
-        _check_one(module, value, None, targets, report)
+        _check_kernel(module, value, None, targets, report)
     elif callable(value):
         _check_callable(module, name, value, targets, report)
     else:
@@ -127,7 +133,7 @@ def _check_name(
         )
 
 
-def _check_one(
+def _check_kernel(
     module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report
 ) -> None:
     """A kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
@@ -135,7 +141,7 @@ def _check_one(
         matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
     )
     fits = isinstance(signatures, Mapping) and all(
-        set(s) <= set(unwrap(kernel).function.arg_names) for s in signatures.values()
+        set(s) <= set(unwrap_kernel(kernel).function.arg_names) for s in signatures.values()
     )
     report.add(
         check(kernel, signatures if fits else None, getattr(module, "CONSTEXPRS", None), targets)
@@ -153,30 +159,30 @@ def _check_callable(
         raise UsageError(
             f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)"
         )
-    calls = Calls()
+    calls = WrapperCalls()
     result = None
-    with calls.recorded(parse_target(targets[0]), "as called"):
+    with calls.record(parse_target(targets[0]), "as called"):
         result = function()
     if isinstance(result, tuple) and result and is_kernel(result[0]):
-        _check_one(module, result[0], result[1] if len(result) > 1 else None, targets, report)
+        _check_kernel(module, result[0], result[1] if len(result) > 1 else None, targets, report)
     elif is_kernel(result):
-        _check_one(module, result, None, targets, report)
+        _check_kernel(module, result, None, targets, report)
     elif isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
-        for inputs in several(result[1]):
+        for inputs in split_calls(result[1]):
             report.add(check_wrapper(result[0], inputs, targets))
         if not report.kernels:
             raise UsageError(
                 f"{name}: calling what it returned launched no Triton kernel"
-                + _first(report.remarks)
+                + _first_remark(report.remarks)
             )
     elif calls.launches:
         report.add(calls.report(targets))
     else:
         raise UsageError(
             f"{name}() launched no Triton kernel, and returned no kernel"
-            + _first(list(calls.refused.values()))
+            + _first_remark(list(calls.refused.values()))
         )
 
 
-def _first(remarks: Sequence[str]) -> str:
+def _first_remark(remarks: Sequence[str]) -> str:
     return f": {remarks[0]}" if remarks else ""
