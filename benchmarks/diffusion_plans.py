@@ -28,7 +28,7 @@ from diffusers import (
 
 from isotype.config.load import load
 from isotype.config.schema import RunConfig
-from isotype.environment.hardware import by_name, detect
+from isotype.environment.hardware import detect, lookup_hardware
 from isotype.model.packed import quantise as pack_layers
 from isotype.precision.precision import Precision
 from isotype.tasks.diffusion.batches import Batch
@@ -168,7 +168,7 @@ def least(name: str, base: str, offload: str) -> str:
         work = [pictures * one for one in cost.blocks]
         found = plan_offload(
             model,
-            by_name(CARD),
+            lookup_hardware(CARD),
             micro_batches=1,
             compute=precision.compute,
             flops=lambda _, work=work: work,

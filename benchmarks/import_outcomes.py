@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from isotype.config.load import load
-from isotype.environment.hardware import by_name
+from isotype.environment.hardware import lookup_hardware
 from isotype.errors import UsageError
 from isotype.precision import resolve
 from isotype.translate import Fate, translate
@@ -40,7 +40,7 @@ def contradictions(file: Path) -> list[str]:
     try:
         resolved = resolve(
             roles,
-            device=by_name("h100"),
+            device=lookup_hardware("h100"),
             adapter=config.adapter.kind,
             optimizer=config.train.optimizer,
             task_roles=TASK_ROLES,

@@ -32,7 +32,7 @@ from transformers import AutoConfig
 
 from isotype.config.load import load
 from isotype.config.schema import TrainSection
-from isotype.environment.hardware import Hardware, by_name
+from isotype.environment.hardware import Hardware, lookup_hardware
 from isotype.errors import UsageError
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
@@ -354,7 +354,7 @@ def ledger_of(
         made,
         config.train,
         precision,
-        by_name(device),
+        lookup_hardware(device),
         largest,
         rank=rank,
         checkpointing=what,

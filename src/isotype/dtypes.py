@@ -57,7 +57,7 @@ def parse(text: str) -> str:
 
     Raises  ValueError naming the known words.
     """
-    word = (
+    dtype_name = (
         str(text)
         .strip()
         .lower()
@@ -65,10 +65,10 @@ def parse(text: str) -> str:
         .removeprefix("c10::")
         .removesuffix("tensor")
     )
-    word = _ALIASES.get(word, word)
-    if word not in _TABLE:
+    dtype_name = _ALIASES.get(dtype_name, dtype_name)
+    if dtype_name not in _TABLE:
         raise ValueError(f"unknown dtype {text!r}: expected one of {' '.join(FLOATS)} nf4")
-    return word
+    return dtype_name
 
 
 def name(dtype: torch.dtype | str) -> str:
@@ -89,11 +89,11 @@ def to_torch(dtype: str) -> torch.dtype:
     attribute = _TABLE[parse(dtype)][0]
     if attribute is None:
         raise ValueError(f"{dtype} is a storage format, not a tensor dtype")
-    found: torch.dtype = getattr(torch, attribute)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, attribute)
+    return torch_dtype
 
 
-def torch_word(dtype: str) -> str:
+def torch_dtype_name(dtype: str) -> str:
     """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; an unknown word is
     returned unchanged.
     """
@@ -144,16 +144,19 @@ class TensorSpec:
                 f"tensor spec {text!r}: at most one of *name or ... may stand for a run of"
                 " dimensions"
             )
-        words = match["dtype"].split("|")
+        dtype_names = match["dtype"].split("|")
         if not (
-            len(words) == 1
-            and (words[0] in ("any", "float", "int") or (len(words[0]) == 1 and words[0].isupper()))
+            len(dtype_names) == 1
+            and (
+                dtype_names[0] in ("any", "float", "int")
+                or (len(dtype_names[0]) == 1 and dtype_names[0].isupper())
+            )
         ):
-            words = [parse(word) for word in words]
-        return cls("|".join(words), dims)
+            dtype_names = [parse(dtype_name) for dtype_name in dtype_names]
+        return cls("|".join(dtype_names), dims)
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         """Whether the dtype is a letter to be bound."""
         return len(self.dtype) == 1 and self.dtype.isupper()
 
@@ -164,7 +167,7 @@ class TensorSpec:
         """The declared dtype when `observed` breaks it, else None; binds free letters in `bound`."""
         if self.dtype == "any":
             return None
-        if self.free:
+        if self.is_free:
             expected = bound.setdefault(self.dtype, observed)
             return None if expected == observed else expected
         if self.dtype == "float":
@@ -183,26 +186,28 @@ class TensorSpec:
         """A sentence about the first dimension that breaks the spec, else None; binds names in
         `bound`.
         """
-        run = next((i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None)
-        fixed = len(self.dims) - (run is not None)
-        if (run is None and len(shape) != fixed) or len(shape) < fixed:
+        run_index = next(
+            (i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None
+        )
+        fixed_count = len(self.dims) - (run_index is not None)
+        if (run_index is None and len(shape) != fixed_count) or len(shape) < fixed_count:
             return (
                 f"{len(shape)} dimensions where {self} has"
-                f" {'at least ' if run is not None else ''}{fixed}"
+                f" {'at least ' if run_index is not None else ''}{fixed_count}"
             )
-        if run is None:
+        if run_index is None:
             pairs = list(zip(self.dims, shape))
         else:
-            tail = len(self.dims) - run - 1
-            middle = tuple(shape[run : len(shape) - tail])
+            tail = len(self.dims) - run_index - 1
+            middle = tuple(shape[run_index : len(shape) - tail])
             pairs = [
-                *zip(self.dims[:run], shape[:run]),
-                *zip(self.dims[run + 1 :], shape[len(shape) - tail :]),
+                *zip(self.dims[:run_index], shape[:run_index]),
+                *zip(self.dims[run_index + 1 :], shape[len(shape) - tail :]),
             ]
-            if self.dims[run] != "...":
-                expected = bound.setdefault(self.dims[run], middle)
+            if self.dims[run_index] != "...":
+                expected = bound.setdefault(self.dims[run_index], middle)
                 if expected != middle:
-                    return f"{self.dims[run]} is {middle} here and {expected} before"
+                    return f"{self.dims[run_index]} is {middle} here and {expected} before"
         for dim, size in pairs:
             if dim == "_":
                 continue
@@ -221,15 +226,15 @@ def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
     bound: dict[str, Any] = {}
     declared = TensorSpec.parse(spec)
     observed = name(x.dtype)
-    got = f"{observed}[{' '.join(map(str, x.shape))}]"
+    actual = f"{observed}[{' '.join(map(str, x.shape))}]"
     wrong_dtype = declared.dtype_fault(observed, bound)
     if wrong_dtype is not None:
         raise DtypeError(
-            f"{name_of} is {got}, declared {spec}: dtype {observed} where {wrong_dtype} was"
+            f"{name_of} is {actual}, declared {spec}: dtype {observed} where {wrong_dtype} was"
             " declared",
             code="DT001",
         )
     wrong_shape = declared.shape_fault(tuple(x.shape), bound)
     if wrong_shape is not None:
-        raise ShapeError(f"{name_of} is {got}, declared {spec}: {wrong_shape}", code="SH001")
+        raise ShapeError(f"{name_of} is {actual}, declared {spec}: {wrong_shape}", code="SH001")
     return x

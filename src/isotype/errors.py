@@ -32,8 +32,8 @@ class UsageError(IsotypeError, ValueError):
 
 def refuse_where(*cases: tuple[object, str, str]) -> None:
     """Raises  UsageError for the first of the cases that is so: (whether it is so, message, fix)."""
-    for is_so, message, fix in cases:
-        if is_so:
+    for is_refused, message, fix in cases:
+        if is_refused:
             raise UsageError(message, fix=fix)
 
 

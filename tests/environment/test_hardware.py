@@ -22,14 +22,14 @@ def test_each_generation_has_its_kind_of_bf16():
         "emulated": "cpu",
     }
     for bf16, names in kinds.items():
-        assert {hardware.by_name(name).bf16 for name in names.split()} == {bf16}
+        assert {hardware.lookup_hardware(name).bf16 for name in names.split()} == {bf16}
 
 
 def test_devices_are_found_in_the_spellings_people_use():
     for spelling, name in {
         "H100": "H100 SXM", "NVIDIA A100-SXM4-80GB": "A100 80GB", "Tesla T4": "Tesla T4", "RTX 4090": "GeForce RTX 4090",
     }.items():  # fmt: skip
-        assert hardware.by_name(spelling).name == name
+        assert hardware.lookup_hardware(spelling).name == name
     for spelling, generation in {
         "sm_75": "turing",
         "8.0": "ampere",
@@ -37,9 +37,9 @@ def test_devices_are_found_in_the_spellings_people_use():
         "gfx90a": "cdna2",
         "volta": "volta",
     }.items():
-        assert hardware.by_name(spelling).generation == generation
+        assert hardware.lookup_hardware(spelling).generation == generation
     with pytest.raises(UsageError, match="did you mean h100"):
-        hardware.by_name("h1000")
+        hardware.lookup_hardware("h1000")
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu:0", "banana"])

@@ -24,7 +24,7 @@ from isotype.model.targets import notes_of_targets, refuse_unknown
 from isotype.ops.packed import widen
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.precision.quantised_base import Quantisation, of_model
+from isotype.precision.quantised_base import Quantisation, detect_quantisation
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import flops_of_a_token
 from tests.commands import ask, invoke
@@ -362,7 +362,7 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     assert experts.down_proj.quant_state.word == word
     exact = dense(model, torch.float64)
     refuse_unknown(model, ["experts.down_proj"])
-    assert of_model(model) == Quantisation("", word, held=True)
+    assert detect_quantisation(model) == Quantisation("", word, is_loaded=True)
     ids = torch.arange(3, 51).view(2, 24)
     exact.set_experts_implementation("eager")
     exact.config._attn_implementation = "eager"

@@ -114,7 +114,9 @@ def test_every_weight_but_the_towers_is_trained_without_an_adapter(vlm):
     model, manifest, _ = built(vlm("gemma3"), "adapter.kind=none", preset="bf16-mixed")
     parts = vision_parts(model)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if parts.of(name) != LANGUAGE}
+    assert frozen == {
+        name for name, _ in model.named_parameters() if parts.part_kind(name) != LANGUAGE
+    }
     assert {p.dtype for name, p in model.named_parameters() if name in frozen} == {torch.bfloat16}
     assert any("stay frozen" in note for note in manifest.notes)
 
@@ -122,7 +124,9 @@ def test_every_weight_but_the_towers_is_trained_without_an_adapter(vlm):
 def test_nf4_leaves_tower_and_projector_alone(vlm):
     model, _, _ = built(vlm("gemma3"), preset="nf4-lora")
     parts, inner = vision_parts(inner_model(model)), inner_model(model)
-    packed = {parts.of(name) for name, p in inner.named_parameters() if hasattr(p, "quant_state")}
+    packed = {
+        parts.part_kind(name) for name, p in inner.named_parameters() if hasattr(p, "quant_state")
+    }
     assert packed == {LANGUAGE}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from isotype.environment.planned import planned_for
+from isotype.environment.planned import plan_device
 from isotype.ops.attention import Documents, attention, attention_reference, gpu, op
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
@@ -132,7 +132,7 @@ def test_one_operator_a_pass_no_mask_no_repeated_heads_and_nothing_read_on_the_h
         **options,
         **({"documents": DOCUMENTS.to(torch.device("meta"))} if options.get("documents") else {}),
     }
-    with planned_for("cuda"), NoHostReads() as mode:
+    with plan_device("cuda"), NoHostReads() as mode:
         out = attention(q, k, v, causal=True, **options)
         out.backward(torch.empty_like(out))
     assert out.shape == q.shape

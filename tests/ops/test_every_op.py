@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from isotype import ops
-from isotype.environment.planned import planned_for
+from isotype.environment.planned import plan_device
 from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
 from isotype.lora.group import lora_group
 from isotype.lora.linear import Projection, lora_linear, resolve_dtypes
@@ -183,7 +183,7 @@ def planned(name, path):
             for t in leaves(CASES[name], 70, dtype=torch.bfloat16)
         ]
         with (
-            planned_for("cuda") if device == "meta" else contextlib.nullcontext(),
+            plan_device("cuda") if device == "meta" else contextlib.nullcontext(),
             force_backend(path),
             NoHostReads() as mode,
         ):

@@ -11,7 +11,7 @@ from isotype.ops.backend import force_backend
 from isotype.ops.packed import PackedState, in_rows, widen, widen_4bit
 from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, recognise, state_of
-from isotype.precision.packing import UnreadPacking, packing
+from isotype.precision.packing import UnreadPacking, read_packing
 from tests.gpu import everywhere, kernels
 from tests.published import FORMATS, element, packed
 
@@ -21,7 +21,7 @@ OUT, IN = 72, 80  # no multiples of the blocks' 32: the last ones are smaller
 
 
 def read(form: str, tensors: dict, shape=(OUT, IN)) -> tuple[torch.Tensor, PackedState]:
-    how = packing(FORMATS[form][1])
+    how = read_packing(FORMATS[form][1])
     parts = {
         name: Part(t.dtype, tuple(t.shape))
         for name, t in tensors.items()
@@ -225,4 +225,4 @@ UNREAD = [
 def test_what_is_not_read_is_refused_with_the_reason(subtests):
     for settings, message in UNREAD:
         with subtests.test(message), pytest.raises(UnreadPacking, match=message):
-            packing(settings)
+            read_packing(settings)

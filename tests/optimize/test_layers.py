@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import logging
 
-from isotype.instance_method import settings_of
+from isotype.instance_method import get_settings
 from isotype.optimize import layers, optimize
 from tests.models import assert_same_step, step
 from tests.optimize.models import batch, tiny
@@ -66,4 +66,6 @@ def test_layers_of_another_form_run_their_own_code_for_a_reason(subtests):
             found = placed(manifest)
             assert found, str(manifest)
             assert all(op is None and reason.startswith(why) for op, reason in found), found
-            assert not any(isinstance(settings_of(m), layers.LayerSettings) for m in mine.modules())
+            assert not any(
+                isinstance(get_settings(m), layers.LayerSettings) for m in mine.modules()
+            )

@@ -84,7 +84,7 @@ def test_zero_frees_and_close_gives_back_plain_gradients():
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypatch):
-    monkeypatch.setattr("isotype.precision.accumulate.BUCKET", 40)
+    monkeypatch.setattr("isotype.precision.accumulate.BUCKET_BYTES", 40)
     weights = [
         nn.Parameter(torch.zeros(n, dtype=dtype))
         for n, dtype in ((4, torch.bfloat16), (3, torch.float32), (30, torch.bfloat16))

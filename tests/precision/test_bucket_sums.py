@@ -33,7 +33,7 @@ class Doubled:
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(accumulate, "BUCKET", 40)
+    monkeypatch.setattr(accumulate, "BUCKET_BYTES", 40)
 
 
 def chain(processes, *, sizes=(3, 5, 7, 9)):

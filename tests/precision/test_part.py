@@ -16,12 +16,12 @@ def test_the_own_rows_have_the_values_of_the_whole_weight():
     for rows, parts in itertools.product((1, 3, 4, 10), (1, 2, 4)):
         weight = torch.randn(rows, 5)
         for rank, expected in enumerate(weight.bfloat16().chunk(parts)):
-            narrowed = Part(rank, parts).narrowed(weight, torch.bfloat16)
+            narrowed = Part(rank, parts).cast_rows(weight, torch.bfloat16)
             assert narrowed.shape == weight.shape
             assert torch.equal(narrowed.chunk(parts)[rank], expected)
         vector = torch.randn(rows)
         assert torch.equal(
-            Part(parts - 1, parts).narrowed(vector, torch.bfloat16), vector.bfloat16()
+            Part(parts - 1, parts).cast_rows(vector, torch.bfloat16), vector.bfloat16()
         )
 
 
@@ -32,7 +32,7 @@ def test_the_model_is_looked_at_while_it_has_every_row():
     part = Part(
         1,
         2,
-        look=lambda loaded: seen.update(
+        on_loaded=lambda loaded: seen.update(
             {name: p.detach().clone() for name, p in loaded.named_parameters()}
         ),
     )

@@ -17,8 +17,8 @@ from isotype.precision import PRESETS
 from isotype.precision.quantised_base import (
     Quantisation,
     check_base,
-    of_config,
-    of_model,
+    detect_quantisation,
+    quantisation_from_config,
     unquantised_share,
 )
 from isotype.tasks.choose import train
@@ -65,19 +65,19 @@ def saved(tmp_path_factory, workshop):
 @pytest.mark.parametrize("name", GIVEN)
 def test_file_and_layers_say_the_same(saved, name):
     _, model = saved[name]
-    assert of_config(model.config) == of_model(model) == GIVEN[name][1]
+    assert quantisation_from_config(model.config) == detect_quantisation(model) == GIVEN[name][1]
 
 
 def test_quantisation_of_other_libraries_is_recognised():
-    assert of_config(PretrainedConfig()) is None
-    assert of_model(tiny()) is None
-    found = of_config(
+    assert quantisation_from_config(PretrainedConfig()) is None
+    assert detect_quantisation(tiny()) is None
+    found = quantisation_from_config(
         PretrainedConfig(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
     )
     assert str(found) == "int4 by awq, a scale for 128 of a row"
-    assert of_config(
+    assert quantisation_from_config(
         PretrainedConfig(quantization_config={"quant_method": "hqq"})
-    ).unread.startswith("quantised by hqq")
+    ).unread_reason.startswith("quantised by hqq")
 
 
 def test_a_base_that_contradicts_the_precision_is_refused_with_the_reason():
@@ -87,7 +87,7 @@ def test_a_base_that_contradicts_the_precision_is_refused_with_the_reason():
             NF4,
             "its weights are fp4, and no precision declares fp4",
         ),
-        (Quantisation("hqq", "hqq", unread="quantised by hqq"), NF4, "quantised by hqq"),
+        (Quantisation("hqq", "hqq", unread_reason="quantised by hqq"), NF4, "quantised by hqq"),
         (Quantisation("gptq", "int4"), NF4, "its weights are int4 already, declared base nf4"),
         (
             GIVEN["nf4"][1],

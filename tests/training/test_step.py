@@ -14,7 +14,7 @@ from tests.worlds import Two
 
 from isotype.config.schema import TrainSection
 from isotype.distributed.world import ALONE
-from isotype.environment.planned import planned_for
+from isotype.environment.planned import plan_device
 from isotype.errors import RunError
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
@@ -194,7 +194,7 @@ def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
 
     monkeypatch.setattr("isotype.training.step.read_on_host", read)
     for number in (1, 2):
-        with planned_for("cuda"), NoHostReads() as mode:
+        with plan_device("cuda"), NoHostReads() as mode:
             result = stepper(batches, step=number, learning_rate=1e-3, watch_changes=True)
         assert mode.seen
         assert result.share_changed == (0.25 if number == 2 else None), (

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
-from ..environment.hub import is_away, not_in_cache
+from ..environment.hub import is_unreachable, not_in_cache
 from ..environment.private import NotPrivateError, make_private, temporary_folder
 from ..errors import UsageError
 from ..wording import first_line
@@ -332,7 +332,7 @@ def _load(source: HubSource) -> Any:
     saved = Path(name).expanduser()
     if sys.stderr is None or not sys.stderr.isatty():  # where its bars are a line for each change
         datasets.disable_progress_bars()
-    away = not saved.exists() and is_away()
+    away = not saved.exists() and is_unreachable()
     try:
         if is_saved(saved):
             found = datasets.load_from_disk(str(saved))

@@ -156,7 +156,7 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
         for parameter in own.values():
             if parameter.device.type == "cpu" and not is_quantised(parameter):
                 # fully_shard moves whole weights to the device
-                parameter.data = part.narrowed(parameter.data, parameter.dtype)
+                parameter.data = part.cast_rows(parameter.data, parameter.dtype)
         # the root holds the head
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not inner)
         inside |= {id(p) for p in module.parameters()}

@@ -1,8 +1,8 @@
 """What a device can do: which number formats, how fast, with how much memory. Imports no torch
 until a device is looked at.
 
-Two tables, `GENERATIONS` and `DEVICES`, and two ways in: `by_name("t4")` for a device that is not
-here, `detect()` for the one that is.
+Two tables, `GENERATIONS` and `DEVICES`, and two functions: `lookup_hardware("t4")` reads them for a
+device by its name, `detect()` for the device of this machine.
 
 bf16  native    products run in hardware
       emulated  right, but no faster than fp32, or slower
@@ -173,37 +173,37 @@ _BY_GFX = (
 )  # fmt: skip
 
 
-def by_name(name: str) -> Hardware:
+def lookup_hardware(name: str) -> Hardware:
     """The device a person calls `h100`, `T4`, `A100-80GB`, `nvidia h200`, `sm_90`, `8.0`, `gfx942`,
     or a generation (`turing`).
 
     Raises  UsageError with the nearest names.
     """
-    word = re.sub(
+    spec = re.sub(
         r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)[-_ ]+)+", "", name.strip().lower()
     )
     for spelling in (
-        word,
-        re.sub(r"[ _]", "", word),
-        re.sub(r"[ _]", "-", word),
-        re.sub(r"[-_ ](sxm\d?|\d+gb|hbm\w*)", "", word),
+        spec,
+        re.sub(r"[ _]", "", spec),
+        re.sub(r"[ _]", "-", spec),
+        re.sub(r"[-_ ](sxm\d?|\d+gb|hbm\w*)", "", spec),
     ):
         if spelling in DEVICES:
             return DEVICES[spelling]
-    capability = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", word)
+    capability = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", spec)
     if capability:
-        generation = _by_capability(int(capability[1]), int(capability[2]))
+        generation = _generation_from_capability(int(capability[1]), int(capability[2]))
         return _device(
             f"compute capability {capability[1]}.{capability[2]}",
             generation,
             f"{capability[1]}.{capability[2]}",
             0,
         )
-    if word.startswith("gfx"):
-        return _device(word, _by_gfx(word), word, 0)
-    if word in GENERATIONS:
-        return _device(word, word, "", 0)
-    near = get_close_matches(word, DEVICES, n=3, cutoff=0.5)
+    if spec.startswith("gfx"):
+        return _device(spec, _generation_from_gfx(spec), spec, 0)
+    if spec in GENERATIONS:
+        return _device(spec, spec, "", 0)
+    near = get_close_matches(spec, DEVICES, n=3, cutoff=0.5)
     raise UsageError(
         f"--device {name}: not known;"
         f" {'did you mean ' + ' or '.join(near) if near else 'known are ' + ' '.join(DEVICES)}"
@@ -216,8 +216,8 @@ def detect(device: str = "auto") -> Hardware:
 
     Raises  UsageError with the reason.
     """
-    word = device.strip().lower()
-    kind = word.partition(":")[0]
+    spec = device.strip().lower()
+    kind = spec.partition(":")[0]
     if kind not in ("auto", "cuda", "cpu"):
         raise UsageError(
             f"model.device: {device}: no device that Isotype was tested on",
@@ -227,7 +227,7 @@ def detect(device: str = "auto") -> Hardware:
         import torch
 
         if torch.cuda.is_available():
-            index = int(word.partition(":")[2] or 0)
+            index = int(spec.partition(":")[2] or 0)
             if index >= torch.cuda.device_count():
                 raise UsageError(
                     f"model.device: {device}: there are {torch.cuda.device_count()} devices here,"
@@ -236,13 +236,13 @@ def detect(device: str = "auto") -> Hardware:
             return _gpu(torch, index)
         if kind == "cuda":
             raise UsageError(
-                f"model.device: {device}: {_why_no_gpu(torch)}",
+                f"model.device: {device}: {_no_gpu_reason(torch)}",
                 fix="model.device: cpu, or auto; --processes N, not --gpus N",
             )
     return _cpu()
 
 
-def _why_no_gpu(torch: Any) -> str:
+def _no_gpu_reason(torch: Any) -> str:
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return f"this torch ({torch.__version__}) was built without CUDA and ROCm"
     return (
@@ -255,38 +255,38 @@ def _gpu(torch: Any, index: int) -> Hardware:
     properties = torch.cuda.get_device_properties(index)
     if getattr(torch.version, "hip", None):
         architecture = properties.gcnArchName.partition(":")[0]
-        generation = _by_gfx(architecture)
+        generation = _generation_from_gfx(architecture)
     else:
         architecture = f"{properties.major}.{properties.minor}"
-        generation = _by_capability(properties.major, properties.minor)
-    found = _device(properties.name, generation, architecture, 0)
-    known = _published(properties.name, properties.total_memory)
+        generation = _generation_from_capability(properties.major, properties.minor)
+    hardware = _device(properties.name, generation, architecture, 0)
+    published = _find_published(properties.name, properties.total_memory)
     return replace(
-        found,
+        hardware,
         memory=properties.total_memory,
         cores=properties.multi_processor_count,
-        peak_tflops=known.peak_tflops if known else {},
-        bandwidth_gbs=known.bandwidth_gbs if known else None,
+        peak_tflops=published.peak_tflops if published else {},
+        bandwidth_gbs=published.bandwidth_gbs if published else None,
     )
 
 
-def _published(name: str, memory: int) -> Hardware | None:
+def _find_published(name: str, memory: int) -> Hardware | None:
     """The device of the table whose name is in `name`: longest match, and of equal ones the nearest
     memory.
     """
-    words = re.sub(r"[-_ ]", "", name.lower())
+    compact_name = re.sub(r"[-_ ]", "", name.lower())
     variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"
     cards = [
         d
         for key, d in DEVICES.items()
-        if d.memory and re.search(key.partition("-")[0] + variant, words)
+        if d.memory and re.search(key.partition("-")[0] + variant, compact_name)
     ]
-    if "pcie" in words and any("PCIe" in d.name for d in cards):
+    if "pcie" in compact_name and any("PCIe" in d.name for d in cards):
         cards = [d for d in cards if "PCIe" in d.name]
     return min(cards, key=lambda d: abs(d.memory - memory), default=None)
 
 
-def _by_capability(major: int, minor: int) -> str:
+def _generation_from_capability(major: int, minor: int) -> str:
     if major >= 10:
         return "blackwell"
     if major == 9:
@@ -298,7 +298,7 @@ def _by_capability(major: int, minor: int) -> str:
     return {6: "pascal", 5: "maxwell"}.get(major, "kepler")
 
 
-def _by_gfx(architecture: str) -> str:
+def _generation_from_gfx(architecture: str) -> str:
     for pattern, generation in _BY_GFX:
         if re.match(pattern, architecture):
             return generation
@@ -364,7 +364,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-SHARED = 0.5  # processes that want to run, for each core, from which on threads sleep
+SHARED_LOAD = 0.5  # processes that want to run, for each core, from which on threads sleep
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
@@ -394,7 +394,7 @@ def wait_passively(
         return False
     if load is None:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if not always and load < SHARED * (os.cpu_count() or 1):
+    if not always and load < SHARED_LOAD * (os.cpu_count() or 1):
         return False
     environ["OMP_WAIT_POLICY"] = "PASSIVE"
     return True
@@ -402,10 +402,10 @@ def wait_passively(
 
 # "... DefaultCPUAllocator: can't allocate memory: you tried to allocate 11096064 bytes. Error code
 # 12", on Windows "not enough memory: ..."
-_ON_A_CPU = re.compile(
+_CPU_ALLOCATOR_ERROR = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes"
 )
-_PLAIN = ("std::bad_alloc", "Cannot allocate memory")
+_MEMORY_MESSAGES = ("std::bad_alloc", "Cannot allocate memory")
 
 
 def out_of_memory(error: BaseException) -> str | None:
@@ -422,9 +422,9 @@ def out_of_memory(error: BaseException) -> str | None:
         return str(error)
     if not isinstance(error, RuntimeError):
         return None
-    said = str(error)
-    if found := _ON_A_CPU.search(said):
-        return f"tried to allocate {int(found[1]):,} bytes"
-    if any(words in said for words in _PLAIN):
-        return said.splitlines()[0]
+    message = str(error)
+    if match := _CPU_ALLOCATOR_ERROR.search(message):
+        return f"tried to allocate {int(match[1]):,} bytes"
+    if any(phrase in message for phrase in _MEMORY_MESSAGES):
+        return message.splitlines()[0]
     return None

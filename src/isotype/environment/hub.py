@@ -17,45 +17,46 @@ from ..errors import UsageError
 # seconds to answer in, and between the tries; the second has HF_HUB_ETAG_TIMEOUT
 FIRST_TRY = 5.0
 PAUSE = 1.0
-_away: dict[str, bool] = {}  # by endpoint, as first found
+_unreachable: dict[str, bool] = {}  # by endpoint, as first found
 
 
-def is_away() -> bool:
+def is_unreachable() -> bool:
     """Whether the hub cannot be used: it does not answer, which is printed once, or HF_HUB_OFFLINE
     is set.
 
     If the hub does not answer, the libraries are switched to offline mode in this process, so that
     earlier downloads are found at once.
     """
-    if constants.ENDPOINT not in _away:
+    if constants.ENDPOINT not in _unreachable:
         if constants.HF_HUB_OFFLINE:
             return True
-        _away[constants.ENDPOINT] = not _answers()
-        if _away[constants.ENDPOINT]:
+        _unreachable[constants.ENDPOINT] = not _can_connect()
+        if _unreachable[constants.ENDPOINT]:
             constants.HF_HUB_OFFLINE = True
             # else it takes the one above when it is imported
             if datasets := sys.modules.get("datasets"):
                 datasets.config.HF_HUB_OFFLINE = True
-    return _away[constants.ENDPOINT]
+    return _unreachable[constants.ENDPOINT]
 
 
-def not_in_cache(what: str, instead: str, *, part: bool = False) -> UsageError:
+def not_in_cache(subject: str, alternative: str, *, is_partial: bool = False) -> UsageError:
     """The error for a model or dataset that is not in the local cache and cannot be downloaded.
 
-    instead  what the user can give instead: `a local folder`
-    part     whether a part of it is in the cache
+    alternative  what the user can give instead: `a local folder`
+    is_partial   whether a part of it is in the cache
     """
-    absent = f"{what}: {'only a part of it is' if part else 'not'} in the local cache"
-    if constants.HF_HUB_OFFLINE and not _away.get(constants.ENDPOINT):
+    absent = f"{subject}: {'only a part of it is' if is_partial else 'not'} in the local cache"
+    if constants.HF_HUB_OFFLINE and not _unreachable.get(constants.ENDPOINT):
         return UsageError(
-            f"{absent}, and HF_HUB_OFFLINE is set", fix=f"unset HF_HUB_OFFLINE, or give {instead}"
+            f"{absent}, and HF_HUB_OFFLINE is set",
+            fix=f"unset HF_HUB_OFFLINE, or give {alternative}",
         )
     return UsageError(
-        f"{absent}, and the hub cannot be reached", fix=f"check the network, or give {instead}"
+        f"{absent}, and the hub cannot be reached", fix=f"check the network, or give {alternative}"
     )
 
 
-def _answers() -> bool:
+def _can_connect() -> bool:
     for last, seconds in enumerate((FIRST_TRY, constants.HF_HUB_ETAG_TIMEOUT)):
         try:
             get_session().head(constants.ENDPOINT, timeout=seconds)
@@ -64,7 +65,7 @@ def _answers() -> bool:
             if not last:
                 host = constants.ENDPOINT.partition("://")[2]
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-                say(
+                print_status(
                     f"{host} does not answer ({reason}): asking once more, then going on with what"
                     " was downloaded before. HF_HUB_OFFLINE=1 does so at once"
                 )
@@ -72,5 +73,5 @@ def _answers() -> bool:
     return False
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     print(f"isotype: {text}", file=sys.stderr, flush=True)

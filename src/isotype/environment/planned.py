@@ -37,7 +37,7 @@ def is_planned(device: torch.device) -> bool:
     return device.type == "meta" and _State.device_type is not None
 
 
-def stands_for(device: torch.device) -> str:
+def planned_device_type(device: torch.device) -> str:
     """The type of the device whose code runs on this device's tensors: its own, or, of meta
     tensors, the planned one.
     """
@@ -47,15 +47,15 @@ def stands_for(device: torch.device) -> str:
 
 
 @contextmanager
-def planned_for(device_type: str) -> Iterator[None]:
+def plan_device(device_type: str) -> Iterator[None]:
     """Within this block meta tensors take the paths that tensors of `device_type` take."""
-    before = _State.device_type
+    previous = _State.device_type
     _State.device_type = device_type
     try:
-        with _FollowsAutocast():
+        with _MetaAutocast():
             yield
     finally:
-        _State.device_type = before
+        _State.device_type = previous
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -76,12 +76,12 @@ def autocast_dtype() -> torch.dtype | None:
 
 @contextmanager
 def planned_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    before = _State.cast
+    previous = _State.cast
     _State.cast = dtype
     try:
         yield
     finally:
-        _State.cast = before
+        _State.cast = previous
 
 
 def autocast_off() -> AbstractContextManager[Any]:
@@ -90,7 +90,7 @@ def autocast_off() -> AbstractContextManager[Any]:
     return planned_autocast(None)
 
 
-def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, under this moment's planned autocast whenever it is called; itself outside
     `planned_for`.
     """
@@ -100,13 +100,13 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # inside backward PyTorch has taken the mode off: `backward` itself went through it
-        with planned_autocast(cast), _FollowsAutocast():
+        with planned_autocast(cast), _MetaAutocast():
             return function(*args, **kwargs)
 
     return run
 
 
-class _FollowsAutocast(TorchFunctionMode):
+class _MetaAutocast(TorchFunctionMode):
     """Casts the operands of plain products as autocast does."""
 
     def __torch_function__(

@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "command": sys.argv,
         "packages": {name: everything[name] for name in KEY_PACKAGES if name in everything},
-        "torch": _torch(),
+        "torch": _torch_facts(),
         "devices": devices(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "distributions": dict(sorted(everything.items())),
@@ -55,14 +55,14 @@ def installed() -> dict[str, str]:
     """Every installed distribution: normalised name -> version. The first on the path wins, as for
     imports.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         # the two fields alone: importlib reads every header, which takes eight times as long
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         fields = dict(_FIELD.findall(text.split("\n\n", 1)[0]))
         if "Name" in fields and "Version" in fields:
-            found.setdefault(normalised(fields["Name"]), fields["Version"])
-    return found
+            versions.setdefault(normalised(fields["Name"]), fields["Version"])
+    return versions
 
 
 def normalised(name: str) -> str:
@@ -71,24 +71,24 @@ def normalised(name: str) -> str:
 
 def devices() -> list[dict[str, Any]]:
     """The CPU, and every GPU that torch sees."""
-    found = [detect("cpu").to_dict()]
+    rows = [detect("cpu").to_dict()]
     torch = _import_torch()
     if torch is not None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             try:
-                found.append(detect(f"cuda:{index}").to_dict())
+                rows.append(detect(f"cuda:{index}").to_dict())
             except IsotypeError as error:  # an architecture that is not in the table is named too
-                found.append(
+                rows.append(
                     {
                         "kind": "unknown",
                         "name": torch.cuda.get_device_name(index),
                         "reason": str(error),
                     }
                 )
-    return found
+    return rows
 
 
-def _torch() -> dict[str, Any]:
+def _torch_facts() -> dict[str, Any]:
     torch = _import_torch()
     if torch is None:
         return {}
@@ -123,7 +123,7 @@ class KnownFault:
     applies: Callable[[Mapping[str, Any]], bool]
     finding: Finding
 
-    def holds_for(self, version: str) -> bool:
+    def affects(self, version: str) -> bool:
         """Whether this version has the fault; a local part (`2.13.0+cpu`) is not looked at, and a
         word that is no version has none.
         """
@@ -210,17 +210,21 @@ KNOWN_FAULTS = (
 
 def faults(environment: Mapping[str, Any]) -> list[Finding]:
     """Every finding about an environment as `environment()` gives it."""
-    return [*_known(environment), *_devices(environment), *_variables(environment)]
+    return [
+        *_known_fault_findings(environment),
+        *_device_findings(environment),
+        *_variable_findings(environment),
+    ]
 
 
-def _known(environment: Mapping[str, Any]) -> Iterator[Finding]:
+def _known_fault_findings(environment: Mapping[str, Any]) -> Iterator[Finding]:
     for fault in KNOWN_FAULTS:
         version = environment["distributions"].get(fault.package)
-        if version and fault.holds_for(version) and fault.applies(environment):
+        if version and fault.affects(version) and fault.applies(environment):
             yield replace(fault.finding, place=Place(symbol=f"{fault.package} {version}"))
 
 
-def _devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
+def _device_findings(environment: Mapping[str, Any]) -> Iterator[Finding]:
     torch = environment["torch"]
     gpus = [d for d in environment["devices"] if d["kind"] != "cpu"]
     if not torch:
@@ -260,8 +264,8 @@ def _devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _variables(environment: Mapping[str, Any]) -> Iterator[Finding]:
-    given = environment["variables"]
+def _variable_findings(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    variables = environment["variables"]
     effects = {
         "ACCELERATE_MIXED_PRECISION": (
             "overrides mixed_precision in scripts that use accelerate or HF Trainer, without a word"
@@ -276,11 +280,11 @@ def _variables(environment: Mapping[str, Any]) -> Iterator[Finding]:
         "XLA_DOWNCAST_BF16": "makes every fp32 tensor bf16 under torch_xla",
     }
     for name, effect in effects.items():
-        if name in given:
+        if name in variables:
             yield Finding(
                 code="EV004",
                 severity=Severity.WARNING,
-                place=Place(symbol=f"{name}={given[name]}"),
+                place=Place(symbol=f"{name}={variables[name]}"),
                 message=effect,
                 cause="set in the environment of this process",
                 fix=f"unset {name}",

@@ -31,7 +31,7 @@ from ..model.processor import pictures_of
 from ..optimize import optimize
 from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
-from ..precision.quantised_base import of_config
+from ..precision.quantised_base import quantisation_from_config
 from ..runs.checkpoint.atomic_folder import fault
 from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
@@ -250,11 +250,12 @@ def _precision_beside(folder: Path) -> Precision | None:
 
 def _precision_of(source: Source) -> Precision:
     architecture = load_architecture(ModelSection(name=source.name, revision=source.revision), None)
-    found = of_config(architecture)
+    found = quantisation_from_config(architecture)
     if found is not None:
         # a packing that is not read is refused when the base is loaded
         return Precision.preset(
-            "bf16-lora", **({} if found.unread or found.kind == "fp4" else {"base": found.kind})
+            "bf16-lora",
+            **({} if found.unread_reason or found.kind == "fp4" else {"base": found.kind}),
         )
     dtype = getattr(architecture, "dtype", None)
     word = name_of(dtype) if dtype is not None else "fp32"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..optimize import optimize, restore
-from ..precision.apply import apply_precision, precision_of, remove_precision
+from ..precision.apply import apply_precision, get_precision, remove_precision
 from .attachment import Attachment, is_running, models_of, overridden, trained_in, unprepare
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
 from .record import Record
@@ -50,7 +50,7 @@ def attach(
     """
     check_trainer(trainer)
     for name, model in models_of(trainer).items():
-        if precision_of(model) is not None:  # a failed attach() would take it off
+        if get_precision(model) is not None:  # a failed attach() would take it off
             raise UsageError(
                 f"{type(trainer).__name__}.{name} has a precision already, from another attached"
                 " trainer or isotype.optimize()",

@@ -24,7 +24,7 @@ from ..environment.hardware import detect
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_quantised
 from ..precision.precision import PRESETS, Precision
-from ..precision.quantised_base import Quantisation, check_base, of_model
+from ..precision.quantised_base import Quantisation, check_base, detect_quantisation
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips
 from ..training.preflight.static import TYPICAL, stuck_share
@@ -67,7 +67,7 @@ def _auto(
     typed = given is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
     fp32 = "bf16=False in the trainer's arguments"
     if quantised is not None:
-        own = quantised.held or quantised.kind == "int8"
+        own = quantised.is_loaded or quantised.kind == "int8"
         preset, base = ("bf16-lora", {"base": quantised.kind}) if own else ("nf4-lora", {})
         return (
             preset,
@@ -96,7 +96,7 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
         adapter = "lora"
     else:
         adapter = "none"
-    quantised = of_model(inner_model(model))
+    quantised = detect_quantisation(inner_model(model))
     why = ""
     if not isinstance(precision, str | Precision):
         raise UsageError(

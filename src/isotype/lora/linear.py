@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dtypes import name
-from ..environment.planned import stands_for
+from ..environment.planned import planned_device_type
 from ..errors import DtypeError, ShapeError
 from ..ops.backend import (
     apply_function,
@@ -162,7 +162,7 @@ def should_run_adapter_first(x_TK: Tensor) -> bool:
     """Whether the adapter's product of x is made before the large one: on a GPU, for more than a
     generated token's row, which has a product of its own over the packed weight.
     """
-    gpu = not x_TK.is_cpu and stands_for(x_TK.device) != "cpu" and x_TK.shape[0] > 1
+    gpu = not x_TK.is_cpu and planned_device_type(x_TK.device) != "cpu" and x_TK.shape[0] > 1
     return gpu and not torch.compiler.is_compiling()
 
 

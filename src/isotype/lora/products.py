@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..environment.planned import stands_for
+from ..environment.planned import planned_device_type
 from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_path, has_fp32_output
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
@@ -307,7 +307,7 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one
     slice inside a compiled graph.
     """
-    elements = BLOCK_ELEMENTS_CPU if stands_for(device) == "cpu" else BLOCK_ELEMENTS_GPU
+    elements = BLOCK_ELEMENTS_CPU if planned_device_type(device) == "cpu" else BLOCK_ELEMENTS_GPU
     step = rows if torch.compiler.is_compiling() else max(elements // max(width, 1), 16)
     # at least one step, so that an empty batch takes the same path
     return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
@@ -321,7 +321,7 @@ def should_recast_adapters(x: Tensor) -> bool:
     """Whether backward gets A and B themselves, and casts them again: on a GPU each cast is a
     launch, and they are kept as cast.
     """
-    return stands_for(x.device) == "cpu"
+    return planned_device_type(x.device) == "cpu"
 
 
 def cast_adapters(

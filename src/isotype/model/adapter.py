@@ -274,7 +274,7 @@ def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> 
     frozen = {
         name: p
         for name, p in model.named_parameters()
-        if parts.of(name) not in adapted_parts(section, "full")
+        if parts.part_kind(name) not in adapted_parts(section, "full")
     }
     for name, parameter in frozen.items():
         parameter.requires_grad = False

@@ -23,7 +23,7 @@ from ..optimize.manifest import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
 from ..precision.parts import Part
 from ..precision.precision import Precision
-from ..precision.quantised_base import check_share, of_settings
+from ..precision.quantised_base import check_share, quantisation_from_settings
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import (
@@ -208,7 +208,7 @@ def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, st
     given = found.get("quantization_config") or (found.get("text_config") or {}).get(
         "quantization_config"
     )
-    how = of_settings(given) if isinstance(given, dict) else None
-    if how is None or how.unread or how.kind == "fp4":
+    how = quantisation_from_settings(given) if isinstance(given, dict) else None
+    if how is None or how.unread_reason or how.kind == "fp4":
         return None
     return (how.kind, str(how))

@@ -26,13 +26,13 @@ from ..config.sources import config_file, gguf_file, is_folder_name, near_model,
 from ..data.records import loads
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
-from ..environment.hub import is_away, not_in_cache, say
+from ..environment.hub import is_unreachable, not_in_cache, print_status
 from ..errors import UsageError
 from ..ops.packed.recognise import PARTS
-from ..precision.packing import ON_LOAD
-from ..precision.parts import Part, loaded_on
+from ..precision.packing import DTYPES_ON_LOAD
+from ..precision.parts import Part, loading_device
 from ..precision.precision import Precision
-from ..precision.quantised_base import check_base, of_config
+from ..precision.quantised_base import check_base, quantisation_from_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..wording import counted, first_line
 from .adapter import kept_whole, layers_to_quantise
@@ -189,7 +189,7 @@ def _with_added_tokens(
     """
     if fault(folder) is not None:
         architecture = _architecture(source)
-        if of_config(architecture) is not None:
+        if quantisation_from_config(architecture) is not None:
             raise UsageError(
                 f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings"
                 " cannot grow",
@@ -243,13 +243,13 @@ def load_base(
     Raises  UsageError for a base that the precision does not declare, and for an architecture that
             does not predict the next token
     """
-    where = loaded_on(device, part, offload)
+    where = loading_device(device, part, offload)
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
     architecture = _architecture(source)
     refuse_other_objectives(architecture, source.name, scored=source.scored)
-    said = check_base(of_config(architecture), precision, source.name)
+    said = check_base(quantisation_from_config(architecture), precision, source.name)
     quantised_before = bool(said)
     notes = [] if notes is None else notes
     notes += said
@@ -260,7 +260,7 @@ def load_base(
                 "device_map": {"": where}
             }
     quantises = precision.base == "nf4" and not trainable
-    packs = precision.base in ON_LOAD and not trainable and not quantised_before
+    packs = precision.base in DTYPES_ON_LOAD and not trainable and not quantised_before
     if mapped and not (quantises or packs or quantised_before):
         in_files = _as_in_files(source, architecture, attention, options, notes)
         if in_files is not None:
@@ -391,7 +391,7 @@ def outline_packed(
     """Packs the layers of a model on the meta device as the checkpoint has them, from the headers
     of its files, or as they are quantised when they are loaded. Raises UsageError.
     """
-    found = of_config(architecture)
+    found = quantisation_from_config(architecture)
     if found is None:
         quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
         return
@@ -491,12 +491,12 @@ def _reach(name: str, revision: str | None) -> None:
 
     Raises  LocalEntryNotFoundError when the hub stops answering during the download
     """
-    if is_folder_name(name) or Path(name).exists() or is_away():
+    if is_folder_name(name) or Path(name).exists() or is_unreachable():
         return
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             hf_hub_download(name, "config.json", revision=revision)
-            say(
+            print_status(
                 f"{name} is fetched from the hub, once; a large model takes minutes. It is kept in"
                 f" {constants.HF_HUB_CACHE}"
             )
@@ -568,7 +568,7 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     if kinds & _UNREACHED or "couldn't connect" in text.lower():
         return not_in_cache(named, f"a local folder{near_model(name)}")
     if absent and constants.HF_HUB_OFFLINE:
-        return not_in_cache(named, "a local folder", part=True)
+        return not_in_cache(named, "a local folder", is_partial=True)
     if "backend tokenizer" in text:
         return UsageError(
             f"{named}: it has no tokenizer.json",

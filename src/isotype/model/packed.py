@@ -37,7 +37,7 @@ from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, is_packed, recognise, state_of
 from ..optimize.experts import packed_forward
 from ..precision.packing import Packing
-from ..precision.quantised_base import of_config, refuse_unmade
+from ..precision.quantised_base import quantisation_from_config, refuse_unquantisable
 from . import gguf
 from .architecture import auto_class
 
@@ -52,7 +52,7 @@ def reading_packed(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]
     config  of a model that `of_config` finds packed
     dtype   of what the file does not pack
     """
-    found = of_config(config)
+    found = quantisation_from_config(config)
     assert found is not None
     assert found.packing is not None
     AUTO_QUANTIZER_MAPPING[METHOD] = _Reader
@@ -284,7 +284,7 @@ def pack(model: nn.Module, packing: Packing) -> None:
     """
     for full, waiting in list(_waiting(model)):
         tensors = waiting.tensors()
-        state = state_of(full, waiting.layout, packing.word, tensors)
+        state = state_of(full, waiting.layout, packing.dtype_name, tensors)
         weight, state = in_rows(tensors[waiting.layout.main[0]], state)
         bias = None if waiting.bias is None else waiting.bias.data
         layer = PackedLinear(waiting.in_features, waiting.out_features, weight, state, bias)
@@ -298,7 +298,7 @@ def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None
     """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the
     meta device. Raises UsageError.
     """
-    refuse_unmade(word, "the model")
+    refuse_unquantisable(word, "the model")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
@@ -329,12 +329,15 @@ def load_packed(
     config = gguf.read_architecture(
         name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     )
-    found = of_config(config)
+    found = quantisation_from_config(config)
     if found is None or found.packing is None:
         if found is None:
             what = "is not quantised"
         else:
-            what = found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
+            what = (
+                found.unread_reason
+                or f"is {found.kind}, which transformers loads with bitsandbytes"
+            )
         raise UsageError(
             f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained"
         )
@@ -512,7 +515,7 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
         plan: dict[str, Layout] | None = vars(module).pop(_PLAN, None)
         for stack, layout in (plan or {}).items():
             own = list(_pieces(module, path, stack))
-            pieces = [[state_of(of, layout, packing.word, t) for of, t in one] for one in own]
+            pieces = [[state_of(of, layout, packing.dtype_name, t) for of, t in one] for one in own]
             tensors = {
                 name: torch.stack(
                     [torch.stack([piece.tensors[name] for piece in one]) for one in pieces]
@@ -528,7 +531,7 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
                     getattr(expert, "_modules", {}).pop(layer, None)
             state = StackState(
                 layout,
-                packing.word,
+                packing.dtype_name,
                 tensors,
                 experts=main.shape[0],
                 pieces=main.shape[1],
@@ -538,7 +541,7 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
         if plan:
             for name in [name for name in module._modules if name.isdecimal()]:
                 del module._modules[name]
-            InstanceMethod(packed_forward, module).put()
+            InstanceMethod(packed_forward, module).install()
 
 
 def _pieces(module: Any, path: str, stack: str) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:

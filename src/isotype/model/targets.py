@@ -60,7 +60,9 @@ def linear_layers(
     return (
         (name, m)
         for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and m is not head and (parts is None or parts.of(name) in of)
+        if isinstance(m, nn.Linear)
+        and m is not head
+        and (parts is None or parts.part_kind(name) in of)
     )
 
 
@@ -88,7 +90,7 @@ def parts_with(model: nn.Module, section: AdapterSection, how: str) -> list[str]
 def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterSection) -> None:
     """Raises  UsageError where `adapter.targets` chose layers of a part that is to have none"""
     for name, _ in adapted.get_base_model().named_modules():
-        part = parts.of(name)
+        part = parts.part_kind(name)
         if name.endswith(".lora_A") and part not in adapted_parts(section):
             key = "adapter.vision" if part == TOWER else "adapter.projector"
             raise UsageError(

@@ -26,9 +26,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..dtypes import FLOATS, itemsize, name
-from ..precision.apply import declared_dtype, inner_model, is_norm, is_quantised, quantised_word
+from ..precision.apply import (
+    declared_dtype,
+    inner_model,
+    is_norm,
+    is_quantised,
+    quantised_dtype_name,
+)
 from ..precision.precision import Precision
-from ..precision.vision import is_of_vision
+from ..precision.vision import is_vision_weight
 from .contract import ContractChecker
 from .record import CHANGED_CAUSE, TABLES_RULE, UNSEEN_REASONS, Observation
 from .tape import ModuleCall, StepTracker, observing
@@ -199,9 +205,9 @@ class Observer:
                 role, f"{type(parameter).__name__}, a class that keeps its numbers in other tensors"
             )
         elif is_quantised(parameter):
-            observation.note("base", full, quantised_word(parameter), precision.base)
+            observation.note("base", full, quantised_dtype_name(parameter), precision.base)
         elif parameter.is_floating_point():
-            is_vision = precision.vision and is_of_vision(inner_model(self.model), full)
+            is_vision = precision.vision and is_vision_weight(inner_model(self.model), full)
             if parameter.requires_grad:
                 role = "trainable"
             elif is_vision:

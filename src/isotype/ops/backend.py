@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..environment import planned
-from ..environment.planned import is_planned, stands_for
+from ..environment.planned import is_planned, planned_device_type
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
@@ -255,7 +255,7 @@ def uses_fused_kernel(x: Tensor) -> bool:
     library op with its own fake results.
     """
     return uses_triton(x) or (
-        is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64
+        is_planned(x.device) and planned_device_type(x.device) != "cpu" and x.dtype != torch.float64
     )
 
 
@@ -279,14 +279,14 @@ def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
         if torch.compiler.is_compiling()
         else _device_has_fp32_output
     )
-    return check(operand, stands_for(device), device.index)
+    return check(operand, planned_device_type(device), device.index)
 
 
 def can_count_rows(x: Tensor) -> bool:
     """Whether asking how many elements of `x` fulfil a condition costs nothing: on any device but a
     CPU the host would wait for it.
     """
-    return stands_for(x.device) == "cpu"
+    return planned_device_type(x.device) == "cpu"
 
 
 def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..environment.planned import stands_for
+from ..environment.planned import planned_device_type
 from ..errors import UsageError
 from .backend import (
     apply_function,
@@ -108,7 +108,7 @@ def loses_fp32_sums(hidden_TH: Tensor) -> bool:
     """Whether a product of these rows loses its fp32 sums, and C++ kernels may make some logits
     again.
     """
-    return hidden_TH.dtype == torch.bfloat16 and stands_for(hidden_TH.device) == "cpu"
+    return hidden_TH.dtype == torch.bfloat16 and planned_device_type(hidden_TH.device) == "cpu"
 
 
 def empty_outputs(

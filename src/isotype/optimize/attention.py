@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..environment.planned import planned_for
+from ..environment.planned import plan_device
 from ..errors import UsageError
 from ..instance_method import Placement
 from ..ops import attention
@@ -27,7 +27,7 @@ from ..ops.attention import Documents
 from ..ops.attention.gpu import choose_gpu_backend, disable_cudnn_with_mask
 from ..ops.attention.op import kernel_attention
 from ..precision.apply import inner_model
-from ..precision.vision import language_part
+from ..precision.vision import get_language_part
 from .instances import Replacement, placement, taken, why_not_rebuilt
 
 PART = "attention"
@@ -101,7 +101,7 @@ def back_ends(module: nn.Module) -> str:
         "window": getattr(module, "sliding_window", None),
         "softcap": softcap_of(module),
     }
-    with nullcontext() if device.type == "cuda" else planned_for("cuda"):
+    with nullcontext() if device.type == "cuda" else plan_device("cuda"):
         row, packed = (
             choose_gpu_backend(x.dtype, x, x, **options, packed=packed, device=device)
             for packed in (False, True)
@@ -226,7 +226,7 @@ def why_no_document_mask(model: nn.Module) -> str | None:
     """Why bounds alone cannot keep documents apart in this model, or None: all its attention runs
     the op, and nothing else reads a mask.
     """
-    language = language_part(inner_model(model))
+    language = get_language_part(inner_model(model))
     layers = [
         (name, module)
         for name, module in language.named_modules()
@@ -282,7 +282,9 @@ def why_mask_is_read(model: Any) -> str | None:
     others = sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS)
     if others:
         return f"it has layers of {', '.join(others)}"
-    for name, module in language_part(model).named_modules():  # a tower has no mask of the text's
+    for name, module in get_language_part(
+        model
+    ).named_modules():  # a tower has no mask of the text's
         if getattr(module, "is_causal", True) is False:
             return f"{name} is not causal"
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import Placement, settings_of
+from ..instance_method import Placement, get_settings
 from ..ops import gated_residual, gelu, modulated_layer_norm
 from ..ops.recomputable import find_recipe, mark_recomputable, propagate_recomputable
 from ..precision.apply import denoiser_blocks
@@ -246,7 +246,7 @@ def stream_forward(
     )
     given = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
     if usual:
-        form: Form = settings_of(self)
+        form: Form = get_settings(self)
         return form(self, hidden_states, encoder_hidden_states, temb, given)
     if joint_attention_kwargs is None:
         more = {}
@@ -377,7 +377,7 @@ def layer_norm_forward(
     if modulation is None:
         own: Tensor = type(self).forward(self, x)
         return own
-    return modulated_layer_norm(x, *modulation, self.eps, out_dtype=settings_of(self))
+    return modulated_layer_norm(x, *modulation, self.eps, out_dtype=get_settings(self))
 
 
 def modulated(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor:
@@ -401,7 +401,7 @@ def _changed_by_hooks(norm: nn.Module) -> bool:
     """
     if changed_before(norm):
         return True
-    out_dtype = settings_of(norm)
+    out_dtype = get_settings(norm)
     after = [hook for hook in norm._forward_hooks.values() if not getattr(hook, "observes", False)]
     return any(
         getattr(hook, "narrows_to", None) is not out_dtype or out_dtype is None for hook in after
@@ -477,7 +477,7 @@ def compute(module: Any, s: AdaptiveSettings, x: Tensor, emb: Tensor) -> Any:
 
 def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The form; the class's forward for a call with other arguments than the embedding."""
-    s: AdaptiveSettings = settings_of(self)
+    s: AdaptiveSettings = get_settings(self)
     emb = args[0] if s.first and len(args) == 1 and not kwargs else kwargs.get(s.argument)
     if not isinstance(emb, Tensor) or len(args) + len(kwargs) > 1:
         return type(self).forward(self, x, *args, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, Placement, put
+from ..instance_method import SETTINGS_KEY, Placement, put
 from ..lora.attach import active_adapter, has_hooks, is_expert_stack, refuse_packed_adapter
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
@@ -213,7 +213,7 @@ def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) ->
 
 
 def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    settings: ExpertsSettings = self.__dict__[MARK][0]
+    settings: ExpertsSettings = self.__dict__[SETTINGS_KEY][0]
     fits = (
         len(args) == 2
         and not kwargs
@@ -260,7 +260,7 @@ def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     others = [  # `packed_forward` is no other library's
         m
         for m in (*wrappers.values(), base)
-        if MARK in vars(m)
+        if SETTINGS_KEY in vars(m)
         or getattr(vars(m).get("forward"), "function", None) is not packed_forward
     ]
     found = next((why for part in others if (why := taken(part)) is not None), None) or recognise(
@@ -270,7 +270,7 @@ def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
         found = why_not(wrappers, base, found) or found
     if isinstance(found, str):
         return placement(PART, path, base, None, found)
-    put(module, experts_forward, found)
+    install_forward(module, experts_forward, found)
     said = [f"with LoRA on {' and '.join(sorted(wrappers))}"] if wrappers else []
     if wrappers and branch_fp32:
         said.append(

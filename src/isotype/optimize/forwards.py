@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..errors import UsageError
-from ..instance_method import MARK, InstanceMethod, method_of, settings_of
+from ..instance_method import SETTINGS_KEY, InstanceMethod, get_method, get_settings
 from ..lora.attach import (
     GLOBAL_FORWARD_HOOKS,
     GLOBAL_FORWARD_PRE_HOOKS,
@@ -47,8 +47,8 @@ def check_placed(model: nn.Module) -> None:
     Raises  UsageError where a class was given another forward since
     """
     for module in vars(model).get(PLACED, ()):
-        method = method_of(module)
-        if method is not None and not method.stands:
+        method = get_method(module)
+        if method is not None and not method.is_current:
             raise UsageError(
                 f"{type(module).__name__}.{method.name} was replaced after isotype.optimize(),"
                 " which no longer computes it",
@@ -92,7 +92,7 @@ def norm_forward(
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    s: NormSettings = self.__dict__[MARK][0]
+    s: NormSettings = self.__dict__[SETTINGS_KEY][0]
     eps = USUAL_EPSILON if s.eps is None else self.__dict__[s.eps]
     # read once: `torch.nn.utils.parametrize` makes it anew at every reading
     weight: Tensor = self._parameters["weight"] if beside is not None else self.weight
@@ -175,7 +175,7 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     """The form, with gradient checkpointing as the class's forward has it; that one, where it was
     called in another way.
     """
-    s: LayerSettings = settings_of(self)
+    s: LayerSettings = get_settings(self)
     recomputed = self.training and not _call_recomputes() and bool(self.gradient_checkpointing)
     if len(args) > len(s.names) or (recomputed and self._can_checkpoint_with_cache):
         return type(self).forward(self, hidden_states, *args, **kwargs)
@@ -281,7 +281,7 @@ class GatedSettings:
 
 
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    s: GatedSettings = self.__dict__[MARK][0]
+    s: GatedSettings = self.__dict__[SETTINGS_KEY][0]
     children = self._modules
     # an activation that was exchanged, or has hooks that the op would not call
     activation: Any = children.get(s.activation) or self.__dict__.get(s.activation)

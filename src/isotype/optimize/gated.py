@@ -10,7 +10,7 @@ from itertools import permutations
 import torch
 from torch import nn
 
-from ..instance_method import Placement, put
+from ..instance_method import Placement, install_forward
 from ..lora.attach import is_lora
 from ..lora.mlp import mlp_fusion_blocker
 from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
@@ -107,7 +107,7 @@ def place(path: str, module: nn.Module) -> Placement:
     found = taken(module) or recognise(module)
     if isinstance(found, str):
         return placement(PART, path, module, None, found)
-    put(module, gated_forward, found)
+    install_forward(module, gated_forward, found)
     layers = [
         getattr(module, name) for name in (found.gate, found.up, found.down) if name is not None
     ]

@@ -166,7 +166,7 @@ def place(path: str, lm: Any) -> Placement:
     stream = Stream()
     method = InstanceMethod(generate, inner, "generate")
     inner.__dict__[_STREAM] = stream, method
-    method.put()
+    method.install()
     embeddings = input_embeddings(lm)
     assert embeddings is not None
     embeddings.register_forward_hook(SeesTraining(stream))
@@ -207,5 +207,5 @@ def take_back(module: nn.Module) -> bool:
     if _STREAM not in module.__dict__:
         return False
     _, method = module.__dict__.pop(_STREAM)
-    method.take_back()
+    method.uninstall()
     return True

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
-from ..instance_method import Placement, put, settings_of
+from ..instance_method import Placement, get_settings, install_forward
 from ..lora import PackedLinear
 from ..ops import linear_cross_entropy, linear_log_probs
 from ..ops.backend import product_dtype
@@ -73,7 +73,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """A hook of the causal LM: its forward has labels, so the logits will go into a loss."""
     if kwargs.get("fused_lm_head") and fused_head_of(inner_model(model)) is None:
         # says once that TRL's loss is the one that runs: a setting without effect is never silent
-        manifest: Manifest = settings_of(model.get_output_embeddings())  # type: ignore[operator]  # a causal LM has the method
+        manifest: Manifest = get_settings(model.get_output_embeddings())  # type: ignore[operator]  # a causal LM has the method
         if BYPASSED not in manifest.notes:
             manifest.notes.append(BYPASSED)
             warnings.warn(f"isotype.optimize: {BYPASSED}", stacklevel=2)
@@ -127,7 +127,7 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
     if type(head) in (nn.Linear, PackedLinear):
         # which gets a note where TRL's loss does not call the head
-        put(head, head_forward, manifest)
+        install_forward(head, head_forward, manifest)
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     if by_trl:
@@ -253,7 +253,7 @@ def loss_of(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tenso
 
 
 def takes_targets(model: nn.Module) -> bool:
-    return isinstance(settings_of(inner_model(model)), AfterHead)
+    return isinstance(get_settings(inner_model(model)), AfterHead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
     """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
-    asked = _Asked(targets, settings_of(self))
+    asked = _Asked(targets, get_settings(self))
     before = getattr(_forwards, "asked", None)
     _forwards.asked = asked
     try:
@@ -389,5 +389,5 @@ def place_targets(model: nn.Module, head: nn.Module) -> str | None:
     found = taken(model) or after_head(model, head)
     if isinstance(found, str):
         return found
-    put(model, lm_forward, found, entries=0)
+    install_forward(model, lm_forward, found, entries=0)
     return None

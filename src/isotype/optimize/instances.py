@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, InstanceMethod, Placement, put
+from ..instance_method import SETTINGS_KEY, InstanceMethod, Placement, install_forward
 
 T = TypeVar("T")
 # Libraries whose own kernels a model may already run: by import name
@@ -58,7 +58,7 @@ def foreign(module: nn.Module) -> str | None:
 
 def taken(module: nn.Module) -> str | None:
     """Why this instance's forward may not be replaced, or None."""
-    if MARK in module.__dict__:
+    if SETTINGS_KEY in module.__dict__:
         return "already optimized"
     return foreign(module)
 
@@ -84,7 +84,7 @@ def put_found(
     """
     if isinstance(found, str):
         return placement(part, path, module, None, found)
-    put(module, forward, found)
+    install_forward(module, forward, found)
     return placement(part, path, module, op, note)
 
 
@@ -268,7 +268,9 @@ def why_not_rebuilt(forward: Any) -> str | None:
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
     """The instance's forward, over globals with these replacements."""
-    put(module, InstanceMethod(rebuilt, module, arguments=(replacements,)), None, len(replacements))
+    install_forward(
+        module, InstanceMethod(rebuilt, module, arguments=(replacements,)), None, len(replacements)
+    )
 
 
 def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
-from ..environment.planned import planned_for
-from ..instance_method import Placement, settings_of
+from ..environment.planned import plan_device
+from ..instance_method import Placement, get_settings
 from ..ops import attention, rope
 from ..ops.attention import choose_backend
 from ..ops.recomputable import propagate_recomputable
@@ -208,7 +208,7 @@ def joint_forward(
     """The form; the class's forward for a call of another kind, a processor that was changed since,
     and fused projections.
     """
-    s, processor = settings_of(self)
+    s, processor = get_settings(self)
     told = {name: value for name, value in others.items() if value is not None}
     usual = attention_mask is None and not told and s.joint == (encoder_hidden_states is not None)
     usual = (
@@ -246,7 +246,7 @@ def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
         return f"{type(layer.processor).__name__}'s own"
     weight = layer.to_q.weight
     depth = getattr(weight, "quant_state", weight).shape[0] // layer.heads
-    with nullcontext() if device_type == "cpu" else planned_for(device_type):
+    with nullcontext() if device_type == "cpu" else plan_device(device_type):
         x = torch.empty(
             1,
             layer.heads,

@@ -10,7 +10,12 @@ from torch import nn
 from ..dtypes import name, to_torch
 from ..instance_method import Placement
 from ..precision.apply import is_quantised
-from ..precision.quantised_base import MOST_UNQUANTISED, Quantisation, of_model, unquantised_share
+from ..precision.quantised_base import (
+    MOST_UNQUANTISED,
+    Quantisation,
+    detect_quantisation,
+    unquantised_share,
+)
 
 
 @dataclass(slots=True)
@@ -76,7 +81,7 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
     what has another dtype than declared.
     """
     notes = []
-    found = of_model(model)
+    found = detect_quantisation(model)
     if found is not None:
         notes.append(f"base: {found}" + _against(found, precision))
         share, largest = unquantised_share(model)

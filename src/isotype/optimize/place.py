@@ -9,7 +9,7 @@ from torch import nn
 
 from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
-from ..instance_method import Placement, method_of, take_back
+from ..instance_method import Placement, get_method, uninstall_forward
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
 from ..lora.products import kernels_unavailable_reason
@@ -170,7 +170,7 @@ def _placed(
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
     manifest.entries += adapters
     # past nn.Module's own __setattr__
-    vars(model)[PLACED] = [m for m in model.modules() if method_of(m) is not None or is_fused(m)]
+    vars(model)[PLACED] = [m for m in model.modules() if get_method(m) is not None or is_fused(m)]
     manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
@@ -230,7 +230,7 @@ def restore(model: nn.Module) -> int:
     vars(model).pop(attention.NEEDS, None)
     undone = unfuse_lora(model)
     for module in model.modules():
-        undone += take_back(module)
+        undone += uninstall_forward(module)
         head.remove_hooks(module)
         undone += generation.take_back(module)
     return undone

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..instance_method import put, settings_of
+from ..instance_method import get_settings, install_forward
 from ..ops import linear_log_probs
 from ..ops.backend import autocast_off
 
@@ -61,7 +61,7 @@ def trls_forward(model: nn.Module) -> Any | None:
 
 def fused_head_of(model: nn.Module) -> FusedHead | None:
     """What answers on this instance, or None."""
-    found = settings_of(model)
+    found = get_settings(model)
     return found if isinstance(found, FusedHead) else None
 
 
@@ -80,7 +80,7 @@ def why_no_fused_head(model: nn.Module) -> str | None:
 def place_fused_head(model: nn.Module) -> None:
     """Puts the op in the place of TRL's forward."""
     bound = trls_forward(model)
-    put(model, fused_head_forward, FusedHead(bound, _closure(bound)))
+    install_forward(model, fused_head_forward, FusedHead(bound, _closure(bound)))
 
 
 def _closure(bound: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def fused_head_forward(
     num_items_in_batch: Any = None,
     **kwargs: Any,
 ) -> Any:
-    head: FusedHead = settings_of(self)
+    head: FusedHead = get_settings(self)
     why_not = _why_trls_code(self, labels, shift_labels) if fused_lm_head else None
     if not fused_lm_head or why_not:
         if why_not:

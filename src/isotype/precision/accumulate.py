@@ -27,9 +27,9 @@ from ..dtypes import to_torch
 from ..errors import RunError
 from .parts import local_part
 
-BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
+BUCKET_BYTES = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
 # buckets that are sent and not received yet: the memory that the sums take besides the gradients
-IN_FLIGHT = 4
+MAX_IN_FLIGHT = 4
 
 
 class Processes(Protocol):
@@ -62,17 +62,17 @@ class BucketSums:
         self._processes = processes
         self._dtype = dtype
         # backward makes the gradients of the last parameters first
-        self._buckets = list(neighbours(list(reversed(parameters)), dtype))
+        self._buckets = list(split_buckets(list(reversed(parameters)), dtype))
         self._bucket_of = {
             id(p): number for number, bucket in enumerate(self._buckets) for p in bucket
         }
         # parameters whose gradients the last backward of a step has made; None: it does not run
         self._arrived: set[int] | None = None
-        self._missing: list[int] = []  # of each bucket, how many have not arrived
+        self._missing_counts: list[int] = []  # of each bucket, how many have not arrived
         # whether buckets are sent early: not where a layer runs a backward of its own, which may
         # make a gradient in several parts. None: the first step has not shown it yet
-        self._early: bool | None = None
-        self._parts = False
+        self._sends_early: bool | None = None
+        self._arrives_in_parts = False
         self._sent = 0
         self._sent_dtypes: list[torch.dtype] = []
         self._in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
@@ -80,9 +80,9 @@ class BucketSums:
     def begin(self) -> None:
         """Before the last backward of a step, whose gradients are complete when they arrive."""
         self._arrived = set()
-        self._missing = [len(bucket) for bucket in self._buckets]
+        self._missing_counts = [len(bucket) for bucket in self._buckets]
 
-    def arrived(self, parameter: nn.Parameter) -> None:
+    def mark_arrived(self, parameter: nn.Parameter) -> None:
         """A backward has made this parameter's gradient. Raises  RunError where it makes one again
         that was sent.
         """
@@ -97,19 +97,23 @@ class BucketSums:
                     " over the processes",
                     fix="parallel.kind: shard, or one process",
                 )
-            self._parts = True
+            self._arrives_in_parts = True
             return
         self._arrived.add(id(parameter))
-        self._missing[number] -= 1
-        while self._early and self._sent < len(self._buckets) and self._missing[self._sent] == 0:
+        self._missing_counts[number] -= 1
+        while (
+            self._sends_early
+            and self._sent < len(self._buckets)
+            and self._missing_counts[self._sent] == 0
+        ):
             self._send()
 
     def finish(self) -> list[torch.dtype]:
         """Sends the other buckets and waits for all sums. Returns the dtype in which each bucket
         was sent.
         """
-        if self._arrived is not None and self._early is None:
-            self._early = not self._parts
+        if self._arrived is not None and self._sends_early is None:
+            self._sends_early = not self._arrives_in_parts
         while self._sent < len(self._buckets):
             self._send()
         while self._in_flight:
@@ -126,7 +130,7 @@ class BucketSums:
         self._in_flight.clear()
 
     def _send(self) -> None:
-        if len(self._in_flight) == IN_FLIGHT:
+        if len(self._in_flight) == MAX_IN_FLIGHT:
             self._receive()
         bucket = self._buckets[self._sent]
         self._sent += 1
@@ -151,7 +155,7 @@ class BucketSums:
                 gradient.copy_(summed.view_as(gradient))
 
 
-def neighbours(
+def split_buckets(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype
 ) -> Iterator[list[nn.Parameter]]:
     """Neighbours of one device, together at most BUCKET bytes in `dtype`, or a single one."""
@@ -159,7 +163,7 @@ def neighbours(
     size = 0
     for p in parameters:
         bytes_ = p.numel() * dtype.itemsize
-        if bucket and (size + bytes_ > BUCKET or p.device != bucket[0].device):
+        if bucket and (size + bytes_ > BUCKET_BYTES or p.device != bucket[0].device):
             yield bucket
             bucket = []
             size = 0
@@ -169,7 +173,7 @@ def neighbours(
         yield bucket
 
 
-class Summed(Protocol):
+class ShardedGradients(Protocol):
     """Where gradients come from that are summed over the processes in every backward: each process
     holds its rows of a weight.
     """
@@ -207,7 +211,7 @@ class GradientAccumulator:
         *,
         dtype: str = "fp32",
         reduce: str = "fp32",
-        summed: Summed | None = None,
+        summed: ShardedGradients | None = None,
         processes: Processes | None = None,
     ) -> None:
         self.summed = summed
@@ -227,7 +231,8 @@ class GradientAccumulator:
             self._sums = BucketSums(self.parameters, self, processes, self.reduce_dtype)
             # after `_take`: hooks run in the order in which they were registered
             self._hooks += [
-                p.register_post_accumulate_grad_hook(self._sums.arrived) for p in self.parameters
+                p.register_post_accumulate_grad_hook(self._sums.mark_arrived)
+                for p in self.parameters
             ]
 
     def _take(self, parameter: nn.Parameter) -> None:

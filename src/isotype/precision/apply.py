@@ -21,7 +21,7 @@ from ..environment import planned
 from ..instance_method import InstanceMethod
 from .parts import Part
 from .precision import Precision
-from .vision import is_of_vision, vision_parts
+from .vision import is_vision_weight, vision_parts
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
@@ -52,13 +52,13 @@ def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return frozenset()
-    strict = getattr(model, "_keep_in_fp32_modules_strict", ())
-    plain = getattr(model, "_keep_in_fp32_modules", None) or ()
-    of_transformers = hasattr(type(model), "_keep_in_fp32_modules_strict")
-    taken = set(strict or ())
-    if not of_transformers or dtype == torch.float16:
-        taken |= {plain} if isinstance(plain, str) else set(plain)
-    return frozenset(taken)
+    strict_names = getattr(model, "_keep_in_fp32_modules_strict", ())
+    fp16_names = getattr(model, "_keep_in_fp32_modules", None) or ()
+    is_transformers = hasattr(type(model), "_keep_in_fp32_modules_strict")
+    names = set(strict_names or ())
+    if not is_transformers or dtype == torch.float16:
+        names |= {fp16_names} if isinstance(fp16_names, str) else set(fp16_names)
+    return frozenset(names)
 
 
 def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
@@ -75,34 +75,34 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
     return set()
 
 
-class _SumByBlock:
+class _GradientJoin:
     """Forward hook of a block, before it runs: each tensor that needs a gradient gets a view, where
     the gradients of its uses meet.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            return (_met(args), _met(kwargs))
+            return (_view_gradients(args), _view_gradients(kwargs))
         return None
 
 
-def _met(given: Any) -> Any:
+def _view_gradients(value: Any) -> Any:
     """The same with views in the place of tensors that need a gradient, inside tuples, lists and
     dictionaries too.
     """
-    if isinstance(given, Tensor):
-        return given.view_as(given) if given.requires_grad else given
-    if type(given) in (tuple, list):
-        return type(given)(map(_met, given))
-    if type(given) is dict:
-        return {name: _met(value) for name, value in given.items()}
-    return given
+    if isinstance(value, Tensor):
+        return value.view_as(value) if value.requires_grad else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_view_gradients, value))
+    if type(value) is dict:
+        return {name: _view_gradients(item) for name, item in value.items()}
+    return value
 
 
 _STATE = "_isotype_precision"
 
 
-class _State:
+class _PrecisionState:
     """The settings of a model's wrapped forwards. Each module that has one keeps them, so that
     deepcopy copies them too, with the forward that the instance had, or None for its class's.
 
@@ -113,19 +113,19 @@ class _State:
     def __init__(self, precision: Precision, device_type: str) -> None:
         self.precision = precision
         self.device_type = device_type
-        self.use(precision.compute)
+        self.set_compute(precision.compute)
         self.methods: list[InstanceMethod] = []
         self.settings: list[tuple[nn.Module, str, Any]] = []
 
-    def put(self, method: InstanceMethod) -> None:
+    def install(self, method: InstanceMethod) -> None:
         self.methods.append(method)
-        method.put()
+        method.install()
 
     def change(self, module: nn.Module, attribute: str, value: Any) -> None:
         self.settings.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
 
-    def use(self, dtype: str) -> None:
+    def set_compute(self, dtype: str) -> None:
         """Computes products in this dtype from now on."""
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32
         # run
@@ -150,7 +150,7 @@ def is_quantised(parameter: Tensor) -> bool:
     )
 
 
-def quantised_word(parameter: Tensor) -> str:
+def quantised_dtype_name(parameter: Tensor) -> str:
     """The word of a quantised weight, as `precision.base` has it: nf4, fp8 and so on."""
     state = getattr(parameter, "quant_state", None)
     return str(getattr(state, "word", None) or getattr(state, "quant_type", "int8"))
@@ -171,7 +171,7 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
     part  of a model that will be shared: only the rows that this process keeps are cast
     """
     if part is not None:
-        part.look(model)
+        part.on_loaded(model)
     for full, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_quantised(parameter):
             dtype = to_torch(declared_dtype(model, full, parameter, precision))
@@ -179,28 +179,30 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
                 if part is None:
                     parameter.data = parameter.data.to(dtype)
                 else:
-                    parameter.data = part.narrowed(parameter.data, dtype)
+                    parameter.data = part.cast_rows(parameter.data, dtype)
 
 
 def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
     """The dtype that `precision` declares for one floating parameter of `model` that is not
     quantised.
     """
-    of_vision = (
-        precision.vision and not parameter.requires_grad and is_of_vision(inner_model(model), full)
+    is_vision = (
+        precision.vision
+        and not parameter.requires_grad
+        and is_vision_weight(inner_model(model), full)
     )
     # of a diffusion run that trains them
-    of_text = precision.text_encoder and ".text_encoders." in f".{full}"
-    if of_vision:
+    is_text_encoder = precision.text_encoder and ".text_encoders." in f".{full}"
+    if is_vision:
         frozen = precision.vision
-    elif of_text:
+    elif is_text_encoder:
         frozen = precision.text_encoder
     else:
         frozen = precision.unquantised
-    word = precision.trainable if parameter.requires_grad else frozen
-    if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word))):
+    dtype_name = precision.trainable if parameter.requires_grad else frozen
+    if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(dtype_name))):
         return "fp32"
-    return word
+    return dtype_name
 
 
 def apply_precision(
@@ -225,10 +227,10 @@ def apply_precision(
     inner = inner_model(model)
     if hasattr(inner, _STATE):
         raise ValueError("this model has a precision already")
-    state = _State(precision, device_type)
-    for called in (inner, *_called_alone(inner)):
+    state = _PrecisionState(precision, device_type)
+    for called in (inner, *_separately_called_parts(inner)):
         setattr(called, _STATE, (state, called.__dict__.get("forward")))
-        state.put(InstanceMethod(_in_its_precision, called, arguments=()))
+        state.install(InstanceMethod(_run_in_precision, called, arguments=()))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
     # some decoder layers of transformers (Mamba, XGLM, JetMoE) widen the residual stream by
     # themselves
@@ -239,22 +241,24 @@ def apply_precision(
         for block in stack
         if is_block(block)
     ):
-        block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
+        block.register_forward_hook(_CastFirstOutput(to_torch(precision.compute)))
     for block in denoiser_blocks(inner):
         # a table of shifts and scales that is trained in fp32 widens the stream by itself
-        block.register_forward_hook(_NarrowAll(to_torch(precision.compute)))
-        block.register_forward_pre_hook(_SumByBlock(), with_kwargs=True)
+        block.register_forward_hook(_CastAllOutputs(to_torch(precision.compute)))
+        block.register_forward_pre_hook(_GradientJoin(), with_kwargs=True)
     # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     module: Any
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(
             module, to_torch(precision.compute)
         ):
-            state.put(
-                InstanceMethod(_multiplying_in, module, arguments=(to_torch(precision.compute),))
+            state.install(
+                InstanceMethod(
+                    _run_with_cast_weights, module, arguments=(to_torch(precision.compute),)
+                )
             )
         if is_narrowed(module, in_fp32):
-            module.register_forward_hook(_Narrow(to_torch(precision.compute)))
+            module.register_forward_hook(_CastOutput(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
             state.change(module, "cast_input_dtype_enabled", False)
         if hasattr(module, "compute_type_is_set"):
@@ -275,23 +279,23 @@ def remove_precision(model: nn.Module) -> None:
     inner = inner_model(model)
     if _STATE not in inner.__dict__:
         return
-    state: _State = inner.__dict__[_STATE][0]
+    state: _PrecisionState = inner.__dict__[_STATE][0]
     for method in reversed(state.methods):
-        method.take_back()
-    for called in (inner, *_called_alone(inner)):
+        method.uninstall()
+    for called in (inner, *_separately_called_parts(inner)):
         called.__dict__.pop(_STATE, None)
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key in [
-                key for key, hook in hooks.items() if isinstance(hook, _Narrow | _SumByBlock)
+                key for key, hook in hooks.items() if isinstance(hook, _CastOutput | _GradientJoin)
             ]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _called_alone(inner: nn.Module) -> list[nn.Module]:
+def _separately_called_parts(inner: nn.Module) -> list[nn.Module]:
     """Parts of a transformers model whose forward is called past the whole model's: the model
     without its head, by some losses; the encoder of an encoder-decoder model and a vision tower, by
     `generate`.
@@ -300,11 +304,9 @@ def _called_alone(inner: nn.Module) -> list[nn.Module]:
     encoder = getattr(inner, "get_encoder", None)
     if callable(encoder) and getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         parts.append(encoder())
-    of_vision = vision_parts(inner)
-    if of_vision is not None:
-        parts += [
-            inner.get_submodule(path) for path in (*of_vision.towers, *of_vision.projectors(inner))
-        ]
+    vision = vision_parts(inner)
+    if vision is not None:
+        parts += [inner.get_submodule(path) for path in (*vision.towers, *vision.projectors(inner))]
     return [part for part in parts if isinstance(part, nn.Module) and part is not inner]
 
 
@@ -319,20 +321,22 @@ def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
     )
 
 
-def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `own`, a model's forward, in the autocast of the model's precision."""
+def _run_in_precision(class_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `class_forward`, a model's forward, in the autocast of the model's precision."""
 
-    @functools.wraps(own)
+    @functools.wraps(class_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state, before = getattr(self, _STATE)
-        run = before if before is not None else functools.partial(type(self).forward, self)
+        state, previous = getattr(self, _STATE)
+        original_forward = (
+            previous if previous is not None else functools.partial(type(self).forward, self)
+        )
         with state.autocast():
-            return run(*args, **kwargs)
+            return original_forward(*args, **kwargs)
 
     return forward
 
 
-class _Narrow:
+class _CastOutput:
     """Forward hook that casts a floating output to the declared compute dtype. It is an object, so
     that deepcopy and pickle copy it.
     """
@@ -350,7 +354,7 @@ class _Narrow:
         return output
 
 
-class _NarrowFirst(_Narrow):
+class _CastFirstOutput(_CastOutput):
     """The same hook for a block, which may return a tuple with its hidden states first."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -359,12 +363,14 @@ class _NarrowFirst(_Narrow):
         return super().__call__(module, args, output)
 
 
-class _NarrowAll(_Narrow):
+class _CastAllOutputs(_CastOutput):
     """The same hook for a block of diffusers, which may return two streams: text and picture."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return tuple(super(_NarrowAll, self).__call__(module, args, one) for one in output)
+            return tuple(
+                super(_CastAllOutputs, self).__call__(module, args, item) for item in output
+            )
         return super().__call__(module, args, output)
 
 
@@ -391,12 +397,14 @@ def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
     return any(p.dtype != compute for p in stacked)
 
 
-def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
-    """Wraps `own`, a module's forward, so that it uses the module's floating weights cast to
+def _run_with_cast_weights(
+    class_forward: Callable[..., Any], compute: torch.dtype
+) -> Callable[..., Any]:
+    """Wraps `class_forward`, a module's forward, so that it uses the module's floating weights cast to
     `compute`; gradients flow through the cast.
     """
 
-    @functools.wraps(own)
+    @functools.wraps(class_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = self._parameters
         narrow = {
@@ -405,26 +413,26 @@ def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[.
         }
         self._parameters = narrow  # type: ignore[assignment]  # read by attribute while the forward runs, never registered
         try:
-            return own(self, *args, **kwargs)
+            return class_forward(self, *args, **kwargs)
         finally:
             self._parameters = weights
 
     return forward
 
 
-def precision_of(model: nn.Module) -> Precision | None:
+def get_precision(model: nn.Module) -> Precision | None:
     """The precision that was applied to a model, or None."""
-    state: _State | None = getattr(inner_model(model), _STATE, (None,))[0]
+    state: _PrecisionState | None = getattr(inner_model(model), _STATE, (None,))[0]
     return None if state is None else state.precision
 
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
     """Computes products in `precision.generate` within this block."""
-    state: _State = getattr(inner_model(model), _STATE)[0]
-    before = state.dtype
-    state.use(state.precision.generate)
+    state: _PrecisionState = getattr(inner_model(model), _STATE)[0]
+    previous = state.dtype
+    state.set_compute(state.precision.generate)
     try:
         yield
     finally:
-        state.use(before)
+        state.set_compute(previous)

@@ -41,14 +41,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every process: all of them call it. An ordinary tensor is returned as it
     is.
     """
     if not is_sharded(tensor):
         return tensor
-    whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor has it
-    return whole
+    full_tensor: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor has it
+    return full_tensor
 
 
 def local_rows(tensor: Tensor) -> range:
@@ -56,12 +56,14 @@ def local_rows(tensor: Tensor) -> range:
     if not is_sharded(tensor):
         return range(tensor.shape[0] if tensor.dim() else 0)
     sharded: Any = tensor
-    (dim,) = (at for at, placement in enumerate(sharded.placements) if placement.is_shard(0))
+    (dim,) = (
+        dim_index for dim_index, placement in enumerate(sharded.placements) if placement.is_shard(0)
+    )
     rows = tensor.shape[0]
     processes = sharded.device_mesh.size(dim)
     rank = sharded.device_mesh.get_local_rank(dim)
-    most = math.ceil(rows / processes)
-    return range(min(rows, rank * most), min(rows, (rank + 1) * most))
+    rows_per_process = math.ceil(rows / processes)
+    return range(min(rows, rank * rows_per_process), min(rows, (rank + 1) * rows_per_process))
 
 
 def first_element(tensor: Tensor) -> int:
@@ -75,29 +77,29 @@ def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
     """The tensor that FSDP puts in the place of a part while its unit runs: the same tensor each
     time, whose memory is allocated and freed.
     """
-    for unit in _units(model):
+    for unit in _fsdp_units(model):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             yield from (
                 p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")
             )
 
 
-def settle(model: nn.Module) -> None:
+def reshard_units(model: nn.Module) -> None:
     """Frees the weights that a forward without a backward has left gathered, so that every
     parameter is a part again.
     """
-    for unit in _units(model):
+    for unit in _fsdp_units(model):
         unit.reshard()
 
 
-def _units(model: nn.Module) -> list[Any]:
+def _fsdp_units(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def loaded_on(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
+def loading_device(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
     """Where a model's weights are loaded: on the run's device, or on the CPU: where several
     processes share the model, and each unit's part goes from there to the device, and where its
     blocks stay there (`model.offload`).
@@ -107,7 +109,7 @@ def loaded_on(device: torch.device, part: Part | None, offload: str = "none") ->
     return torch.device("cpu")
 
 
-def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _unwritten_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor whose memory the system gives page by page as it is written, and gets back when the
     tensor is freed. malloc would reuse blocks that were freed before, and keep them.
     """
@@ -121,14 +123,14 @@ def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 class Part:
     """Process `rank` of `parts` that share each weight by rows.
 
-    look  called once with the model as it was loaded, while every weight still has all its rows
+    on_loaded  called once with the model as it was loaded, while every weight still has all its rows
     """
 
     rank: int
     parts: int
-    look: Callable[[nn.Module], None] = lambda model: None
+    on_loaded: Callable[[nn.Module], None] = lambda model: None
 
-    def narrowed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast_rows(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, in its whole shape, on the CPU. Only the own rows have values,
         except of vectors, which are small.
 
@@ -137,9 +139,9 @@ class Part:
         """
         if weight.dim() < 2:
             return weight.to(dtype)
-        whole = _unwritten(weight.shape, dtype)
-        for mine, its in zip(
-            whole.chunk(self.parts)[self.rank :][:1], weight.chunk(self.parts)[self.rank :][:1]
+        output = _unwritten_tensor(weight.shape, dtype)
+        for output_rows, weight_rows in zip(
+            output.chunk(self.parts)[self.rank :][:1], weight.chunk(self.parts)[self.rank :][:1]
         ):
-            mine.copy_(its)
-        return whole
+            output_rows.copy_(weight_rows)
+        return output

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dtypes import NO_FP8_PRODUCTS, parse
 from ..errors import UsageError
-from .packing import WORDS as PACKED
+from .packing import PACKED_DTYPES as PACKED
 
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
@@ -26,7 +26,7 @@ _HALF_ROLES = (
 )
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision")
 """Roles that only some tasks have; in a run of another task their word is empty."""
-_WORDS: dict[str, tuple[str, ...]] = {
+_ALLOWED_DTYPES: dict[str, tuple[str, ...]] = {
     "base": (*_HALVES, "nf4", *PACKED),
     **dict.fromkeys((*_HALF_ROLES, *TASK_ROLES), _HALVES),
     "optimizer": (*_HALVES, "int8"),
@@ -45,7 +45,7 @@ ROLES = (
     "generate",
     "save",
 )
-EIGHT_BIT = ("adamw8bit", "adamw8bit-paged", "lion8bit")
+EIGHT_BIT_OPTIMIZERS = ("adamw8bit", "adamw8bit-paged", "lion8bit")
 """Optimizers (`train.optimizer`) whose states are int8."""
 
 
@@ -113,7 +113,7 @@ class Precision:
                 model, adapter = _parse_save(value)
                 value = model if model == adapter else f"model {model}, adapter {adapter}"
             else:
-                value = _word(field.name, value)
+                value = _parse_role_dtype(field.name, value)
             object.__setattr__(self, field.name, value)
 
     @property
@@ -197,18 +197,18 @@ class Precision:
         return dict(self.items())
 
 
-def _word(role: str, value: str) -> str:
-    allowed = _WORDS[role]
+def _parse_role_dtype(role: str, value: str) -> str:
+    allowed = _ALLOWED_DTYPES[role]
     if value not in allowed:
         with suppress(ValueError):
             value = parse(value)
     if value not in allowed:
         if role == "compute" and value.startswith("fp8"):
-            why = f"; {NO_FP8_PRODUCTS}"
+            reason = f"; {NO_FP8_PRODUCTS}"
         else:
-            why = ""
+            reason = ""
         raise UsageError(
-            f"precision.{role}: {value!r} is not one of {' '.join(allowed)}{why}", code="PR000"
+            f"precision.{role}: {value!r} is not one of {' '.join(allowed)}{reason}", code="PR000"
         )
     return value
 
@@ -219,7 +219,7 @@ def _parse_save(text: str) -> tuple[str, str]:
     """
     parts = dict(part.split(None, 1) for part in text.split(",") if " " in part.strip())
     if not parts:
-        return _word("save_model", text), _word("save_adapter", text)
+        return _parse_role_dtype("save_model", text), _parse_role_dtype("save_adapter", text)
     if set(parts) - {"model", "adapter"} or len(parts) != text.count(",") + 1:
         raise UsageError(
             f"precision.save: {text!r} is neither a dtype nor 'model bf16, adapter fp32'",
@@ -227,7 +227,9 @@ def _parse_save(text: str) -> tuple[str, str]:
         )
     model = parts.get("model") or parts["adapter"]
     adapter = parts.get("adapter") or parts["model"]
-    return _word("save_model", model.strip()), _word("save_adapter", adapter.strip())
+    return _parse_role_dtype("save_model", model.strip()), _parse_role_dtype(
+        "save_adapter", adapter.strip()
+    )
 
 
 # every role of every preset is written out, so that a preset can be read as a row of a table

@@ -17,11 +17,11 @@ from torch import nn
 from ..dtypes import name
 from ..errors import UsageError
 from .apply import inner_model
-from .packing import AGAIN, ON_LOAD, WORDS, Packing, UnreadPacking, packing
+from .packing import DTYPES_ON_LOAD, PACKED_DTYPES, UNREAD_FIX, Packing, UnreadPacking, read_packing
 from .precision import Precision
 from .vision import LANGUAGE, vision_parts
 
-CONSENT = "model.allow_unquantised"
+CONSENT_KEY = "model.allow_unquantised"
 MOST_UNQUANTISED = 0.10
 
 
@@ -38,12 +38,12 @@ class Quantisation:
     storage: str | None = None
     double: bool | None = None
     packing: Packing | None = None
-    unread: str = ""
-    held: bool = False
+    unread_reason: str = ""
+    is_loaded: bool = False
 
     def __str__(self) -> str:
         parts = [self.kind if self.library == self.kind else f"{self.kind} by {self.library}"]
-        if self.held:
+        if self.is_loaded:
             parts = [f"{self.kind}, as its files have it"]
         if self.packing is not None:
             parts.append(self.packing.layout)
@@ -56,98 +56,112 @@ class Quantisation:
         return ", ".join(parts)
 
 
-def of_config(config: Any) -> Quantisation | None:
+def quantisation_from_config(config: Any) -> Quantisation | None:
     """From a transformers configuration; None for a model that is not quantised."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    given = getattr(config, "quantization_config", None) or getattr(
-        text, "quantization_config", None
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    settings = getattr(config, "quantization_config", None) or getattr(
+        text_config, "quantization_config", None
     )
-    if given is None:
+    if settings is None:
         return None
-    return of_settings(given if isinstance(given, Mapping) else given.to_dict())
+    return quantisation_from_settings(
+        settings if isinstance(settings, Mapping) else settings.to_dict()
+    )
 
 
-def of_settings(found: Mapping[str, Any]) -> Quantisation:
+def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
     """The same from `quantization_config`."""
-    method = found.get("quant_method", "unknown")
+    method = settings.get("quant_method", "unknown")
     library = str(getattr(method, "value", method)).lower()
-    if library != "bitsandbytes" or found.get("load_in_8bit"):
+    if library != "bitsandbytes" or settings.get("load_in_8bit"):
         try:
-            how = packing(found)
+            packing = read_packing(settings)
         except UnreadPacking as reason:
-            return Quantisation(library, library, unread=str(reason))
-        return Quantisation(library, how.word, packing=how)
+            return Quantisation(library, library, unread_reason=str(reason))
+        return Quantisation(library, packing.dtype_name, packing=packing)
     return Quantisation(
         library,
-        str(found.get("bnb_4bit_quant_type", "fp4")),
-        compute=_word(found.get("bnb_4bit_compute_dtype")),
-        storage=_word(found.get("bnb_4bit_quant_storage")),
-        double=bool(found.get("bnb_4bit_use_double_quant")),
+        str(settings.get("bnb_4bit_quant_type", "fp4")),
+        compute=_dtype_name(settings.get("bnb_4bit_compute_dtype")),
+        storage=_dtype_name(settings.get("bnb_4bit_quant_storage")),
+        double=bool(settings.get("bnb_4bit_use_double_quant")),
     )
 
 
-def of_model(model: nn.Module) -> Quantisation | None:
+def detect_quantisation(model: nn.Module) -> Quantisation | None:
     """From the layers of a loaded model: the format of the majority."""
-    seen: Counter[Quantisation] = Counter()
+    counts: Counter[Quantisation] = Counter()
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
         # stacks of experts among them
-        words = [
-            word
+        packed_names = [
+            packed_name
             for p in module._parameters.values()
-            if (word := getattr(getattr(p, "quant_state", None), "word", None))
+            if (packed_name := getattr(getattr(p, "quant_state", None), "word", None))
         ]
-        if words:
-            seen[Quantisation("", words[0], held=True)] += len(words)
+        if packed_names:
+            counts[Quantisation("", packed_names[0], is_loaded=True)] += len(packed_names)
         elif state is not None and hasattr(module, "compute_dtype"):
-            compute = None if module.compute_dtype is None else _word(module.compute_dtype)
+            compute = None if module.compute_dtype is None else _dtype_name(module.compute_dtype)
             assert weight is not None
-            seen[
+            counts[
                 Quantisation(
-                    "bitsandbytes", state.quant_type, compute, _word(weight.dtype), state.nested
+                    "bitsandbytes",
+                    state.quant_type,
+                    compute,
+                    _dtype_name(weight.dtype),
+                    state.nested,
                 )
             ] += 1
         elif type(weight).__name__ == "Int8Params":
-            seen[Quantisation("bitsandbytes", "int8")] += 1
-    if seen:
-        return seen.most_common(1)[0][0]
-    return of_config(getattr(model, "config", None))
+            counts[Quantisation("bitsandbytes", "int8")] += 1
+    if counts:
+        return counts.most_common(1)[0][0]
+    return quantisation_from_config(getattr(model, "config", None))
 
 
-def check_base(found: Quantisation | None, precision: Precision, model_name: str) -> list[str]:
+def check_base(
+    quantisation: Quantisation | None, precision: Precision, model_name: str
+) -> list[str]:
     """Header lines about a base that was saved quantised; none for other bases.
 
     Raises  UsageError in one line for a base on which `precision` cannot be kept
     """
-    if found is None:
-        refuse_unmade(precision.base, f"model {model_name}")
+    if quantisation is None:
+        refuse_unquantisable(precision.base, f"model {model_name}")
         return []
-    if found.unread:
-        raise UsageError(f"model {model_name}: {found.unread}", fix=AGAIN)
-    if found.kind not in ("nf4", *WORDS):
-        why = f"no precision declares {found.kind}: its error is a third larger than nf4's"
-        raise UsageError(f"model {model_name}: its weights are {found.kind}, and {why}", fix=AGAIN)
-    if precision.base != found.kind:
-        fix = f"precision.base: {found.kind}, or precision.preset: auto without precision.base"
+    if quantisation.unread_reason:
+        raise UsageError(f"model {model_name}: {quantisation.unread_reason}", fix=UNREAD_FIX)
+    if quantisation.kind not in ("nf4", *PACKED_DTYPES):
+        reason = (
+            f"no precision declares {quantisation.kind}: its error is a third larger than nf4's"
+        )
         raise UsageError(
-            f"model {model_name}: its weights are {found.kind} already, declared base"
+            f"model {model_name}: its weights are {quantisation.kind}, and {reason}", fix=UNREAD_FIX
+        )
+    if precision.base != quantisation.kind:
+        fix = (
+            f"precision.base: {quantisation.kind}, or precision.preset: auto without precision.base"
+        )
+        raise UsageError(
+            f"model {model_name}: its weights are {quantisation.kind} already, declared base"
             f" {precision.base}",
             fix=fix,
         )
-    notes = [f"the base came quantised: {found}"]
-    if found.compute not in (None, precision.compute):
+    notes = [f"the base came quantised: {quantisation}"]
+    if quantisation.compute not in (None, precision.compute):
         notes[0] += f"; here products are in {precision.compute}, as declared"
-    if found.packing is not None and found.packing.activations:
+    if quantisation.packing is not None and quantisation.packing.activations:
         notes[0] += "; its rounding of activations is for serving and is no part of training"
     return notes
 
 
-def refuse_unmade(base: str, model: str) -> None:
+def refuse_unquantisable(base: str, model: str) -> None:
     """Raises  UsageError for a declared base that a model that is not quantised cannot become when
     it is loaded
     """
-    if base in WORDS and base not in ON_LOAD:
+    if base in PACKED_DTYPES and base not in DTYPES_ON_LOAD:
         raise UsageError(
             f"{model}: its weights are not quantised, declared base {base}",
             fix="precision.base: nf4, fp8 or int8 quantises them when they are loaded",
@@ -161,7 +175,7 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
     QLoRA quantises them; nor do the originals of what an adapter trains in full. Stacked experts,
     which bitsandbytes leaves as they are, are what this finds.
     """
-    apart = {
+    excluded = {
         id(p)
         for m in model.modules()
         if isinstance(m, nn.Embedding)
@@ -169,11 +183,13 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
     }
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
-    apart |= {id(p) for p in head.parameters()} if head is not None else set()
+    excluded |= {id(p) for p in head.parameters()} if head is not None else set()
     inner = inner_model(model)
     if (parts := vision_parts(inner)) is not None:
-        apart |= {id(p) for name, p in inner.named_parameters() if parts.of(name) != LANGUAGE}
-    whole = packed = most = 0
+        excluded |= {
+            id(p) for name, p in inner.named_parameters() if parts.part_kind(name) != LANGUAGE
+        }
+    unpacked = packed = most = 0
     largest = ""
     for full, parameter in model.named_parameters():
         if ".original_module." in full:
@@ -183,12 +199,12 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
             packed += state.shape.numel()
         elif type(parameter).__name__ == "Int8Params":
             packed += parameter.numel()
-        elif id(parameter) not in apart and parameter.ndim >= 2 and not parameter.requires_grad:
-            whole += parameter.numel()
+        elif id(parameter) not in excluded and parameter.ndim >= 2 and not parameter.requires_grad:
+            unpacked += parameter.numel()
             if parameter.numel() > most:
                 most = parameter.numel()
                 largest = full
-    return whole / max(1, whole + packed), largest
+    return unpacked / max(1, unpacked + packed), largest
 
 
 def check_share(model: nn.Module, *, consent: bool, kept_in: str) -> list[str]:
@@ -202,10 +218,10 @@ def check_share(model: nn.Module, *, consent: bool, kept_in: str) -> list[str]:
     if not consent:
         raise UsageError(
             f"{text}; bitsandbytes quantises linear layers only",
-            fix=f"{CONSENT}: true to train on it as it is, or precision.preset: bf16-lora",
+            fix=f"{CONSENT_KEY}: true to train on it as it is, or precision.preset: bf16-lora",
         )
-    return [f"{text} ({CONSENT}: true)"]
+    return [f"{text} ({CONSENT_KEY}: true)"]
 
 
-def _word(dtype: Any) -> str | None:
+def _dtype_name(dtype: Any) -> str | None:
     return None if dtype is None else name(str(dtype))

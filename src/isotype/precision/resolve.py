@@ -21,8 +21,8 @@ from ..dtypes import itemsize
 from ..errors import UsageError
 from ..finding import Finding, Place, Severity
 from ..pages import sheets
-from .packing import WORDS as PACKED
-from .precision import ABOUT, EIGHT_BIT, PRESETS, ROLES, TASK_ROLES, Precision
+from .packing import PACKED_DTYPES as PACKED
+from .precision import ABOUT, EIGHT_BIT_OPTIMIZERS, PRESETS, ROLES, TASK_ROLES, Precision
 
 if TYPE_CHECKING:
     from ..environment.hardware import Hardware
@@ -96,7 +96,7 @@ class _Words(sheets.Facts):
             case "packed":
                 return self.get(rest) in ("nf4", *PACKED)
             case "eight":
-                return self.get("optimizer_name") in EIGHT_BIT
+                return self.get("optimizer_name") in EIGHT_BIT_OPTIMIZERS
             case "device":
                 return self.device.name
             case "bf16" if rest == "of device":
@@ -444,7 +444,7 @@ def _settled(
             code="PR000",
         )
     taken = checkpoint if asked == "auto" and "base" not in settings else None
-    eight_bits = optimizer in EIGHT_BIT and "optimizer" not in settings
+    eight_bits = optimizer in EIGHT_BIT_OPTIMIZERS and "optimizer" not in settings
     precision = PRESETS[preset].but(
         **({"base": taken[0]} if taken else {}),
         **({"optimizer": "int8"} if eight_bits else {}),

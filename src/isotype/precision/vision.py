@@ -30,13 +30,13 @@ class VisionParts:
     towers: tuple[str, ...]
     head: str
 
-    def of(self, name: str) -> str:
+    def part_kind(self, name: str) -> str:
         """The part that a module or parameter of this path belongs to. What is in no tower, decoder
         or head is a projector.
         """
-        if _below(name, self.language) or (self.head and _below(name, self.head)):
+        if _is_inside(name, self.language) or (self.head and _is_inside(name, self.head)):
             return LANGUAGE
-        if any(_below(name, tower) for tower in self.towers):
+        if any(_is_inside(name, tower) for tower in self.towers):
             return TOWER
         return PROJECTOR
 
@@ -48,15 +48,16 @@ class VisionParts:
         return [
             path
             for path in paths
-            if self.of(path) == PROJECTOR and not any(_below(tower, path) for tower in self.towers)
+            if self.part_kind(path) == PROJECTOR
+            and not any(_is_inside(tower, path) for tower in self.towers)
         ]
 
 
-def _below(name: str, path: str) -> bool:
+def _is_inside(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-_KNOWN: WeakKeyDictionary[Any, VisionParts | None] = WeakKeyDictionary()
+_PARTS_CACHE: WeakKeyDictionary[Any, VisionParts | None] = WeakKeyDictionary()
 
 
 def vision_parts(model: Any) -> VisionParts | None:
@@ -66,12 +67,12 @@ def vision_parts(model: Any) -> VisionParts | None:
     model  not PEFT's wrapper of one. It is looked through once: later changes, as adapters are, do
            not move its parts
     """
-    if model not in _KNOWN:
-        _KNOWN[model] = _parts_of(model)
-    return _KNOWN[model]
+    if model not in _PARTS_CACHE:
+        _PARTS_CACHE[model] = _find_parts(model)
+    return _PARTS_CACHE[model]
 
 
-def _parts_of(model: Any) -> VisionParts | None:
+def _find_parts(model: Any) -> VisionParts | None:
     config = getattr(model, "config", None)
     if not any(
         getattr(config, name, None) is not None for name in ("vision_config", "audio_config")
@@ -88,21 +89,21 @@ def _parts_of(model: Any) -> VisionParts | None:
     head = paths.get(id(model.get_output_embeddings()), "")
     return VisionParts(
         language,
-        tuple(sorted(tower for tower in towers if tower and not _below(language, tower))),
+        tuple(sorted(tower for tower in towers if tower and not _is_inside(language, tower))),
         head,
     )
 
 
-def is_of_vision(model: Any, full: str) -> bool:
+def is_vision_weight(model: Any, full: str) -> bool:
     """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to tower or
     projector.
     """
     parts = vision_parts(model)
-    return parts is not None and parts.of(full.removeprefix("base_model.model.")) != LANGUAGE
+    return parts is not None and parts.part_kind(full.removeprefix("base_model.model.")) != LANGUAGE
 
 
-def language_part(model: Any) -> nn.Module:
+def get_language_part(model: Any) -> nn.Module:
     """The decoder of a vision-language model's text; another model as it is."""
     parts = vision_parts(model)
-    found: nn.Module = model if parts is None else model.get_submodule(parts.language)
-    return found
+    decoder: nn.Module = model if parts is None else model.get_submodule(parts.language)
+    return decoder

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import RunError
 from ..observe import floating_tensors
 from ..precision.apply import inner_model
-from ..precision.parts import local_part, settle
+from ..precision.parts import local_part, reshard_units
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
@@ -40,7 +40,7 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
     finally:
         for handle in handles:
             handle.remove()
-        settle(model)
+        reshard_units(model)
     return names[0] if names else None
 
 

@@ -26,7 +26,7 @@ from ..dtypes import to_torch
 from ..errors import RunError, UsageError, refuse_where
 from ..ops.adamw import AdamwNumbers, adamw_
 from ..precision.parts import first_element, local_part
-from ..precision.precision import EIGHT_BIT, Precision
+from ..precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 Matrices = Callable[[Tensor], Sequence[Tensor]]
@@ -361,7 +361,7 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
             "lion8bit": 1,
             PRODIGY: 4,
         }.get(train.optimizer, 2)
-        if train.optimizer in EIGHT_BIT:
+        if train.optimizer in EIGHT_BIT_OPTIMIZERS:
             if elements < _SMALLEST_8BIT:
                 each = 4 * elements
             else:

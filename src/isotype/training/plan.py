@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.schema import RunConfig
 from ..distributed.rank import Batching
-from ..environment.hardware import Hardware, by_name, detect
+from ..environment.hardware import Hardware, detect, lookup_hardware
 from ..errors import UsageError
 from ..precision.resolve import Resolved
 from ..wording import counted, shown
@@ -203,7 +203,7 @@ def plan(
     if device in (None, "cpu"):
         hardware = detect(config.model.device if device is None else "cpu")
     else:
-        hardware = by_name(str(device))
+        hardware = lookup_hardware(str(device))
     basis = settle(task, sources, hardware)
     precision = basis.resolved.precision
     made = task.outline(precision, device_type=basis.device.type)

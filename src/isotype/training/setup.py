@@ -31,7 +31,7 @@ from ..model.starts import OFF_THE_BASE
 from ..observe import Observation, Observer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
-from ..precision.precision import EIGHT_BIT
+from ..precision.precision import EIGHT_BIT_OPTIMIZERS
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
 from ..wording import shown
@@ -364,7 +364,9 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
 
 
 _OF_WHOLE_WEIGHTS = {
-    **dict.fromkeys(EIGHT_BIT, "its states have a scale every 256 elements of a whole weight"),
+    **dict.fromkeys(
+        EIGHT_BIT_OPTIMIZERS, "its states have a scale every 256 elements of a whole weight"
+    ),
     "lion": "bitsandbytes' kernel takes no part of a weight",
     "muon": "it makes whole matrices orthogonal",
     "adafactor": "its states are means of whole rows and columns",

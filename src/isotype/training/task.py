@@ -21,7 +21,7 @@ from ..distributed.rank import Batching
 from ..distributed.world import ALONE, World
 from ..finding import Finding
 from ..optimize import Manifest
-from ..precision.parts import Part, settle
+from ..precision.parts import Part, reshard_units
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import random_state, restore_random_state, seed_generators
 
@@ -461,7 +461,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            settle(model)
+            reshard_units(model)
 
 
 @contextmanager

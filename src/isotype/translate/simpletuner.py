@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..precision.packing import ON_LOAD
+from ..precision.packing import DTYPES_ON_LOAD
 from . import pictures as p
 from . import transforms as t
 from .source import Source
@@ -90,7 +90,7 @@ def refusal(source: Source) -> str | None:
             f"{where}: LyCORIS is not offered: adapter.kind is lora; lora_type=standard can be"
             " translated"
         )
-    if base not in ("no_change", "") and not any(word in base for word in ("nf4", *ON_LOAD)):
+    if base not in ("no_change", "") and not any(word in base for word in ("nf4", *DTYPES_ON_LOAD)):
         return (
             f"{place['base_model_precision']}: {base} is not offered: no_change (bf16), fp8-quanto,"
             " int8-quanto, or nf4-bnb"
@@ -126,7 +126,7 @@ def _lr_end(draft: Draft, given: Given) -> None:
 
 
 def _base(draft: Draft, given: Given) -> None:
-    word = next((word for word in ON_LOAD if word in str(given.value).lower()), None)
+    word = next((word for word in DTYPES_ON_LOAD if word in str(given.value).lower()), None)
     if word is None or str(draft.keys.get("model_type")).lower() != "lora":
         draft.precision(given)
     else:

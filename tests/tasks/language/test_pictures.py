@@ -333,7 +333,7 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, vlm,
     parts = vision_parts(model.get_base_model())
     found = {}
     for name, parameter in model.named_parameters():
-        part = parts.of(name.removeprefix("base_model.model."))
+        part = parts.part_kind(name.removeprefix("base_model.model."))
         if parameter.requires_grad and part != LANGUAGE:
             found.setdefault(part, set()).add(trained[part] in name)
     assert found == {part: {True} for part in trained}

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from isotype.config.load import load
 from isotype.data.rows import Row
-from isotype.environment.hardware import by_name
+from isotype.environment.hardware import lookup_hardware
 from isotype.errors import UsageError
 from isotype.precision.precision import Precision
 from isotype.tasks.choose import task_of
@@ -209,7 +209,7 @@ def counted(made, tokens, device="rtx4090", accumulate=1):
                 for layer in checkpointable(model)]  # fmt: skip
 
     return plan_offload(
-        made.model, by_name(device), micro_batches=accumulate, compute="bf16", flops=flops
+        made.model, lookup_hardware(device), micro_batches=accumulate, compute="bf16", flops=flops
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtypes import parse
-from ...environment.hardware import by_name
+from ...environment.hardware import lookup_hardware
 from ...errors import UsageError
 from ...finding import Place
 
@@ -38,7 +38,7 @@ def parse_device(name: str) -> Device:
     # which Isotype does not train on, and other tools do
     if name.strip().lower() in ("mps", "apple"):
         return Device(name, "mps")
-    hardware = by_name(name)
+    hardware = lookup_hardware(name)
     display_name = "CPU" if hardware.kind == "cpu" else name.upper() if len(name) < 6 else name
     return Device(
         display_name,

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ...dtypes import itemsize, torch_word
+from ...dtypes import itemsize, torch_dtype_name
 from ...finding import Finding, Place, Severity
 from ...pages.sheets import Entry, Section, sections
 from ...pages.sheets import Facts as Known
@@ -59,7 +59,7 @@ _READINGS: dict[str, Callable[[str], Any]] = {
     " as dtypes": lambda text: ", ".join(
         normalise_dtype(name) for name in text.split(",") if name.strip()
     ),
-    " as torch": torch_word,
+    " as torch": torch_dtype_name,
     " as mixed": lambda text: text.replace("-true", "-mixed"),
     " without spaces": str.strip,
     " as list": lambda text: ", ".join(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...dtypes import torch_word
+from ...dtypes import torch_dtype_name
 from .log import Frame
 
 _LIBRARY_PATH = re.compile(
@@ -350,7 +350,7 @@ class RecognisedError:
 
     @property
     def torch_half(self) -> str:
-        return f"torch.{torch_word(self.half)}"
+        return f"torch.{torch_dtype_name(self.half)}"
 
     @property
     def autocast(self) -> str:

@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 
-from ...dtypes import torch_word
+from ...dtypes import torch_dtype_name
 from ...finding import Severity
 from .observe import (
     LOW,
@@ -296,7 +296,7 @@ def diagnose_loop(scene: Scene) -> Fault | None:
     elif entry_dtype == _wider_dtype(entry_dtype, new_dtype):
         fix = (
             f"keep {name} in {entry_dtype} inside the loop: cast what is assigned,"
-            f" (...).to(tl.{torch_word(entry_dtype)})"
+            f" (...).to(tl.{torch_dtype_name(entry_dtype)})"
         )
     else:
         fix = "give it one dtype: " + _suggest_widening(
@@ -345,16 +345,16 @@ def _suggest_widening(
 ) -> str:
     wide_dtype = _wider_dtype(entry_dtype, new_dtype)
     if entry_origin and entry_origin.kind == "load":
-        return f"widen at load, {position}: {name} = {entry_origin.source}.to(tl.{torch_word(wide_dtype)})"
+        return f"widen at load, {position}: {name} = {entry_origin.source}.to(tl.{torch_dtype_name(wide_dtype)})"
     if entry_origin and entry_origin.kind == "constant":
         return (
             f"start it in {wide_dtype} {position}: a Python 0 is int32, so write {name} = 0.0 or"
-            f" tl.zeros(..., tl.{torch_word(wide_dtype)})"
+            f" tl.zeros(..., tl.{torch_dtype_name(wide_dtype)})"
         )
     if entry_dtype == wide_dtype:
-        return f"keep {name} in {entry_dtype}: cast what is assigned to it, .to(tl.{torch_word(entry_dtype)})"
+        return f"keep {name} in {entry_dtype}: cast what is assigned to it, .to(tl.{torch_dtype_name(entry_dtype)})"
     return (
-        f"give {name} its final dtype {position}: {name} = {name}.to(tl.{torch_word(wide_dtype)})"
+        f"give {name} its final dtype {position}: {name} = {name}.to(tl.{torch_dtype_name(wide_dtype)})"
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...environment.planned import is_planned, stands_for
+from ...environment.planned import is_planned, planned_device_type
 from ..backend import kernel_unavailable_reason
 
 
@@ -101,7 +101,7 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability; None off CUDA, and for AMD's GPUs, whose numbers mean something else."""
-    if is_planned(device) and stands_for(device) == "cuda":
+    if is_planned(device) and planned_device_type(device) == "cuda":
         if not torch.cuda.is_available():
             return PLANNED_CAPABILITY
         return _capability(torch.cuda.current_device())
@@ -134,7 +134,7 @@ def disable_cudnn_with_mask(mask: Tensor | None) -> Iterator[None]:
     """
     if (
         mask is None
-        or stands_for(mask.device) != "cuda"
+        or planned_device_type(mask.device) != "cuda"
         or not torch.backends.cuda.cudnn_sdp_enabled()
     ):
         yield

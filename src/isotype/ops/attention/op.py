@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...dtypes import name
-from ...environment.planned import is_planned, stands_for
+from ...environment.planned import is_planned, planned_device_type
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import (
     Path,
@@ -317,7 +317,7 @@ def choose_backend(
     """What computes attention of these in `dtype`: see `gpu`."""
     if key.shape != value.shape:
         return "sdpa" if softcap is None else "plain"
-    if stands_for(query.device) == "cuda" and not torch.compiler.is_compiling():
+    if planned_device_type(query.device) == "cuda" and not torch.compiler.is_compiling():
         return choose_gpu_backend(
             dtype,
             query,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...environment.planned import stands_for
+from ...environment.planned import planned_device_type
 from ..backend import arithmetic_dtype, choose_path, forced_path, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op
@@ -208,7 +208,7 @@ class Groups:
         self.experts = experts
         self.places = index_TC.shape[1]
         device = index_TC.device
-        at_once = stands_for(device) != "cpu" or forced_path() == "triton"
+        at_once = planned_device_type(device) != "cpu" or forced_path() == "triton"
         ordered, self.order = index_TC.reshape(-1).sort(stable=True)
         self.tokens = self.order // self.places
         self.ends: Tensor | None = None

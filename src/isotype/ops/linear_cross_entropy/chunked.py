@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...environment.planned import stands_for
+from ...environment.planned import planned_device_type
 from ...errors import ShapeError, UsageError
 from ..backend import arithmetic_dtype, can_count_rows, has_fp32_output
 from ..cross_entropy.rule import LossRule
@@ -39,8 +39,8 @@ _MULTIPLE = 64
 
 def logits_budget(device: torch.device, head: bool) -> int:
     if head:
-        return _BUDGET_WITH_HEAD.get(stands_for(device), _DEFAULT_BUDGET_WITH_HEAD)
-    return _BUDGET.get(stands_for(device), _DEFAULT_BUDGET)
+        return _BUDGET_WITH_HEAD.get(planned_device_type(device), _DEFAULT_BUDGET_WITH_HEAD)
+    return _BUDGET.get(planned_device_type(device), _DEFAULT_BUDGET)
 
 
 def fitting_block_size(
@@ -57,7 +57,7 @@ def fitting_block_size(
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which operands meet, for a product declared as `dtype`."""
-    if dtype == torch.float16 and stands_for(device) != "cuda":
+    if dtype == torch.float16 and planned_device_type(device) != "cuda":
         return torch.float32
     return dtype
 
@@ -87,7 +87,7 @@ def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.d
     fast kernels want 16 bytes of alignment, and a vocabulary with a few added tokens (32,001) has
     it in no row but one of eight.
     """
-    row_stride = -(-classes // 64) * 64 if stands_for(device) == "cuda" else classes
+    row_stride = -(-classes // 64) * 64 if planned_device_type(device) == "cuda" else classes
     return torch.empty(rows, row_stride, dtype=dtype, device=device)[:, :classes]
 
 
@@ -115,7 +115,7 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     1024 x 32,000 x 2048 in bf16.
     """
     device = dlogits_NV.device
-    if stands_for(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
+    if planned_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
         return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -483,7 +483,7 @@ def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if stands_for(x.device) == "cuda":
+    if planned_device_type(x.device) == "cuda":
         # one kernel, which widens and narrows value by value; the parts below would be 1,500
         # launches for a head of 128k x 4,096
         return torch.mul(x, factor, out=out)

@@ -94,7 +94,7 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
         raise UsageError(
             f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN
         )
-    if weight.dtype == torch.uint8 and packing.word == "nvfp4":
+    if weight.dtype == torch.uint8 and packing.dtype_name == "nvfp4":
         return _nvfp4(where, parts, packing, shape, "weight")
     _expect(where, parts, "weight", shape)
     if "SCB" in parts:
@@ -120,7 +120,7 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
 
 def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
     if parts["weight_packed"].dtype == torch.uint8:
-        if packing.word == "nvfp4":
+        if packing.dtype_name == "nvfp4":
             return _nvfp4(where, parts, packing, shape, "weight_packed")
         _expect(where, parts, "weight_packed", (shape[0], shape[1] // 2))
         _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 32)))
@@ -179,7 +179,7 @@ def _by_columns(where: str, parts: Parts, packing: Packing, shape: tuple[int, in
         ("qweight", torch.int32, parts["qweight"].shape),
         (1, size),
         bits,
-        packing.first_zero,
+        packing.zero_point_offset,
     )
 
 

@@ -360,7 +360,7 @@ def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
     """
     levels = _ExactLevels(scale)
     denoiser.__dict__[_LEVELS] = levels
-    InstanceMethod(_exact_forward, denoiser).put()
+    InstanceMethod(_exact_forward, denoiser).install()
     for module in embeddings_of_time(denoiser):
         module.register_forward_pre_hook(levels)
 

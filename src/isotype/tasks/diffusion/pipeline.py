@@ -22,10 +22,10 @@ from safetensors import safe_open
 from ...config.kind import INSTEAD_OF_GGUF, NO_GGUF, PIPELINE_FILE
 from ...config.sources import unknown_key
 from ...environment.hardware import out_of_memory
-from ...environment.hub import is_away, say
+from ...environment.hub import is_unreachable, print_status
 from ...errors import UsageError
 from ...model.load import loading_error
-from ...precision.quantised_base import Quantisation, of_settings
+from ...precision.quantised_base import Quantisation, quantisation_from_settings
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
 from .file_markers import (
@@ -241,7 +241,7 @@ class PipelineFolder:
         else:
             found = self.config(self.denoiser_part).get("quantization_config")
         if isinstance(found, Mapping):
-            return of_settings(found)
+            return quantisation_from_settings(found)
         return None
 
     def denoiser_files(self) -> list[Path]:
@@ -513,7 +513,7 @@ def settings_of(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    is_away()
+    is_unreachable()
     try:
         hf_hub_download(name, PIPELINE_FILE, revision=revision)
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
@@ -531,14 +531,14 @@ def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
     """
     from huggingface_hub import constants, snapshot_download
 
-    if not parts or is_away():
+    if not parts or is_unreachable():
         return  # where a file is missing the error of loading it says so
     if not all(
         any((folder / part).glob("*.safetensors"))
         for part in parts
         if (folder / part / "config.json").is_file()
     ):
-        say(
+        print_status(
             f"{name}: {', '.join(parts)}: fetched from the hub, once; it is kept in"
             f" {constants.HF_HUB_CACHE}"
         )

@@ -21,7 +21,7 @@ from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...lora.quantised import PackedLinear
 from ...model.adapter import load_adapter, save_adapter
-from ...precision.parts import Part, loaded_on
+from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...training.memory.blocks import as_set
 from .denoiser import frozen_denoiser, put_under
@@ -121,7 +121,7 @@ def load_result(
         encoders = {}
     if (folder / "adapter_config.json").is_file():
         denoiser = frozen_denoiser(
-            pipeline, precision, loaded_on(device, part, config.model.offload)
+            pipeline, precision, loading_device(device, part, config.model.offload)
         )
         if pipeline.family.loads_lora and not is_lokr(folder):
             put_adapter(denoiser, folder, pipeline, encoders)
@@ -136,7 +136,7 @@ def load_result(
         model = denoiser
     if encoders:
         put_encoders(denoiser, pipeline, encoders)
-    model.to(loaded_on(device, part, config.model.offload))
+    model.to(loading_device(device, part, config.model.offload))
     put_under(
         model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part
     )

@@ -22,7 +22,7 @@ from ...errors import UsageError
 from ...model.load import read_config
 from ...optimize import Manifest
 from ...precision.apply import inner_model
-from ...precision.parts import Part, loaded_on
+from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...training.memory.blocks import as_set
@@ -202,7 +202,7 @@ class DiffusionTask:
         config = self.config
         how = self.drawing()
         model = frozen_base(
-            self.folder, config, self.precision, loaded_on(device, None, config.model.offload)
+            self.folder, config, self.precision, loading_device(device, None, config.model.offload)
         )
         put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
         model = as_set(model, config.model.offload, device)
@@ -253,13 +253,15 @@ class DiffusionTask:
     ) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
         if self.config.adapter.kind == "none":
-            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(loaded_on(device, part))
+            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(
+                loading_device(device, part)
+            )
         else:
             loaded = frozen_base(
                 self.folder,
                 self.config,
                 precision,
-                loaded_on(device, part, self.config.model.offload),
+                loading_device(device, part, self.config.model.offload),
             )
         model, manifest = built(
             loaded, self.folder.family, self.config, precision, device_type=device.type, part=part

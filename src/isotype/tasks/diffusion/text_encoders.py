@@ -65,7 +65,7 @@ def put_encoders(
     else:
         zeros = False
     denoiser.add_module(PREFIX[:-1], TextEncoders(encoders, folder.family, zeros=zeros))
-    InstanceMethod(_forward, denoiser).put()
+    InstanceMethod(_forward, denoiser).install()
 
 
 def _forward(

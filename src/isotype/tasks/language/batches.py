@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...data.pictures import Pictures
 from ...data.rows import IGNORED, LoadedData, Row, RowStream, row_lengths
-from ...environment.planned import stands_for
+from ...environment.planned import planned_device_type
 from ...ops.attention import Documents
 from ...optimize.attention import DocumentMask, mask_needs
 from ...optimize.head import Targets
@@ -199,7 +199,10 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         # the family's own mask: tokens of a picture may see each other (Gemma 3), or text its
         # pictures across (Llama 3.2 Vision)
         return inputs
-    if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
+    if (
+        planned_device_type(batch.input_ids.device) == "cuda"
+        and not mask_needs(model).why_no_documents
+    ):
         documents = batch.documents or Documents.from_rows(
             batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device
         )

@@ -13,7 +13,7 @@ from ...data.rows import IGNORED, Row, row_supervised, tokens_used
 from ...data.tokens import joined
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
-from ...precision.parts import gathered
+from ...precision.parts import gather_tensor
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
 from ...training.setup import Subject
 from ...training.task import Check
@@ -202,7 +202,7 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
         table = _table(subject, output=name == "lm_head")
         if table is None or any(p.requires_grad for p in table.parameters()):
             continue
-        weight = gathered(table.weight)
+        weight = gather_tensor(table.weight)
         fresh = untouched_rows(weight, sorted(i for i in used if i < weight.shape[0]))
         if fresh:
             words = ", ".join(

@@ -29,7 +29,7 @@ from ...optimize import optimize
 from ...optimize.head import Targets, loss_of
 from ...precision.apply import apply_precision
 from ...precision.precision import Precision
-from ...precision.quantised_base import of_config
+from ...precision.quantised_base import quantisation_from_config
 from ...training.task import MetricNames
 from ...wording import shown
 from .batches import Batch, model_inputs, next_tokens, takes_one_row
@@ -87,7 +87,7 @@ class Distil(NextToken):
             )
         with explained(name, "model", revision), torch.device("meta"):
             architecture = AutoConfig.from_pretrained(name, revision=revision)
-            if of_config(architecture) is not None:
+            if quantisation_from_config(architecture) is not None:
                 raise UsageError(
                     f"distil.teacher: {name} is quantised before it is saved: not offered",
                     fix="the model that is not",

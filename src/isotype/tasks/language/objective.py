@@ -21,7 +21,7 @@ from ...data.formats import FormatName
 from ...data.pictures import Pictures
 from ...data.rows import LoadedData
 from ...distributed.world import World
-from ...environment.planned import stands_for
+from ...environment.planned import planned_device_type
 from ...errors import UsageError
 from ...optimize.head import loss_of
 from ...precision.precision import Precision
@@ -166,7 +166,7 @@ def batch_loss_sum(
     if batch.position_ids is not None and takes_one_row(model):
         batch = batch.as_one_row()
     # on a CPU the loss finds the rows that count itself
-    targets = next_tokens(batch, every_row=stands_for(batch.labels.device) == "cpu")
+    targets = next_tokens(batch, every_row=planned_device_type(batch.labels.device) == "cpu")
     inputs = model_inputs(model, batch)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         # `scores_of` reads them, for a loss with the mask of the data

@@ -21,7 +21,7 @@ from ...ops.attention import Documents
 from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
-from ...precision.quantised_base import of_config
+from ...precision.quantised_base import quantisation_from_config
 from ...training.console import silence_library_warnings
 from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
@@ -72,7 +72,7 @@ def outline(
         total = sum(p.numel() for p in base.parameters())
         if precision.base == "nf4" and not every_weight:
             require_bitsandbytes()
-            before = of_config(architecture)
+            before = quantisation_from_config(architecture)
             kept = None if before is None else kept_by_config(architecture)
             if kept is None:
                 kept = kept_whole(base, trained_in_full(config.adapter) if before is None else ())

@@ -31,7 +31,7 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
 from ...precision.precision import Precision
-from ...precision.quantised_base import check_base, check_share, of_config
+from ...precision.quantised_base import check_base, check_share, quantisation_from_config
 from ...precision.vision import vision_parts
 from ...runs.folder import RunFolder
 from ...training.memory.blocks import as_set
@@ -386,7 +386,9 @@ class LanguageTask:
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         architecture: Any = self.architecture()
         notes = check_base(
-            of_config(architecture), precision, self.config.model.name or "model.config"
+            quantisation_from_config(architecture),
+            precision,
+            self.config.model.name or "model.config",
         )
         base_of: Callable[[], PreTrainedModel] | None = getattr(made.model, "get_base_model", None)
         inner = base_of() if base_of is not None else cast("PreTrainedModel", made.model)

@@ -299,7 +299,7 @@ def declared_output(
     spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> TensorSpec:
     """The output's spec under this setting: autocast may lower a free letter, or raise it to fp32."""
-    if setting.autocast is not None and spec.free and contract.autocast != "ignored":
+    if setting.autocast is not None and spec.is_free and contract.autocast != "ignored":
         return replace(
             spec, dtype=name(setting.autocast) if contract.autocast == "follows" else "fp32"
         )
@@ -309,7 +309,7 @@ def declared_output(
         and spec.dtype in ("any", "float")
     ):
         return replace(spec, dtype="fp32")
-    if spec.free:
+    if spec.is_free:
         return replace(spec, dtype=letters.get(spec.dtype, spec.dtype))
     return spec
 
@@ -325,7 +325,7 @@ def _output_faults(
     floats = [
         spec
         for spec in contract.outputs
-        if spec.free or not spec.dtype.startswith(("int", "uint", "bool"))
+        if spec.is_free or not spec.dtype.startswith(("int", "uint", "bool"))
     ]
     faults = []
     if len(floats) != len(outcome.outputs):

@@ -192,7 +192,7 @@ def _read(
             group = FIXED  # fp8 and other storage formats
         if declared and position is not None and position < len(declared):
             spec = declared[position][1]
-            if spec.free:
+            if spec.is_free:
                 group = spec.dtype
             elif spec.dtype not in ("any", "float"):
                 group = FIXED

@@ -30,14 +30,14 @@ from torch.utils._pytree import tree_leaves
 from ...config.schema import TrainSection
 from ...distributed.shard import units_of
 from ...dtypes import to_torch
-from ...environment.planned import planned_for
+from ...environment.planned import plan_device
 from ...errors import UsageError
 from ...model.architecture import layer_settings
 from ...ops.backend import force_backend
 from ...ops.linear_cross_entropy.op import scratch_estimators as head_scratch
 from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import inner_model, is_quantised
-from ...precision.precision import EIGHT_BIT, Precision
+from ...precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 from ...wording import first_line
 from ..console import silence_library_warnings
 from ..optimizer import MUON, build_optimizer, state_bytes
@@ -339,7 +339,7 @@ def _simulated(
         live.restart_peak()
         if not states:
             optimizer.step()
-        elif train.optimizer not in EIGHT_BIT:
+        elif train.optimizer not in EIGHT_BIT_OPTIMIZERS:
             torch.empty(2 * largest_trained, dtype=torch.uint8, device=device)
         update_peak = live.peak
         update = live.peak - before_update
@@ -432,7 +432,7 @@ def without_data(device_type: str) -> Iterator[None]:
             yield
         return
     # each op as one operator that makes its results, as its kernels do
-    with planned_for(device_type), force_backend("cpp"):
+    with plan_device(device_type), force_backend("cpp"):
         yield
 
 

@@ -162,7 +162,7 @@ def checkpointable(model: nn.Module) -> list[Any]:
         ):
             if (
                 parts is None
-                or parts.of(name) == LANGUAGE
+                or parts.part_kind(name) == LANGUAGE
                 or any(p.requires_grad for p in module.parameters())
             ):
                 found.append(module)
@@ -219,12 +219,12 @@ def put_switch(block: nn.Module) -> None:
     call, as transformers' layers do.
     """
     if getattr(block.__dict__.get("forward"), "__func__", None) is not _forward:
-        InstanceMethod(_forward, block).put()
+        InstanceMethod(_forward, block).install()
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     method: InstanceMethod = block.__dict__["forward"]
-    own = method.before or method.own()
+    own = method.previous or method.bound_class_method()
     if not (block.training and getattr(block, "gradient_checkpointing", False)):
         return own(*args, **kwargs)
     names = tuple(kwargs)

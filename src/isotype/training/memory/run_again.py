@@ -37,7 +37,7 @@ def call_and_recompute(
     """
     layer = RecomputedLayer(keep_attention=keep_attention, **options)
     # autocast is restored here; a plan's is another one
-    return run_again_in_backward(partial(layer.run, planned.as_now(function)), *args)
+    return run_again_in_backward(partial(layer.run, planned.keep_autocast(function)), *args)
 
 
 def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:

@@ -30,7 +30,7 @@ from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...observe.origin import find_custom_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
-from ...precision.parts import local_part, settle
+from ...precision.parts import local_part, reshard_units
 from ...wording import counted, first_line
 from ..setup import Prepared, Subject
 from ..task import preserve_modes, preserve_random_state
@@ -70,7 +70,7 @@ def undone(prepared: Prepared) -> Iterator[None]:
         try:
             yield
         finally:
-            settle(model)
+            reshard_units(model)
             stepper.accumulator.zero()
             model.zero_grad(set_to_none=True)
             if stepper.loss_scale and scale:

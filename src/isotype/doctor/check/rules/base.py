@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....dtypes import torch_word
+from ....dtypes import torch_dtype_name
 from ....finding import Finding, Place, Severity
 from ....pages import registered
 from ....pages.sheets import Entry, Section, sections
@@ -212,7 +212,7 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
 _READINGS: dict[str, Callable[[Any], Any]] = {
     " as dtype": parse_dtype,
     " as text": str,
-    " as torch": torch_word,
+    " as torch": torch_dtype_name,
     " as truth": parse_boolean,
     " as type": lambda value: type(value).__name__,
     " in lower case": lambda value: str(value).lower(),

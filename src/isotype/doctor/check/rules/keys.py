@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....dtypes import torch_word
+from ....dtypes import torch_dtype_name
 from ....finding import Finding
 from ..python_calls import Name
 from ..settings import (
@@ -173,7 +173,7 @@ def unresolvable_dtype_name(r: Record) -> Iterator[Finding]:
                             " own word without prefix"
                         )
                     ),
-                    fix=f'{last}: "{torch_word(parse_dtype(dtype_name) or dtype_name.removeprefix("torch."))}"',
+                    fix=f'{last}: "{torch_dtype_name(parse_dtype(dtype_name) or dtype_name.removeprefix("torch."))}"',
                     current_effect=f"loading stops with {'a ValueError' if is_storage_dtype else 'an AttributeError'}",
                 )
 

@@ -522,10 +522,10 @@ class HiDream(Family):
         super().prepare(denoiser)
         # in evaluation it reads the pictures' sizes from a tensor
         if denoiser.final_layer.linear.weight.is_meta:
-            InstanceMethod(_unpatchify, denoiser, "unpatchify").put()
+            InstanceMethod(_unpatchify, denoiser, "unpatchify").install()
         for module in denoiser.modules():
             if type(module).__name__ == "MOEFeedForwardSwiGLU" and module.gate.weight.is_meta:
-                InstanceMethod(_in_equal_parts, module).put()
+                InstanceMethod(_in_equal_parts, module).install()
 
 
 def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> Tensor:
