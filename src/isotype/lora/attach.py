@@ -268,7 +268,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
             reason = "the layer's forward has been replaced by another library"
         elif reason is None and not is_fused(layer):
             vars(layer)[FUSED] = InstanceMethod(lora_forward, layer)
-            vars(layer)[FUSED].put()
+            vars(layer)[FUSED].install()
         if reason is None:
             # past nn.Module's own __setattr__
             vars(layer)[_BRANCH_FP32] = branch_fp32
@@ -290,7 +290,7 @@ def unfuse_lora(model: nn.Module) -> int:
     """
     fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
-        vars(layer).pop(FUSED).take_back()
+        vars(layer).pop(FUSED).uninstall()
         for attribute in (_PLAN, _SIBLINGS, _SHARED_OUTPUT, _BRANCH_FP32):
             vars(layer).pop(attribute, None)
     return len(fused)

@@ -353,9 +353,7 @@ def _suggest_widening(
         )
     if entry_dtype == wide_dtype:
         return f"keep {name} in {entry_dtype}: cast what is assigned to it, .to(tl.{torch_dtype_name(entry_dtype)})"
-    return (
-        f"give {name} its final dtype {position}: {name} = {name}.to(tl.{torch_dtype_name(wide_dtype)})"
-    )
+    return f"give {name} its final dtype {position}: {name} = {name}.to(tl.{torch_dtype_name(wide_dtype)})"
 
 
 def _wider_dtype(first: str, second: str) -> str:
