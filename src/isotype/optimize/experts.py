@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import SETTINGS_KEY, Placement
+from ..instance_method import SETTINGS_KEY, Placement, install_forward
 from ..lora.attach import active_adapter, has_hooks, is_expert_stack, refuse_packed_adapter
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
