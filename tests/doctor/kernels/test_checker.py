@@ -64,7 +64,7 @@ def test_the_fault_is_found_named_and_explained_and_its_repaired_form_is_quiet(c
         case.severity,
         case.variable,
     ), text
-    assert [word for word in case.description if word not in text] == [], text
+    assert [word for word in case.words if word not in text] == [], text
     assert finding.fix
     # in the kernel or in the function of its file that it calls
     lines = [
