@@ -43,7 +43,7 @@ from isotype.training.memory.recomputation import Checkpointing, apply_checkpoin
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
 from isotype.training.task import Outline, StepOutline
-from isotype.wording import shown
+from isotype.wording import format_binary_bytes
 
 LLAMA_31_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -150,8 +150,10 @@ class Ledger:
                 f"  {'the step':<33}{1e3 * mine:>10.2f}{1e3 * other:>12.2f}{saved:>10.2f}   {other / mine:.2f}x"
             )
             share = self.peak / self.their_peak
+            peak = format_binary_bytes(self.peak)
+            their_peak = format_binary_bytes(self.their_peak)
             lines.append(
-                f"  {'memory at the peak':<33}{shown(self.peak):>10}{shown(self.their_peak):>12}{'':>10}   {share:.2f}x, counted"
+                f"  {'memory at the peak':<33}{peak:>10}{their_peak:>12}{'':>10}   {share:.2f}x, counted"
             )
         else:
             lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}")

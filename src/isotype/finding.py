@@ -17,9 +17,9 @@ from typing import Any
 
 from .errors import UsageError
 from .version import __version__
-from .wording import counted
+from .wording import pluralise
 
-SCREEN = 12  # this many findings are printed in full, further ones in one line each
+FULL_FINDINGS = 12  # this many findings are printed in full, further ones in one line each
 
 
 class Severity(IntEnum):
@@ -49,10 +49,10 @@ class Place:
     symbol: str | None = None
 
     def __str__(self) -> str:
-        spot = self.file or ""
-        if spot and self.line is not None:
-            spot += f":{self.line}"
-        return "  ".join(part for part in (self.symbol, spot) if part)
+        position = self.file or ""
+        if position and self.line is not None:
+            position += f":{self.line}"
+        return "  ".join(part for part in (self.symbol, position) if part)
 
     def to_dict(self) -> dict[str, Any]:
         return {k: v for k in ("file", "line", "symbol") if (v := getattr(self, k)) is not None}
@@ -84,7 +84,7 @@ class Finding:
         return f"isotype doctor explain {self.code}"
 
     def to_dict(self) -> dict[str, Any]:
-        given = {
+        fields = {
             "code": self.code,
             "severity": str(self.severity),
             "message": self.message,
@@ -96,7 +96,7 @@ class Finding:
             "details": dict(self.details),
             "page": self.page,
         }
-        return {key: value for key, value in given.items() if value not in (None, {}, "")}
+        return {key: value for key, value in fields.items() if value not in (None, {}, "")}
 
     def render(self) -> str:
         """The finding as plain text, one fact a line."""
@@ -118,32 +118,32 @@ class Finding:
         return "\n".join(lines)
 
 
-def listed(names: Sequence[str], most: int = 6) -> str:
+def join_names(names: Sequence[str], most: int = 6) -> str:
     """`a, b, c, d and 3 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Stable order: severity, then file and line as given."""
     return sorted(findings, key=lambda f: (-f.severity, f.place.file or "", f.place.line or 0))
 
 
-def as_text(findings: Sequence[Finding], *, subject: str) -> str:
+def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
     """Findings worst first; past a screenful each gets one line; a last line counts them."""
     if not findings:
         return f"{subject}: no findings"
-    ordered = worst_first(findings)
-    blocks = [f.render() for f in ordered[:SCREEN]]
-    if more := ordered[SCREEN:]:
-        blocks.append("\n".join(f"{f.severity} {f.code} {f.place}: {f.message}" for f in more))
+    ordered = sort_findings(findings)
+    blocks = [f.render() for f in ordered[:FULL_FINDINGS]]
+    if remaining := ordered[FULL_FINDINGS:]:
+        blocks.append("\n".join(f"{f.severity} {f.code} {f.place}: {f.message}" for f in remaining))
     total = ", ".join(
-        counted(n, str(severity))
+        pluralise(n, str(severity))
         for severity, n in sorted(Counter(f.severity for f in findings).items(), reverse=True)
     )
     return "\n\n".join([*blocks, f"{subject}: {total}"])
 
 
-def threshold(fail_on: str) -> Severity:
+def parse_fail_on(fail_on: str) -> Severity:
     """The severity of `--fail-on`, from which on a command exits with 1. Raises  UsageError for
     another word.
     """
@@ -153,7 +153,7 @@ def threshold(fail_on: str) -> Severity:
         raise UsageError(f"--fail-on: {error}") from None
 
 
-def answer(
+def print_findings(
     findings: Sequence[Finding],
     *,
     subject: str,
@@ -168,7 +168,7 @@ def answer(
         print(
             json.dumps(
                 {
-                    "findings": [f.to_dict() for f in worst_first(findings)],
+                    "findings": [f.to_dict() for f in sort_findings(findings)],
                     **extra,
                     "version": __version__,
                 },
@@ -176,5 +176,5 @@ def answer(
             )
         )
     else:
-        print(as_text(findings, subject=subject))
+        print(render_findings(findings, subject=subject))
     return int(any(f.severity >= fail_on for f in findings))

@@ -8,22 +8,24 @@ from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """`1 row`, `1,234 rows`; `many` where the plural is not `one` with an s."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+def pluralise(number: int, singular: str, plural: str | None = None) -> str:
+    """`1 row`, `1,234 rows`; `plural` where the plural is not `singular` with an s."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """A line for each row, its cells in columns; those in the columns `right` stand at their right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     return [
-        "  ".join(put(cell, width) for put, cell, width in zip(columns, row, widths)).rstrip()
+        "  ".join(
+            justify(cell, width) for justify, cell, width in zip(columns, row, widths)
+        ).rstrip()
         for row in rows
     ]
 
 
-def plain(value: float) -> str:
+def format_number(value: float) -> str:
     """A number in a short form: `2.41`, `0.0002`, `1.2e-05`, `12,300`."""
     if not math.isfinite(value):
         return "not finite"
@@ -34,14 +36,14 @@ def plain(value: float) -> str:
     return f"{value:.{digits}g}"
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Three digits: those of a share of 98 to 99% are the ticks of an axis."""
     if abs(value) >= 0.1:
         return f"{100 * value:.3g}%"
     return f"{100 * value:.2g}%"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes: `1.2 GB` (10^9)."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
@@ -52,10 +54,10 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def shown(size: int) -> str:
+def format_binary_bytes(count: int) -> str:
     """Bytes in binary units: `1.40 GiB`, `83.0 MiB`."""
-    gib = size / (1 << 30)
-    mib = size / (1 << 20)
+    gib = count / (1 << 30)
+    mib = count / (1 << 20)
     if gib >= 1:
         return f"{gib:.2f} GiB"
     if mib < 100:
@@ -63,7 +65,7 @@ def shown(size: int) -> str:
     return f"{mib:.0f} MiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`1.5 s`, `2 min 05 s`, `3 h 10 min`."""
     if seconds < 60:
         if seconds < 10:
@@ -76,7 +78,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s"
 
 
-def count(value: float) -> str:
+def format_compact(value: float) -> str:
     """`874`, `12.3k`, `4.26M`."""
     for unit in ("", "k", "M", "B"):
         if abs(value) < 1000:
@@ -95,33 +97,35 @@ def first_line(error: BaseException) -> str:
     return type(error).__name__
 
 
-_CONTROL = [n for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"]
-_SHOWN = dict.fromkeys(_CONTROL, "�") | {ord("\r"): None}
+_CONTROL_CODES = [n for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"]
+_TRANSLATION = dict.fromkeys(_CONTROL_CODES, "�") | {ord("\r"): None}
 
 
-def printable(text: str) -> str:
+def remove_control_characters(text: str) -> str:
     """Without the control characters that move a terminal's cursor, ring, or start a sequence that
     changes its colours or title.
     """
-    return text.translate(_SHOWN)
+    return text.translate(_TRANSLATION)
 
 
-def near_file(name: str, there: Iterable[str]) -> str | None:
+def closest_file_name(name: str, candidates: Iterable[str]) -> str | None:
     """The name most like `name`, if the two are alike without their endings: `a.jsonl` is not like
     `b.jsonl`.
     """
-    asked = name.casefold()
-    stems = {other: _stem(other.casefold()) for other in there}
-    close = set(get_close_matches(_stem(asked), set(stems.values()), n=len(stems) or 1))
-    alike = [other for other, stem in stems.items() if stem in close]
+    requested = name.casefold()
+    stems = {candidate: _file_stem(candidate.casefold()) for candidate in candidates}
+    close_stems = set(
+        get_close_matches(_file_stem(requested), set(stems.values()), n=len(stems) or 1)
+    )
+    similar = [candidate for candidate, stem in stems.items() if stem in close_stems]
     return max(
-        alike,
-        key=lambda other: SequenceMatcher(None, asked, other.casefold()).ratio(),
+        similar,
+        key=lambda candidate: SequenceMatcher(None, requested, candidate.casefold()).ratio(),
         default=None,
     )
 
 
-def _stem(name: str) -> str:
+def _file_stem(name: str) -> str:
     """`a` of `a.jsonl` and of `a.jsonl.gz`."""
     path = Path(name)
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem

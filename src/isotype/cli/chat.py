@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..wording import counted
+from ..wording import pluralise
 
 if TYPE_CHECKING:
     from ..inference.loaded import Conversation
@@ -159,7 +159,7 @@ def sample(
     if control is not None:
         raise UsageError(f"--control has no effect: {run} is no diffusion run")
     from ..training.console import quiet_libraries
-    from ..wording import printable
+    from ..wording import remove_control_characters
 
     quiet_libraries()
     import torch
@@ -214,7 +214,7 @@ def sample(
         return
     print(f"{run} ({loaded.taken})")
     for reply in answers:
-        print(f"\n> {reply.prompt}\n{printable(reply.answer) or '(nothing)'}")
+        print(f"\n> {reply.prompt}\n{remove_control_characters(reply.answer) or '(nothing)'}")
 
 
 def _draw(
@@ -411,8 +411,8 @@ def evaluate(
     else:
         print(
             f"{run} ({loaded.taken}) on {data}: loss {evaluation.loss:.4f}, perplexity {perplexity:.2f},"
-            f" {counted(len(rows), 'row')}, {counted(evaluation.weight, 'token')}"
-            + (f"; {counted(left_out, 'row')} left out" if left_out else "")
+            f" {pluralise(len(rows), 'row')}, {pluralise(evaluation.weight, 'token')}"
+            + (f"; {pluralise(left_out, 'row')} left out" if left_out else "")
         )
 
 
@@ -435,7 +435,7 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
         return
     parts = ", ".join(f"{name} {loss:.4f}" for name, loss in evaluation.parts.items())
     print(
-        f"{run} ({weights_name}) on {data}: loss {evaluation.loss:.4f} of {counted(evaluation.weight, 'picture')}"
+        f"{run} ({weights_name}) on {data}: loss {evaluation.loss:.4f} of {pluralise(evaluation.weight, 'picture')}"
         f" ({parts})"
     )
 

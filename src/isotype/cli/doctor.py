@@ -19,8 +19,8 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
-from ..finding import Severity, answer, threshold, worst_first
-from ..wording import counted
+from ..finding import Severity, parse_fail_on, print_findings, sort_findings
+from ..wording import pluralise
 from .app import DOCTOR, prepare
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    least = threshold(fail_on)
+    least = parse_fail_on(fail_on)
     subject = " ".join(what or ["-"])
     if CODE.match(subject) and not Path(subject).exists():
         show_page(subject.upper(), json_output)
@@ -119,7 +119,9 @@ def look(
         }
         for examination in examinations
     ]
-    status = answer(visible, subject=subject, json_output=json_output, fail_on=least, parts=parts)
+    status = print_findings(
+        visible, subject=subject, json_output=json_output, fail_on=least, parts=parts
+    )
     if not json_output:
         for examination in examinations:
             print(_summary_line(examination, with_notes=with_notes))
@@ -171,17 +173,17 @@ def _summary_line(examination: Examination, *, with_notes: bool) -> str:
     if not examination.was_examined:
         return heading
     notes = sum(finding.severity == Severity.NOTE for finding in examination.findings)
-    summary = counted(len(examination.findings) - notes, "finding")
+    summary = pluralise(len(examination.findings) - notes, "finding")
     codes = Counter(
         finding.code
-        for finding in worst_first(examination.findings)
+        for finding in sort_findings(examination.findings)
         if finding.severity > Severity.NOTE
     )
     if len(examination.findings) > 1 and codes:
         listed = ", ".join(f"{number} {code}" for code, number in codes.items())
         summary += f" ({listed})"
     if notes:
-        summary += f", {counted(notes, 'note')}"
+        summary += f", {pluralise(notes, 'note')}"
         if not with_notes:
             summary += f" (isotype doctor {examination.part} shows them)"
     return f"{heading}: {summary}"
@@ -211,7 +213,7 @@ def check(
     from ..doctor.check.checker import check as check_paths
     from ..doctor.check.checker import format_record, nothing_recognised_finding, record_to_json
 
-    least = threshold(fail_on)
+    least = parse_fail_on(fail_on)
     checked = check_paths(paths, device=device)
     nothing = nothing_recognised_finding(checked, paths)
     findings = [*checked.findings, *([nothing] if nothing else [])]
@@ -219,10 +221,12 @@ def check(
         for record in checked.records:
             if text := format_record(record):
                 print(text + "\n")
-    subject = f"{counted(checked.files, 'file')}, {counted(len(checked.records), 'run')}"
+    subject = f"{pluralise(checked.files, 'file')}, {pluralise(len(checked.records), 'run')}"
     records = [record_to_json(record) for record in checked.records]
     raise typer.Exit(
-        answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records)
+        print_findings(
+            findings, subject=subject, json_output=json_output, fail_on=least, records=records
+        )
     )
 
 
@@ -277,7 +281,7 @@ def explain(
         if len(given) == 1 and re.fullmatch(r"[\w./~-]+\.(?:log|txt|out|err)", text):
             raise UsageError(f"{text}: no such file")
         findings = explain_lines(text.splitlines())
-    raise typer.Exit(answer(findings, subject=source or "explain", json_output=json_output))
+    raise typer.Exit(print_findings(findings, subject=source or "explain", json_output=json_output))
 
 
 def _is_file(text: str) -> bool:
@@ -343,7 +347,9 @@ def env(
     if not json_output:
         print(_format_environment(system) + "\n")
     raise typer.Exit(
-        answer(faults(system), subject="environment", json_output=json_output, environment=system)
+        print_findings(
+            faults(system), subject="environment", json_output=json_output, environment=system
+        )
     )
 
 
@@ -437,13 +443,13 @@ def trace(
         json_output = options.get("json_output", json_output)
         fail_on = options.get("fail_on", fail_on)
         arguments = []
-    least = threshold(fail_on)
+    least = parse_fail_on(fail_on)
     with stdout_to_stderr() if json_output else contextlib.nullcontext():
         outcome = run(parsed, arguments)
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         sys.stdout.flush()
         print(plain_traceback(outcome.error), file=sys.stderr, flush=True)
-    status = answer(
+    status = print_findings(
         outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=least
     )
     raise typer.Exit(status or outcome.status)
@@ -477,7 +483,7 @@ def conform(
     """
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
-        least = threshold(fail_on)
+        least = parse_fail_on(fail_on)
         from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target)
@@ -491,7 +497,9 @@ def conform(
     }
     subject = f"{target} ({report.tried} runs)"
     raise typer.Exit(
-        answer(report.findings, subject=subject, json_output=json_output, fail_on=least, **facts)
+        print_findings(
+            report.findings, subject=subject, json_output=json_output, fail_on=least, **facts
+        )
     )
 
 
@@ -530,7 +538,7 @@ def kernels(
     """
     import warnings
 
-    least = threshold(fail_on)
+    least = parse_fail_on(fail_on)
     targets = [
         architecture.strip() for architecture in arch.split(",") if architecture.strip()
     ] or None
@@ -543,7 +551,9 @@ def kernels(
     names = ", ".join(report.kernels[:6]) + (
         f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else ""
     )
-    subject = f"{counted(len(report.kernels), 'kernel')} ({names}), {report.compiled} compilations"
+    subject = (
+        f"{pluralise(len(report.kernels), 'kernel')} ({names}), {report.compiled} compilations"
+    )
     visible = report.findings
     if not json_output:
         hidden = [f for f in visible if f.severity == Severity.NOTE]
@@ -551,7 +561,9 @@ def kernels(
         for remark in dict.fromkeys(report.remarks):
             print(f"  {remark}")
         if hidden:
-            subject += f"; {counted(len(hidden), 'note')} not shown (--json)"
+            subject += f"; {pluralise(len(hidden), 'note')} not shown (--json)"
     facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
-    status = answer(visible, subject=subject, json_output=json_output, fail_on=least, **facts)
+    status = print_findings(
+        visible, subject=subject, json_output=json_output, fail_on=least, **facts
+    )
     raise typer.Exit(status)

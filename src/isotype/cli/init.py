@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from ..errors import UsageError
-from ..wording import aligned
+from ..wording import align_columns
 
 if TYPE_CHECKING:
     from ..translate import Translation
@@ -176,7 +176,7 @@ def _tell(result: Translation, to: TextIO) -> None:
                 became,
             )
         )
-    for line in aligned(rows, right=(0,)):
+    for line in align_columns(rows, right=(0,)):
         print(line, file=to)
     print(
         f"\n{result.tool}: "

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import UsageError
 from ..runs.checkpoint.atomic_folder import SEAL
-from ..wording import counted
+from ..wording import pluralise
 
 if TYPE_CHECKING:
     from ..inference.merge import Merged
@@ -72,14 +72,14 @@ def merge(
         return
     advice = "; --dtype fp32 keeps all of it" if merged.noise > NOISY else ""
     print(
-        f"merged    {counted(merged.weights, 'weight')} into {merged.folder}, {merged.dtype}:"
+        f"merged    {pluralise(merged.weights, 'weight')} into {merged.folder}, {merged.dtype}:"
         f" {merged.why}"
     )
     print(
         f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the"
         f" weights{advice}"
     )
-    rows = counted(merged.rows, "row")
+    rows = pluralise(merged.rows, "row")
     print(
         f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged"
         f" {merged.adapter_loss:.4f}, on {rows}"

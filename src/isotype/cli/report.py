@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..wording import aligned
+from ..wording import align_columns
 
 
 def report(
@@ -110,7 +110,7 @@ def ls(
     rows = [list(_COLUMNS.values()), *([_cell(run[key]) for key in _COLUMNS] for run in runs)]
     # model and data, which come last, are cut on a narrow screen
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in aligned(
+    for line in align_columns(
         rows, right=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]
     ):
         print(line[:most].rstrip())

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from ..dtypes import NO_FP8_PRODUCTS, parse
 from ..errors import UsageError
-from ..wording import near_file
+from ..wording import closest_file_name
 from .keys import ELSEWHERE, MEANT, NOT_OFFERED, WORDS, expected, keys, options, sections, takes
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
@@ -219,7 +219,7 @@ def read_text(path: Path) -> str:
     except UsageError:  # which is a ValueError
         raise
     except FileNotFoundError:
-        near = near_file(
+        near = closest_file_name(
             path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         )
         if near:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..wording import counted
+from ..wording import pluralise
 
 FILE = "bad_rows.jsonl"
 PLACES = 40  # named in one error
@@ -119,7 +119,7 @@ class BadRows:
             places = ", ".join(row.place for row in rows) + (f", and {more:,} more" if more else "")
             lines.append(f"  {self.kinds[kind]:,} x {said}\n      {places}")
         if len(self.kinds) > len(shown):
-            lines.append(f"  and {counted(len(self.kinds) - len(shown), 'more kind')}")
+            lines.append(f"  and {pluralise(len(self.kinds) - len(shown), 'more kind')}")
         raise UsageError("\n".join(lines), fix=fix)
 
 

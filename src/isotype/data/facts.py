@@ -12,7 +12,7 @@ import numpy as np
 
 from ..config.schema import DataSection
 from ..errors import UsageError
-from ..wording import counted
+from ..wording import pluralise
 from .encode import Encoder, Tally
 from .sources import Source
 from .tokens import TokenRows
@@ -156,7 +156,7 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     lines = []
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
-            rows = counted(file["rows"], "row") if "rows" in file else "a stream"
+            rows = pluralise(file["rows"], "row") if "rows" in file else "a stream"
             several = f"{file['files']} files, " if "files" in file else ""
             lines.append(
                 f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}"
@@ -176,7 +176,7 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
     for name, side in (("training", train), ("evaluation", evaluation)):
         if cut := side["truncated"]:
             were = "was" if cut == 1 else "were"
-            share = f"{counted(cut, f'{name} row')} ({cut / max(1, side['rows']):.1%})"
+            share = f"{pluralise(cut, f'{name} row')} ({cut / max(1, side['rows']):.1%})"
             said.append(
                 f"{share} {were} longer than data.max_length {encoder.max_length} and {were} cut"
             )
@@ -185,52 +185,52 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
             kinds = "; ".join(f"{n:,} x {kind}" for kind, n in most)
             if len(side["bad_rows"]) > len(most):
                 kinds += (
-                    f"; and {counted(len(side['bad_rows']) - len(most), 'more kind')}: data.json"
+                    f"; and {pluralise(len(side['bad_rows']) - len(most), 'more kind')}: data.json"
                 )
-            bad = counted(
+            bad = pluralise(
                 sum(side["bad_rows"].values()), f"bad {name} row is", f"bad {name} rows are"
             )
             said.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
         said += [
-            f"{counted(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})"
+            f"{pluralise(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})"
             for d in side["dropped"]
         ]
         for file in side["files"]:
             ignored = file.get("ignored_keys", {})
             said += [
                 f"{file['path']}: the key {key or '(without a name)'} is not read"
-                f" ({counted(n, 'row')})"
+                f" ({pluralise(n, 'row')})"
                 for key, n in list(ignored.items())[:_MOST_KEYS]
             ]
             if len(ignored) > _MOST_KEYS:
                 said.append(
                     f"{file['path']}:"
-                    f" {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not"
+                    f" {pluralise(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not"
                     " read: data.json"
                 )
     longest = max(side["lengths"]["longest"] for side in (train, evaluation))
     most = encoder.tokenizer.model_max_length
     if longest > most:
         said.append(
-            f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes"
+            f"rows have up to {pluralise(longest, 'token')}, and the tokenizer says its model takes"
             f" {most}: lower data.max_length"
         )
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
         few, what = (train["pairs"], "pair") if "pairs" in train else (train["rows"], "row")
         if few < FEW:
-            why = f"only {counted(few, what)}"
+            why = f"only {pluralise(few, what)}"
         else:
             why = "no row fell into the held-out share, in which copies stay together"
         said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
-        also = counted(
+        also = pluralise(
             facts["duplicates_between"],
             "evaluation row is also a training row",
             "evaluation rows are also training rows",
         )
         said.append(f"{also}: the evaluation loss is too good")
     if facts["prompts_between"]:
-        also = counted(facts["prompts_between"], "evaluation row has", "evaluation rows have")
+        also = pluralise(facts["prompts_between"], "evaluation row has", "evaluation rows have")
         if evaluation["held_out"]:
             apart = "; to keep the rows of a prompt on one side, give data.eval"
         else:
@@ -246,8 +246,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         )
     if packing := facts.get("packing"):
         said.append(
-            f"{counted(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of"
-            f" {counted(packing['length'], 'token')}, {packing['filled']:.1%} full"
+            f"{pluralise(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of"
+            f" {pluralise(packing['length'], 'token')}, {packing['filled']:.1%} full"
         )
     for name, side in (("training", train), ("evaluation", evaluation)):
         said += [
@@ -257,7 +257,7 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         ]
     if train["duplicates"]:
         said.append(
-            f"{counted(train['duplicates'], 'training row repeats', 'training rows repeat')}"
+            f"{pluralise(train['duplicates'], 'training row repeats', 'training rows repeat')}"
             " another row exactly"
         )
     if template and template["source"] == "default":
@@ -266,12 +266,12 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
             " ...), which is saved with the result"
         )
     if template and tokens["end_of_turn"].get("none"):
-        ended = counted(tokens["end_of_turn"]["none"], "answer ends", "answers end")
+        ended = pluralise(tokens["end_of_turn"]["none"], "answer ends", "answers end")
         said.append(f"{ended} without an end-of-turn token: the model will not learn to stop there")
     if encoder.tokenizer.eos_token_id is None:
         said.append("the tokenizer has no end-of-text token: plain texts are learnt without an end")
     if tokens["bos"]["rows_beginning_with_two"]:
-        begin = counted(tokens["bos"]["rows_beginning_with_two"], "row begins", "rows begin")
+        begin = pluralise(tokens["bos"]["rows_beginning_with_two"], "row begins", "rows begin")
         said.append(
             f"{begin} with two {tokens['bos']['token']}: the text or the template repeats it"
         )
@@ -288,7 +288,7 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
             and not encoder.template.given
         )
         said.append(
-            f"{counted(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts"
+            f"{pluralise(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts"
             f" (<think></think>){off if reads else ''}"
         )
     unseen = "that the chat template does not write"
@@ -306,5 +306,5 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         ),
     ):
         if count:
-            said.append(f"{counted(count, 'row has', 'rows have')} {what}")
+            said.append(f"{pluralise(count, 'row has', 'rows have')} {what}")
     return said

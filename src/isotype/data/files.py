@@ -20,7 +20,7 @@ from ..config.sources import SPLITS as SPLITS_FILE
 from ..config.sources import SourceSpec
 from ..errors import UsageError
 from ..runs.folder import LOCK, RESOLVED
-from ..wording import counted
+from ..wording import pluralise
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, ending, existing_file, text_lines
 
 TRAINED = {"train", "training"}
@@ -162,7 +162,7 @@ def files_of(spec: SourceSpec) -> tuple[list[File], list[str]]:
     if left_out := set(matched) - set(known):
         are = "is" if len(left_out) == 1 else "are"
         notes.append(
-            f"{name}: {len(left_out)} of {counted(len(matched), 'file')} {are} not read"
+            f"{name}: {len(left_out)} of {pluralise(len(matched), 'file')} {are} not read"
             f" ({some(left_out, below)})"
         )
     notes += _note_splits(name, known, below)
@@ -190,7 +190,7 @@ def _note_splits(name: str, paths: Sequence[Path], below: Path) -> list[str]:
     others = [path for path, split in splits.items() if split is not None and split not in TRAINED]
     if not others or TRAINED.isdisjoint(splits.values()):
         return []
-    are = counted(
+    are = pluralise(
         len(others),
         "file is named as another split than train and is",
         "files are named as other splits than train and are",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
-from ..wording import counted
+from ..wording import pluralise
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
 
 def progress(what: str, count: int, total: int, seconds: float) -> str:
     """`encoding pictures: 120 rows, 4/s, 31%, 1:08 left`"""
-    line = f"{what}: {counted(count, 'row')}, {count / seconds:,.0f}/s"
+    line = f"{what}: {pluralise(count, 'row')}, {count / seconds:,.0f}/s"
     if total <= count:
         return line
     minutes, left = divmod(round(seconds * (total - count) / count), 60)

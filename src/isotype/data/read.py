@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from unicodedata import normalize
 
 from ..errors import UsageError
-from ..wording import near_file
+from ..wording import closest_file_name
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
@@ -108,7 +108,7 @@ def existing_file(
             beside = [p.name for p in path.parent.iterdir() if ending(p) in endings]
         else:
             beside = []
-        near = near_file(path.name, beside)
+        near = closest_file_name(path.name, beside)
         hint = f", did you mean {path.parent / near}?" if near else ""
         if (
             not hint

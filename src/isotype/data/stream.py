@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config.schema import DataSection
 from ..errors import RunError, UsageError
-from ..wording import counted
+from ..wording import pluralise
 from .bad_rows import BadRow
 from .encode import Encoder, Tally
 from .facts import data_facts, eval_sets, notes, tallied
@@ -97,7 +97,7 @@ class StreamedRows:
                 empty = empty + 1 if not self._order else 0
                 if empty == 3:
                     raise RunError(
-                        f"three blocks of {counted(self.data.shuffle_buffer, 'row')} in a row had"
+                        f"three blocks of {pluralise(self.data.shuffle_buffer, 'row')} in a row had"
                         " none to train on",
                         fix="look at the data",
                     )
@@ -180,9 +180,9 @@ def load_stream(
     )
     facts |= {"packing": rows.facts() if data.packing else None, "mix": None}
     facts["stream"] = {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)}
-    shuffled = counted(data.shuffle_buffer, "row is", "rows are")
+    shuffled = pluralise(data.shuffle_buffer, "row is", "rows are")
     said = [
-        f"a stream: counts are of its first {counted(len(examples), 'row')}, and {shuffled}"
+        f"a stream: counts are of its first {pluralise(len(examples), 'row')}, and {shuffled}"
         " shuffled at a time"
     ]
     weights = sum(one.spec.weight or 1.0 for one in sources)

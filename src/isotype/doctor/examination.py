@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..finding import Finding, Severity
-from ..wording import counted
+from ..wording import pluralise
 from .check.checker import SKIPPED_FOLDERS, check, format_record, may_be_configuration
 
 _LOG_SUFFIXES = (".log", ".err", ".out")
@@ -125,9 +125,7 @@ def _check_configurations(path: Path) -> Examination:
         return Examination("check", f"left out: {error.message}", was_examined=False)
     if not checked.files:
         return Examination("check", "no file that may be a configuration", was_examined=False)
-    subject = (
-        f"{counted(checked.files, 'configuration file')}, {counted(len(checked.records), 'run')}"
-    )
+    subject = f"{pluralise(checked.files, 'configuration file')}, {pluralise(len(checked.records), 'run')}"
     return Examination(
         "check",
         subject,
@@ -147,7 +145,7 @@ def _explain_logs(logs: list[Path]) -> Examination:
                 for f in explain(lines, source=str(log))
                 if f.severity > Severity.NOTE or len(logs) == 1
             ]
-    return Examination("explain", counted(len(logs), "log"), findings)
+    return Examination("explain", pluralise(len(logs), "log"), findings)
 
 
 def _suggest_commands(sources: dict[Path, str]) -> Iterator[Examination]:
@@ -181,5 +179,5 @@ def _suggest_commands(sources: dict[Path, str]) -> Iterator[Examination]:
 def _suggest_command(
     part: str, target: str, count: int, counted_noun: str, suffix: str = ""
 ) -> Examination:
-    more = f" ({counted(count - 1, counted_noun)}{suffix})" if count > 1 else ""
+    more = f" ({pluralise(count - 1, counted_noun)}{suffix})" if count > 1 else ""
     return Examination(part, f"isotype doctor {part} {target}{more}", was_examined=False)

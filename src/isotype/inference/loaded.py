@@ -46,7 +46,7 @@ from ..runs.folder import (
 )
 from ..tasks.language.result import load_result
 from ..tasks.language.sample import generation_config, prompt_inputs
-from ..wording import printable
+from ..wording import remove_control_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -276,7 +276,7 @@ def _source(config: RunConfig, run: RunFolder) -> Source:
 
 class _Stream(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        super().on_finalized_text(printable(text), stream_end)
+        super().on_finalized_text(remove_control_characters(text), stream_end)
 
 
 class Conversation:

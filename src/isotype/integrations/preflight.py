@@ -50,7 +50,7 @@ from ..training.schedule import RunSchedule
 from ..training.setup import Prepared, Subject
 from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation, eval_mode, preserve_random_state
-from ..wording import counted
+from ..wording import pluralise
 from .attachment import Attachment, Methods
 
 _ARGUMENTS = {
@@ -171,7 +171,7 @@ class TrainerBatch:
         return self  # the trainer moves its inputs itself
 
     def __str__(self) -> str:
-        return f"{counted(self.rows, 'row')} of {counted(self.length, 'token')}"
+        return f"{pluralise(self.rows, 'row')} of {pluralise(self.length, 'token')}"
 
 
 class TrainerStepper:

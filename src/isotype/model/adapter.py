@@ -32,7 +32,7 @@ from ..ops.packed import widen
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
-from ..wording import counted, first_line
+from ..wording import first_line, pluralise
 from .architecture import SCORE
 from .starts import as_ordinary, begin_at, describe_as_ordinary
 from .targets import (
@@ -284,7 +284,7 @@ def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> 
     count = sum(p.numel() for p in frozen.values())
     if frozen:
         return [
-            f"adapter.vision, adapter.projector: {counted(count, 'weight')} of tower and projector"
+            f"adapter.vision, adapter.projector: {pluralise(count, 'weight')} of tower and projector"
             " stay frozen"
         ]
     return []

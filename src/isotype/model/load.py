@@ -34,7 +34,7 @@ from ..precision.parts import Part, loading_device
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, quantisation_from_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
-from ..wording import counted, first_line
+from ..wording import first_line, pluralise
 from .adapter import kept_whole, layers_to_quantise
 from .architecture import (
     AUTO,
@@ -357,7 +357,7 @@ def _load(
     if absent:
         # transformers fills these with random numbers and a warning
         what = (
-            f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')}"
+            f"{pluralise(len(absent), 'weight is missing or has', 'weights are missing or have')}"
             f" another shape, {absent[0]} first"
         )
         made_as = ", ".join(getattr(architecture, "architectures", None) or []) or "no class named"

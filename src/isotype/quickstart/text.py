@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..wording import printable
+from ..wording import remove_control_characters
 from .stages import Stage, run_quickstart
 
 STAGES = (
@@ -175,5 +175,5 @@ def _show(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def _short(text: str, most: int = 110) -> str:
-    flat = printable(" ".join(text.split()))
+    flat = remove_control_characters(" ".join(text.split()))
     return (flat if len(flat) <= most else flat[: most - 3] + "...") or "(nothing)"

@@ -20,7 +20,14 @@ from typing import Any
 from ..config.sources import short_names
 from ..errors import RunError, UsageError
 from ..runs.checkpoint.atomic_folder import write_text
-from ..wording import count, counted, duration, percent, plain, size
+from ..wording import (
+    format_bytes,
+    format_compact,
+    format_duration,
+    format_number,
+    format_percent,
+    pluralise,
+)
 from .plots import SMOOTHED_ABOVE, line_chart, loss_plot, plots, smooth
 from .record import (
     AVERAGE,
@@ -177,10 +184,10 @@ def subtitle(record: RunRecord) -> str:
     if model:
         parts.append("/".join(Path(str(model)).parts[-2:]))
     if total:
-        parts.append(f"{count(total)} parameters")
+        parts.append(f"{format_compact(total)} parameters")
     parts.append(record.precision.get("preset"))
     if total and adapter:
-        adaptation = f"{adaptation}, {percent(trained / total)} trained"
+        adaptation = f"{adaptation}, {format_percent(trained / total)} trained"
     parts.append(adaptation)
     if train:
         parts.append(f"on {short_names(train)}")
@@ -204,19 +211,25 @@ def tiles(record: RunRecord) -> list[Tile]:
             name = "training loss, smoothed"
             line = smooth(loss)
         result.append(
-            Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}")
+            Tile(
+                name,
+                format_number(line[-1][1]),
+                f"from {format_number(line[0][1])} at step {line[0][0]:,.0f}",
+            )
         )
     if evaluations := record.evaluations():
         step, best = min(evaluations, key=lambda p: p[1])
-        first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""
-        result.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
+        first = f", from {format_number(evaluations[0][1])}" if len(evaluations) > 1 else ""
+        result.append(
+            Tile("evaluation loss, best", format_number(best), f"step {step:,.0f}{first}")
+        )
     if loss:
         total = record.last(units)
         result.append(
             Tile(
                 "steps",
                 f"{max(step for step, _ in loss):,.0f}",
-                "" if total is None else f"{count(total)} {units}",
+                "" if total is None else f"{format_compact(total)} {units}",
             )
         )
     seconds, speed, memory = (
@@ -224,11 +237,11 @@ def tiles(record: RunRecord) -> list[Tile]:
     )
     trained = record.result.get("trained_seconds") or sum(seconds)
     if isinstance(trained, int | float) and trained > 0:
-        result.append(Tile("training time", duration(trained), "in steps alone"))
+        result.append(Tile("training time", format_duration(trained), "in steps alone"))
     if speed:
-        result.append(Tile(f"{units} per second", plain(median(speed)), "median"))
+        result.append(Tile(f"{units} per second", format_number(median(speed)), "median"))
     if memory:
-        result.append(Tile("peak memory", size(max(memory))))
+        result.append(Tile("peak memory", format_bytes(max(memory))))
     return result
 
 
@@ -315,7 +328,7 @@ def noise_levels(record: RunRecord) -> dict[str, Any] | None:
         for low, high in sorted(levels)
     }
     rows = [
-        (name, [plain(losses[step]) if step in losses else "" for step in steps])
+        (name, [format_number(losses[step]) if step in losses else "" for step in steps])
         for name, losses in curves.items()
     ]
     return {"steps": steps, "rows": rows}
@@ -398,7 +411,7 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
     ):
         rows = file.get("rows")
         rows_kept = file.get("kept")
-        counts = [counted(rows, "row")] if isinstance(rows, int) else []
+        counts = [pluralise(rows, "row")] if isinstance(rows, int) else []
         if isinstance(rows_kept, int) and rows_kept != rows:
             counts.append(f"{rows_kept:,} here")
         if (share := shares.get(source["path"])) is not None:
@@ -514,7 +527,7 @@ def _learning_verdict(record: RunRecord) -> tuple[str, str]:
     if last == first:
         return (
             (
-                f"Evaluation loss {plain(base)} at step {first:,.0f}; no second evaluation to"
+                f"Evaluation loss {format_number(base)} at step {first:,.0f}; no second evaluation to"
                 " compare it with."
             ),
             "warn",
@@ -522,20 +535,18 @@ def _learning_verdict(record: RunRecord) -> tuple[str, str]:
     begin = "before training" if first == 0 else f"at step {first:,.0f}"
     share = (tuned - base) / base if base else 0.0
     best_step, best = min(evaluations, key=lambda point: point[1])
-    if plain(tuned) == plain(base):
+    if format_number(tuned) == format_number(base):
         change = "no change"
     else:
-        change = f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
-    sentence = (
-        f"Evaluation loss {plain(base)} {begin}, {plain(tuned)} at step {last:,.0f}: {change}"
-    )
+        change = f"{format_percent(abs(share))} {'lower' if share < 0 else 'higher'}"
+    sentence = f"Evaluation loss {format_number(base)} {begin}, {format_number(tuned)} at step {last:,.0f}: {change}"
     of_result = ""
     if isinstance(saved_step, int):
         of_result = f" The result is of step {last:,.0f}; run.save: best takes the other."
-    if best_step not in (first, last) and plain(best) != plain(tuned):
+    if best_step not in (first, last) and format_number(best) != format_number(tuned):
         return (
             (
-                f"{sentence}. It was lower at step {best_step:,.0f}, {plain(best)}: it learns its"
+                f"{sentence}. It was lower at step {best_step:,.0f}, {format_number(best)}: it learns its"
                 f" training rows by heart.{of_result}"
             ),
             "warn",
@@ -627,7 +638,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
         ],
         "not_watched": [str(entry) for entry in list_or_empty(record.precision.get("not watched"))],
         "observed_at": [
-            plain(float(s))
+            format_number(float(s))
             for s in list_or_empty(record.precision.get("observed_at"))
             if isinstance(s, int)
         ],
@@ -657,5 +668,5 @@ def preflight(record: RunRecord) -> dict[str, Any] | None:
         "findings": findings,
         "skipped": skipped,
         "passed": passed,
-        "seconds": duration(sum(seconds)) if seconds else "",
+        "seconds": format_duration(sum(seconds)) if seconds else "",
     }

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
-from ..wording import count, percent, plain, size
+from ..wording import format_bytes, format_compact, format_number, format_percent
 from .record import RunRecord, spread_evenly
 
 Point = tuple[float, float]
@@ -63,7 +63,7 @@ class Plot:
     key: str
     title: str
     series: Sequence[Series]
-    format_value: Callable[[float], str] = plain
+    format_value: Callable[[float], str] = format_number
     note: str = ""
     guide: tuple[float, str] | None = None
     from_zero: bool = True
@@ -100,29 +100,34 @@ def loss_plot(record: RunRecord) -> Plot | None:
 
 # key, title, note, how values are written; those with evaluations
 _PREFERENCE_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", plain),
-    ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", plain),
-    ("accuracy", "Accuracy", "Pairs in which the chosen answer has the higher score.", percent),
+    ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", format_number),
+    ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", format_number),
+    ("accuracy", "Accuracy", "Pairs in which the chosen answer has the higher score.", format_percent),
     ("rewards/accuracies", "Accuracy", "Pairs with the larger reward on the chosen side; of kto, answers on their side of its reference.",
-     percent),
+     format_percent),
 )  # fmt: skip
 _STEP_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     (
         "share_changed",
         "Share changed",
         "Trained elements that the update before moved. Low: updates vanish in rounding.",
-        percent,
+        format_percent,
     ),
-    ("learning_rate", "Learning rate", "", plain),
-    ("tokens_per_second", "Tokens per second", "", count),
-    ("memory_bytes", "Peak memory", "", size),
+    ("learning_rate", "Learning rate", "", format_number),
+    ("tokens_per_second", "Tokens per second", "", format_compact),
+    ("memory_bytes", "Peak memory", "", format_bytes),
     (
         "promotions",
         "Unintended promotions",
         "Module outputs wider than the declared compute dtype, a step.",
-        plain,
+        format_number,
     ),
-    ("loss_scale", "Loss scale", "One that keeps falling means gradients that overflow.", count),
+    (
+        "loss_scale",
+        "Loss scale",
+        "One that keeps falling means gradients that overflow.",
+        format_compact,
+    ),
 )
 
 
@@ -220,13 +225,13 @@ def _gradient_norm_plot(record: RunRecord) -> Plot:
         return _metric_plot(record, "grad_norm", "Gradient norm", note="Not clipped.")
     finite = [v for _, v in _finite(record.curve("grad_norm"))]
     over = sum(v > clip for v in finite) / max(1, len(finite))
-    note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
+    note = f"Clipped above {format_number(float(clip))}: {format_percent(over)} of the steps were."
     return _metric_plot(
         record,
         "grad_norm",
         "Gradient norm",
         note=note,
-        guide=(float(clip), f"clip {plain(float(clip))}"),
+        guide=(float(clip), f"clip {format_number(float(clip))}"),
     )
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..wording import printable
+from ..wording import remove_control_characters
 from .task import MetricNames, Sample
 
 PLAIN_PROGRESS_LINES = 60  # about so many progress lines in a whole run where there is no terminal
@@ -149,13 +149,13 @@ class RunConsole:
 
     def print_line(self, text: str = "", style: str | None = None) -> None:
         self.console.print(Text(text), style=style)
-        self._write_log(printable(text))
+        self._write_log(remove_control_characters(text))
 
     def print_header(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
             lines = f"{label:<10}{text}".replace("\n", f"\n{'':<10}")
             self.console.print(Text.assemble((lines[:10], "bold"), lines[10:]))
-            self._write_log(printable(lines))
+            self._write_log(remove_control_characters(lines))
 
     def print_progress(
         self,
@@ -193,7 +193,7 @@ class RunConsole:
 
 
 def _shorten(text: str) -> str:
-    flat = printable(" ".join(text.split()))
+    flat = remove_control_characters(" ".join(text.split()))
     return flat if len(flat) <= 160 else flat[:159] + "…"
 
 

@@ -21,7 +21,7 @@ from ..model.starts import OFF_THE_BASE
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
 from ..runs.folder import rows_in
-from ..wording import counted
+from ..wording import pluralise
 from .console import RunConsole, format_duration
 from .loop import Loop
 from .optimizer import FOLDER_SUFFIX, SCHEDULE_FREE, averages_in_place
@@ -260,16 +260,16 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
     else:
         evaluated = f", no evaluation lower than {best:.4f} ({of}), that before step 1"
     console.print_line(
-        f"done      {counted(result['steps'], 'step')} in"
+        f"done      {pluralise(result['steps'], 'step')} in"
         f" {format_duration(result['trained_seconds'])}{evaluated}"
     )
     console.print_line(f"saved     {path}: {saved_weights(result)}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
-    equal_text = f"{counted(check['tensors'], 'tensor')} equal"
+    equal_text = f"{pluralise(check['tensors'], 'tensor')} equal"
     rows = "evaluation row" if best is not None else "training row"
     console.print_line(
-        f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], rows)}; {equal_text}"
+        f"checked   loaded into a fresh base: {losses}, on {pluralise(check['rows'], rows)}; {equal_text}"
     )
 
 

@@ -13,7 +13,7 @@ from ..distributed.rank import Batching
 from ..environment.hardware import Hardware, detect, lookup_hardware
 from ..errors import UsageError
 from ..precision.resolve import Resolved
-from ..wording import counted, shown
+from ..wording import format_binary_bytes, pluralise
 from .console import quiet_libraries
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.device import less_memory
@@ -124,8 +124,8 @@ class Plan:
             f"data        {self.data_lines[0]}",
             *[f"  {line}" for line in self.data_lines[1:]],
             (
-                f"schedule    {counted(s['steps'], 'step')} of"
-                f" {counted(s['rows_per_step'], self.row)} ({s['epochs']:.3g} epochs), learning"
+                f"schedule    {pluralise(s['steps'], 'step')} of"
+                f" {pluralise(s['rows_per_step'], self.row)} ({s['epochs']:.3g} epochs), learning"
                 f" rate {s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at"
                 f" {s['last_learning_rate']:.2g}"
             ),
@@ -158,7 +158,7 @@ class Plan:
             ("a sample", m.sampling or 0),
             ("this process, without a model", self.process),
         ]
-        has = f" of {shown(self.hardware.memory)}" if self.hardware.memory else ""
+        has = f" of {format_binary_bytes(self.hardware.memory)}" if self.hardware.memory else ""
         # above half of what there is, `train` makes malloc give freed blocks back
         plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
         if plenty:
@@ -167,8 +167,8 @@ class Plan:
             )
         else:
             kept = ""
-        lines = [f"memory      {shown(self.peak)}{has} at the peak{kept}"]
-        lines += [f"  {name:<34}{shown(size):>10}" for name, size in parts if size]
+        lines = [f"memory      {format_binary_bytes(self.peak)}{has} at the peak{kept}"]
+        lines += [f"  {name:<34}{format_binary_bytes(size):>10}" for name, size in parts if size]
         if m.not_simulated:
             lines.append(
                 "  without activations: this architecture could not be simulated"
@@ -215,7 +215,7 @@ def plan(
     peak = memory.peak + process
     if hardware.memory and peak > hardware.memory:
         how = less_memory(config, checkpointing.kind)
-        notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {how}"]
+        notes = [*notes, f"this will not fit into {format_binary_bytes(hardware.memory)}: {how}"]
     return Plan(
         processes=(
             None
@@ -326,7 +326,7 @@ class ProcessesPlan:
             ),
             f"  {'kind':<11}{'memory a process':>18}   recomputed",
             *(
-                f"  {kind:<11}{shown(memory.peak):>18}   {chosen.kind}"
+                f"  {kind:<11}{format_binary_bytes(memory.peak):>18}   {chosen.kind}"
                 for kind, (chosen, memory) in self.kinds.items()
             ),
         ]

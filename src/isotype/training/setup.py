@@ -34,7 +34,7 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
-from ..wording import shown
+from ..wording import format_binary_bytes
 from .base import fingerprint_of_base
 from .memory.blocks import (
     BLOCKS,
@@ -434,12 +434,16 @@ def by_plan(most: int, has: int, peak: Callable[[], int], *, config: RunConfig) 
         return Parallel(REPLICATE, "auto: the device's memory is unknown")
     if most <= has // 2:
         return Parallel(
-            REPLICATE, f"auto: a process cannot take more than {shown(most)} of {shown(has)}"
+            REPLICATE,
+            f"auto: a process cannot take more than {format_binary_bytes(most)} of {format_binary_bytes(has)}",
         )
     needs = peak()
     if needs <= has * (1 - WITHIN):
-        return Parallel(REPLICATE, f"auto: a process takes {shown(needs)} of {shown(has)}")
-    why = f"auto: the whole model would take {shown(needs)} of {shown(has)}"
+        return Parallel(
+            REPLICATE,
+            f"auto: a process takes {format_binary_bytes(needs)} of {format_binary_bytes(has)}",
+        )
+    why = f"auto: the whole model would take {format_binary_bytes(needs)} of {format_binary_bytes(has)}"
     if cannot := why_not_shared(config):
         return Parallel(REPLICATE, f"{why}, and is not shared because of {cannot}")
     return Parallel(SHARD, why)
@@ -472,7 +476,8 @@ def choose_checkpointing(
     target = None if train.memory is None else bytes_of(train.memory)
     if not near and (target is None or most - besides <= target):
         return Checkpointing(
-            NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}"
+            NONE,
+            reason=f"auto: the step cannot take more than {format_binary_bytes(most)} of {format_binary_bytes(has)}",
         )
     made = task.outline(precision, device_type=device.type)
     found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides, parts=parts)

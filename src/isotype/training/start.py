@@ -34,7 +34,7 @@ from ..precision.parts import local_part
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
-from ..wording import counted, size
+from ..wording import format_bytes, pluralise
 from .base import BASE, compare_bases, describe_base
 from .console import RunConsole
 from .loop import Loop
@@ -267,7 +267,7 @@ def refuse_fewer_steps(loop: Loop, made: int | None) -> None:
     """
     if made is not None and made > loop.plan.total:
         raise UsageError(
-            f"train.steps: {loop.plan.total}, and the run has made {counted(made, 'step')}",
+            f"train.steps: {loop.plan.total}, and the run has made {pluralise(made, 'step')}",
             fix=f"more than {made} to go on; for a shorter run, give another folder",
         )
 
@@ -287,7 +287,7 @@ def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
     if world.first:
         loop.store.tidy(loop.progress.best_step)
     if wrote != world.size:
-        of_then, now = (counted(count, "process", "processes") for count in (wrote, world.size))
+        of_then, now = (pluralise(count, "process", "processes") for count in (wrote, world.size))
         said = (
             f"saved by {of_then}, goes on with {now}: the same rows; dropout, where the model has"
             " any, draws differently"
@@ -430,11 +430,14 @@ def header_rows(
         ("ops", "\n".join(prepared.manifest.lines())),
         ("attention", line),
         ("recompute", str(prepared.checkpointing)),
-        ("memory", f"weights {size(weights)} of {size(hardware.memory)}; {measured}{returned}"),
+        (
+            "memory",
+            f"weights {format_bytes(weights)} of {format_bytes(hardware.memory)}; {measured}{returned}",
+        ),
         (
             "schedule",
             (
-                f"{counted(plan.total, 'step')} of {train.batch_size} x {train.accumulate}"
+                f"{pluralise(plan.total, 'step')} of {train.batch_size} x {train.accumulate}"
                 f" {task.words.row}s, learning rate {train.learning_rate:g} {train.schedule}"
             ),
         ),

@@ -17,7 +17,7 @@ from ..config.yaml_text import write_value
 from ..doctor.check import check
 from ..doctor.check.settings import Record
 from ..errors import UsageError
-from ..finding import Finding, Severity, worst_first
+from ..finding import Finding, Severity, sort_findings
 from . import (
     ai_toolkit,
     axolotl,
@@ -238,7 +238,7 @@ def _checked(
     record = checked.records[0] if checked.records else None
     if record is not None and torchtune_file and "qlora" in str(source.get("model._component_")):
         record.set("storage", "nf4", "qlora_ components quantise the base")
-    return worst_first(map(_without_secrets, findings)), record
+    return sort_findings(map(_without_secrets, findings)), record
 
 
 def _without_secrets(finding: Finding) -> Finding:

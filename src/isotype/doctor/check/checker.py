@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from ...wording import aligned, counted
+from ...wording import align_columns, pluralise
 from .programs import documents_from_environment, documents_from_python, documents_from_script
 from .python_calls import read_notebook
 from .rules import RULES
@@ -88,7 +88,7 @@ def nothing_recognised_finding(checked: Checked, paths: Iterable[str]) -> Findin
     """A note when nothing was recognised: silence would look like a clean bill."""
     if checked.records or checked.findings:
         return None
-    message = f"no configuration found in {counted(checked.files, 'file')}"
+    message = f"no configuration found in {pluralise(checked.files, 'file')}"
     return _make_finding(
         ", ".join(paths), message, "give the folder or file with the training configuration"
     )
@@ -114,7 +114,10 @@ def format_record(record: Record) -> str:
         (d for d in record.facts.documents if d.tool in MAIN_TOOLS), record.facts.documents[0]
     )
     return "\n".join(
-        [f"what {main.file} will really do ({main.tool})", *(f"  {line}" for line in aligned(rows))]
+        [
+            f"what {main.file} will really do ({main.tool})",
+            *(f"  {line}" for line in align_columns(rows)),
+        ]
     )
 
 

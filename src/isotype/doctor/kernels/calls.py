@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 from ...dtypes import name as dtype_name
 from ...dtypes import to_torch
-from ...finding import Severity, worst_first
-from ...wording import counted
+from ...finding import Severity, sort_findings
+from ...wording import pluralise
 from .checker import Report, check, check_combinations
 from .pretend import pretend_gpu
 from .signature import (
@@ -338,9 +338,9 @@ def compile_matrix(
                 reason = next(iter(report.refused.values()), "the calls returned without one")
                 raise AssertionError(f"{name} launched no Triton kernel: {reason}")
             findings += [f for f in report.findings if f not in findings]
-    failing = worst_first(f for f in findings if f.severity >= threshold)
+    failing = sort_findings(f for f in findings if f.severity >= threshold)
     if failing:
-        count = counted(len(failing), "finding")
+        count = pluralise(len(failing), "finding")
         raise AssertionError(
             f"{name}: {count} for {', '.join(targets)}\n\n"
             + "\n\n".join(f.render() for f in failing)

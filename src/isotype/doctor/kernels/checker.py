@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
-from ...finding import Finding, Place, Severity, listed
+from ...finding import Finding, Place, Severity, join_names
 from .failures import diagnose, find_low_precision_sums
 from .infer import infer_combinations
 from .observe import Fault, Observation, observe
@@ -261,9 +261,9 @@ def _build_finding(
         *fault.facts,
     ]
     details += (
-        [("fails for", listed(labels)), ("compiles for", listed(passing))]
+        [("fails for", join_names(labels)), ("compiles for", join_names(passing))]
         if failing[0].failed
-        else [("seen with", listed(labels))]
+        else [("seen with", join_names(labels))]
     )
     details += [
         ("signature", failing[0].combination.type_summary),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity, listed
+from ...finding import Finding, Severity, join_names
 from ...observe.operators import FLOATS, NARROW_FLOATS, Operator, iterate_floating
 from ...observe.origin import (
     Site,
@@ -523,7 +523,9 @@ def _finding(
         details = []
     details += at("called at", own)
     details += [("autocast", context.autocast.state()[0])]
-    details += [(dtype_name(dtype), listed(names)) for dtype, names in evidence.parameters.items()]
+    details += [
+        (dtype_name(dtype), join_names(names)) for dtype, names in evidence.parameters.items()
+    ]
     return replace(
         say(code, site_place(own or raised, symbol), (*details, *more), **words),
         observed=_first_line(error),
@@ -548,7 +550,7 @@ def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Find
         symbol=low[0],
         kind="unscale",
         count=len(low),
-        shown=listed(low),
+        shown=join_names(low),
         change=changed,
     )
 
@@ -578,8 +580,8 @@ def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Find
         odd=dtype_name(odd),
         usual=dtype_name(usual),
         adapters="LoRA adapters" if adapters else "",
-        shown=listed(groups[odd]),
-        others=listed(groups[usual]),
+        shown=join_names(groups[odd]),
+        others=join_names(groups[usual]),
     )
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, listed
+from ...finding import Finding, join_names
 from ...observe.operators import FLOATS
 from ...observe.origin import (
     TORCH_FOLDER,
@@ -28,7 +28,7 @@ from ...observe.origin import (
     is_library_file,
     site_place,
 )
-from ...wording import counted
+from ...wording import pluralise
 from .context import Context, Watcher, at, say
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
@@ -290,7 +290,7 @@ def _finding(fault: Fault) -> Finding:
         details,
         kind=fault.kind,
         count=len(fault.names),
-        shown=listed(fault.names, 4),
+        shown=join_names(fault.names, 4),
         wide=dtype_name(down.before),
         low=dtype_name(down.after),
         where=down.site,
@@ -344,14 +344,14 @@ class Cuts(Watcher):
         if not self._cut:
             return []
         name, (site, why) = next(iter(self._cut.items()))
-        layers = counted(len(self._cut), "frozen layer")
+        layers = pluralise(len(self._cut), "frozen layer")
         return [
             say(
                 "TR025",
                 site_place(site, name),
                 at("at", site),
                 layers=layers,
-                shown=listed(list(self._cut)),
+                shown=join_names(list(self._cut)),
                 why=why,
             )
         ]

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from ...errors import UsageError
-from ...finding import Finding, Place, worst_first
+from ...finding import Finding, Place, sort_findings
 from ...observe.origin import OBSERVER_FOLDERS, TORCH_FOLDER
 from ..loading import get_member, load_module
 from .context import say
@@ -78,7 +78,7 @@ class trace:
                 f for f in found if f.code != self._failure.code and f.cause != self._failure.cause
             ]
             found.insert(0, self._failure)
-        return worst_first(found)
+        return sort_findings(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import eps, significant_bits
 from ...dtypes import name as dtype_name
-from ...finding import Finding, listed
+from ...finding import Finding, join_names
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import Site, innermost_site, site_place
 from .context import After, Before, Context, Watcher, at, now_and_then, say
@@ -320,7 +320,7 @@ def _of_parameters(lost: list[Watched], states: list[Watched]) -> Finding:
         )
     words = {
         "only_decay": moves is decay,
-        "shown": listed(names, 4),
+        "shown": join_names(names, 4),
         "bits": significant_bits(word),
     }
     return say(
@@ -517,7 +517,7 @@ def _of_sums(kept: list[_Sum]) -> Finding:
         gradient=worst.gradient,
         off=100 * worst.off,
         after=worst.after,
-        shown=listed(names, 4),
+        shown=join_names(names, 4),
         unit=eps(word) / 2,
         sample=FOLLOWED,
         tensors=len(names),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...data.rows import RowStream, epoch_order
-from ...wording import counted
+from ...wording import pluralise
 from .pixels import Size
 
 
@@ -82,7 +82,7 @@ class Batch:
 
     def __str__(self) -> str:
         return (
-            f"{counted(self.rows, 'picture')} of {' x '.join(map(str, self.latents.shape[1:]))}"
+            f"{pluralise(self.rows, 'picture')} of {' x '.join(map(str, self.latents.shape[1:]))}"
             " latents"
         )
 

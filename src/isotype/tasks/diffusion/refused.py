@@ -16,7 +16,7 @@ from ...errors import UsageError
 from ...model.adapter import check_branch
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
-from ...wording import counted
+from ...wording import pluralise
 from .denoiser import base_outline, block_layers
 from .families import FAMILIES
 from .pipeline import PipelineFolder
@@ -136,9 +136,9 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
     elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(
         family.text_encoders
     ):
-        encoders = counted(len(family.text_encoders), "encoder")
+        encoders = pluralise(len(family.text_encoders), "encoder")
         why = (
-            f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has"
+            f"text_encoder_rate has {pluralise(len(rates), 'rate')}, and a {family.pipeline} has"
             f" {encoders}"
         )
         fix = "adapter.text_encoder_rate: one rate for all"

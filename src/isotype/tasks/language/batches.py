@@ -19,7 +19,7 @@ from ...ops.attention import Documents
 from ...optimize.attention import DocumentMask, mask_needs
 from ...optimize.head import Targets
 from ...training.task import Feed
-from ...wording import counted
+from ...wording import pluralise
 
 # Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's
 # attention also builds a plan for each new length, about 170 ms on an H100, so that there are few
@@ -83,7 +83,7 @@ class Batch:
         return self.tokens
 
     def __str__(self) -> str:
-        return f"{counted(self.rows, 'row')} of {counted(self.input_ids.shape[1], 'token')}"
+        return f"{pluralise(self.rows, 'row')} of {pluralise(self.input_ids.shape[1], 'token')}"
 
     def to(self, device: torch.device) -> Batch:
         return replace(

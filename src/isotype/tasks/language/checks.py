@@ -17,7 +17,7 @@ from ...precision.parts import gather_tensor
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
 from ...training.setup import Subject
 from ...training.task import Check
-from ...wording import counted
+from ...wording import pluralise
 from .batches import collate, model_inputs, takes_one_row
 from .sample import generation_config
 
@@ -59,7 +59,7 @@ def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
             severity=Severity.ERROR if masked and masked == len(rows) else Severity.WARNING,
             place=Place(symbol=f"data.{name}"),
             message=(
-                f"{masked + dropped} of {counted(total, f'{side} row')}"
+                f"{masked + dropped} of {pluralise(total, f'{side} row')}"
                 f" {'has' if masked + dropped == 1 else 'have'} no token to learn"
             ),
             cause=why or "every label of these rows is masked",
@@ -94,7 +94,7 @@ def prompts_learnt(subject: Subject) -> Iterator[Finding]:
         severity=Severity.ERROR,
         place=Place(symbol="data.loss_on"),
         message=(
-            f"every token of {'all ' * (len(rows) > 1)}{counted(len(rows), 'training row')} is"
+            f"every token of {'all ' * (len(rows) > 1)}{pluralise(len(rows), 'training row')} is"
             " learnt, prompts too"
         ),
         declared="data.loss_on: assistant",
@@ -130,7 +130,7 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
         if token != "none" and tokenizer.convert_tokens_to_ids(token) not in ends
     ]
     if masked:
-        cause = f"it stands behind the answers of {counted(len(masked), 'row')} and is masked" + (
+        cause = f"it stands behind the answers of {pluralise(len(masked), 'row')} and is masked" + (
             ", as the padding token is the same" if pad_is_end else ""
         )
     elif data.facts["train"]["truncated"] == len(data.documents):
@@ -213,7 +213,7 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
                 severity=Severity.WARNING,
                 place=Place(symbol=name),
                 message=(
-                    f"{counted(len(fresh), 'token of the data was', 'tokens of the data were')}"
+                    f"{pluralise(len(fresh), 'token of the data was', 'tokens of the data were')}"
                     f" never trained and will not be: {words}"
                 ),
                 cause=(

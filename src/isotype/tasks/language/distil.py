@@ -31,7 +31,7 @@ from ...precision.apply import apply_precision
 from ...precision.precision import Precision
 from ...precision.quantised_base import quantisation_from_config
 from ...training.task import MetricNames
-from ...wording import shown
+from ...wording import format_binary_bytes
 from .batches import Batch, model_inputs, next_tokens, takes_one_row
 from .objective import Beside, NextToken, refuse_balance
 
@@ -119,7 +119,7 @@ class Distil(NextToken):
             [
                 (
                     f"distil.teacher: {name}, {elements:,} parameters, frozen in {dtype},"
-                    f" {shown(size)}"
+                    f" {format_binary_bytes(size)}"
                 ),
                 *notes,
             ],

@@ -23,7 +23,7 @@ from ...data.tokens import TokenRows
 from ...distributed.world import World
 from ...errors import UsageError
 from ...training.task import Idle, MetricNames, eval_mode
-from ...wording import counted
+from ...wording import pluralise
 from .batches import Batch, collate
 from .preference import OfAnswers, Preference, answer_log_probs, references
 
@@ -74,7 +74,7 @@ class AnswerBatch(OfAnswers):
         return len(self.wanted)
 
     def __str__(self) -> str:
-        return f"{counted(self.rows, 'answer')} of {counted(self.input_ids.shape[1], 'token')}"
+        return f"{pluralise(self.rows, 'answer')} of {pluralise(self.input_ids.shape[1], 'token')}"
 
 
 class FromLabels(Preference):

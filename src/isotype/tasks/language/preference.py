@@ -32,7 +32,7 @@ from ...errors import UsageError
 from ...optimize.head import loss_of
 from ...precision.parts import local_part
 from ...training.task import Check, Feed, MetricNames, eval_mode, micro_batch
-from ...wording import counted
+from ...wording import pluralise
 from .batches import Batch, collate, longest_of, model_inputs, next_tokens, sent
 from .checks import CHECKS, end_never_learnt
 from .objective import Header, Objective, refuse_balance
@@ -95,7 +95,7 @@ class PairBatch(OfAnswers):
         return len(self.lengths) // 2
 
     def __str__(self) -> str:
-        return f"{counted(self.rows, 'pair')} of {counted(self.input_ids.shape[1], 'token')}"
+        return f"{pluralise(self.rows, 'pair')} of {pluralise(self.input_ids.shape[1], 'token')}"
 
 
 def references(rows: Sequence[Any]) -> Tensor | None:
@@ -419,7 +419,7 @@ def add_reference(
         (
             "reference",
             (
-                f"log-probabilities of {counted(answers, 'answer')} under the model as it starts,"
+                f"log-probabilities of {pluralise(answers, 'answer')} under the model as it starts,"
                 f" {seconds:.1f} s, kept in {path}"
             ),
         )

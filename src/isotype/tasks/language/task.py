@@ -38,7 +38,7 @@ from ...training.memory.blocks import as_set
 from ...training.memory.plan import most_bytes
 from ...training.memory.recomputation import checkpointable
 from ...training.task import Batch, Evaluation, MetricNames, Outline, StepOutline, micro_batch
-from ...wording import counted
+from ...wording import pluralise
 from .batches import longest_of, padded_length, with_and_without_pictures
 from .distil import Distil
 from .labelled import FromLabels
@@ -349,13 +349,13 @@ class LanguageTask:
         if data.stream is not None:
             rows = "a stream of training rows"
         else:
-            rows = counted(self.rows, f"training {row}")
+            rows = pluralise(self.rows, f"training {row}")
         if data.stream is None and (packing := facts.get("packing")):
             rows = (
-                f"{counted(packing['rows'], 'training row')} in"
-                f" {counted(len(data.train), 'packed one')}"
+                f"{pluralise(packing['rows'], 'training row')} in"
+                f" {pluralise(len(data.train), 'packed one')}"
             )
-        line = f"{rows}, {counted(self.eval_rows, f'evaluation {row}')}"
+        line = f"{rows}, {pluralise(self.eval_rows, f'evaluation {row}')}"
         return [("data", line), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
     def records(self) -> Mapping[str, Any]:
@@ -420,21 +420,21 @@ class LanguageTask:
     def plan_lines(self) -> list[str]:
         facts = self.plan_facts()
         row = self.words.row
-        rows = counted(facts["train_rows"], f"training {row}")
+        rows = pluralise(facts["train_rows"], f"training {row}")
         if facts["stream"]:
-            rows = f"a stream, begun with {counted(facts['train_rows'], 'row')}"
+            rows = f"a stream, begun with {pluralise(facts['train_rows'], 'row')}"
         elif facts["packed_from"]:
             rows += f" packed from {facts['packed_from']:,}"
-        evaluation = counted(facts["eval_rows"], f"evaluation {row}")
+        evaluation = pluralise(facts["eval_rows"], f"evaluation {row}")
         line = (
-            f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']};"
+            f"{rows}, {pluralise(facts['train_tokens'], 'token')}, longest {facts['longest']};"
             f" {evaluation}"
         )
         shown = []
         lengths = facts["lengths"]
         if facts["pictures"] is not None:  # which are most of a row's tokens
             spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
-            with_some = f"{counted(facts['pictures']['rows'], 'training row')} with pictures"
+            with_some = f"{pluralise(facts['pictures']['rows'], 'training row')} with pictures"
             shown = [f"{with_some}; rows have {spread}; the memory plan counts no vision tower"]
         return [line, *shown, *facts["sources"], *facts["notes"]]
 

@@ -22,7 +22,7 @@ from ...doctor.loading import (
     required_parameters,
 )
 from ...errors import UsageError
-from ...finding import Finding, Severity, as_text, worst_first
+from ...finding import Finding, Severity, render_findings, sort_findings
 from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .inexact import Numerics, inexact, long_sums, rounded_weights
@@ -77,7 +77,7 @@ class Report:
         return sorted({f.code for f in self.at_least(severity)})
 
     def render(self) -> str:
-        text = as_text(self.findings, subject=self.subject)
+        text = render_findings(self.findings, subject=self.subject)
         return (
             f"{text} ({self.tried} combinations"
             f" run{f', {len(self.refused)} refused' if self.refused else ''})"
@@ -158,7 +158,7 @@ def ampcheck(
     refused = {k: v for check in checks for k, v in check.refused.items()}
     report = Report(
         subject=subject.label,
-        findings=tuple(worst_first(_without_echoes(found))),
+        findings=tuple(sort_findings(_without_echoes(found))),
         tried=sum(check.tried for check in checks),
         refused=tuple(refused.items()),
         skipped=tuple(

@@ -28,7 +28,7 @@ from ...config.schema import RunConfig, TrainSection
 from ...environment.hardware import Hardware
 from ...errors import UsageError, refuse_where
 from ...precision.apply import inner_model
-from ...wording import shown
+from ...wording import format_binary_bytes
 from .offload import SMALLEST, Streamed
 from .outline import scales_of
 from .recomputation import AUTO, ENTER, LAYERS, NONE, checkpointable
@@ -124,7 +124,7 @@ def pinned(size: int, device: torch.device) -> Tensor:
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
     ):
         raise UsageError(
-            f"{KEY}: the system pins no {shown(size)} more of host memory",
+            f"{KEY}: the system pins no {format_binary_bytes(size)} more of host memory",
             fix="a base of fewer bits, or model.offload: none",
         )
     return memory
@@ -271,11 +271,11 @@ def refuse_without_host_memory(needed: int, has: int, processes: int = 1) -> Non
     """
     if has and needed * processes > has:
         if processes > 1:
-            each = f"{processes} processes with {shown(needed)} of blocks each"
+            each = f"{processes} processes with {format_binary_bytes(needed)} of blocks each"
         else:
-            each = f"{shown(needed)} of blocks"
+            each = f"{format_binary_bytes(needed)} of blocks"
         raise UsageError(
-            f"{KEY}: {each} do not fit into {shown(has)} of host memory",
+            f"{KEY}: {each} do not fit into {format_binary_bytes(has)} of host memory",
             fix="a base of fewer bits: precision.base: fp8 or nf4",
         )
 
@@ -304,8 +304,8 @@ class OffloadPlan:
         else:
             time = f", {self.time:.2f} times the time without, counted"
         return (
-            f"blocks: {shown(self.host)} in host memory, {shown(self.held)} on the device at a time"
-            f" ({self.share:.0%} of the frozen weights are there), {shown(self.moved)} moved a"
+            f"blocks: {format_binary_bytes(self.host)} in host memory, {format_binary_bytes(self.held)} on the device at a time"
+            f" ({self.share:.0%} of the frozen weights are there), {format_binary_bytes(self.moved)} moved a"
             f" step{time}"
         )
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ...config.schema import RunConfig
-from ...wording import shown
+from ...wording import format_binary_bytes
 from ..step import peak_memory
 from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
@@ -118,7 +118,7 @@ def auto_checkpointing(
         return plan.peak + besides - limit
 
     without = simulate(choice(NONE, 0, ""))
-    takes = f"the step takes {shown(without.peak + besides)}"
+    takes = f"the step takes {format_binary_bytes(without.peak + besides)}"
     if not limit or without.not_simulated or not layers:
         if not limit:
             why = "the device's memory is unknown"
@@ -128,9 +128,9 @@ def auto_checkpointing(
             why = "the step has no plan"
         return choice(NONE, 0, why), without
     if target is not None and limit == target + besides:
-        of = f"{shown(target)} (train.memory)"
+        of = f"{format_binary_bytes(target)} (train.memory)"
     else:
-        of = shown(has)
+        of = format_binary_bytes(has)
     if over(without) <= 0:
         return choice(NONE, 0, f"{takes} of {of}"), without
     need = f"without it {takes} of {of}"
@@ -140,7 +140,9 @@ def auto_checkpointing(
         if device_type == "cpu":
             return found, plan
         found = choice(
-            OFFLOAD, layers, f"{need}, and recomputing alone {shown(plan.peak + besides)}"
+            OFFLOAD,
+            layers,
+            f"{need}, and recomputing alone {format_binary_bytes(plan.peak + besides)}",
         )
         plan = simulate(found)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...distributed.world import ALONE, World
 from ...errors import PreflightError
-from ...finding import Finding, Severity, worst_first
+from ...finding import Finding, Severity, sort_findings
 from ...runs.folder import RunFolder
 from ..setup import Subject
 from ..task import Check
@@ -58,7 +58,7 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         return {
             "refused": self.refused,
-            "findings": [f.to_dict() for f in worst_first(self.findings)],
+            "findings": [f.to_dict() for f in sort_findings(self.findings)],
             "skipped": [
                 {"code": code, "check": CODES[code], "reason": reason}
                 for code, reason in self.skipped.items()
@@ -75,7 +75,7 @@ class Outcome:
                 "preflight",
                 f"{passed} of {len(self.ran)} checks passed in {sum(self.seconds.values()):.1f} s",
             ),
-            *[(str(f.severity), _line(f)) for f in worst_first(self.findings)],
+            *[(str(f.severity), _line(f)) for f in sort_findings(self.findings)],
             *[
                 ("skipped", f"{code} {CODES[code]}: {reason}")
                 for code, reason in self.skipped.items()
@@ -126,9 +126,9 @@ def preflight(
 
 
 def refusal(outcome: Outcome) -> PreflightError:
-    errors = [f for f in worst_first(outcome.findings) if f.severity >= Severity.ERROR]
+    errors = [f for f in sort_findings(outcome.findings) if f.severity >= Severity.ERROR]
     codes = list(dict.fromkeys(f.code for f in errors))
-    shown = "\n".join(f.render() for f in worst_first(outcome.findings))
+    shown = "\n".join(f.render() for f in sort_findings(outcome.findings))
     skip = next(
         (f', or --skip {code}="why it does not matter here"' for code in codes if code in CODES), ""
     )

@@ -31,7 +31,7 @@ from ...finding import Finding, Place, Severity
 from ...observe.origin import find_custom_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, reshard_units
-from ...wording import counted, first_line
+from ...wording import first_line, pluralise
 from ..setup import Prepared, Subject
 from ..task import preserve_modes, preserve_random_state
 
@@ -292,7 +292,7 @@ def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
         severity=Severity.ERROR,
         place=Place(symbol=first),
         message=(
-            f"{counted(len(held), 'tensor that is not trained gets', 'tensors that are not trained get')}"
+            f"{pluralise(len(held), 'tensor that is not trained gets', 'tensors that are not trained get')}"
             f" a gradient, {first} first"
         ),
         observed=(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
-from ...wording import counted, shown, size
+from ...wording import format_binary_bytes, format_bytes, pluralise
 from ..memory.device import WITHIN, less_memory, memory_there, other_memory
 from ..memory.plan import held_memory, plan_part
 from ..setup import Prepared, Subject
@@ -212,12 +212,13 @@ def disk_too_small(subject: Subject) -> Iterator[Finding]:
         code="PF004",
         severity=Severity.ERROR,
         place=Place(symbol="run.folder", file=str(subject.folder)),
-        message=f"the run writes up to {size(needed)}, and {size(free)} are free",
+        message=f"the run writes up to {format_bytes(needed)}, and {format_bytes(free)} are free",
         details=(
-            ("checkpoints", f"{kept} kept and 1 in writing, {size(one)} each"),
+            ("checkpoints", f"{kept} kept and 1 in writing, {format_bytes(one)} each"),
             (
                 "result",
-                size(result) + (f", and {adapters} adapters on the way" if adapters else ""),
+                format_bytes(result)
+                + (f", and {adapters} adapters on the way" if adapters else ""),
             ),
         ),
         fix="free space, another run.folder, or a smaller run.keep or run.adapters_keep",
@@ -278,22 +279,22 @@ def memory_too_small(subject: Subject) -> Iterator[Finding]:
         severity=Severity.WARNING if fits else Severity.ERROR,
         place=Place(symbol="train.batch_size, data.max_length"),
         message=(
-            f"the step on the longest rows {'may' if fits else 'will'} not fit: {shown(needs)} of"
-            f" {shown(has)}"
+            f"the step on the longest rows {'may' if fits else 'will'} not fit: {format_binary_bytes(needs)} of"
+            f" {format_binary_bytes(has)}"
         ),
         details=(
-            ("weights", shown(plan.frozen + plan.trained)),
+            ("weights", format_binary_bytes(plan.frozen + plan.trained)),
             (
                 "training",
                 (
-                    f"{shown(plan.gradients)} of gradients, {shown(plan.optimizer)} of optimizer"
+                    f"{format_binary_bytes(plan.gradients)} of gradients, {format_binary_bytes(plan.optimizer)} of optimizer"
                     " states"
                 ),
             ),
             (
                 "step",
                 (
-                    f"{shown(plan.peak - plan.held)} on {counted(plan.rows, 'row')} of length"
+                    f"{format_binary_bytes(plan.peak - plan.held)} on {pluralise(plan.rows, 'row')} of length"
                     f" {plan.length}"
                 ),
             ),
