@@ -15,6 +15,7 @@ from PIL import Image, ImageCms
 from isotype.config.schema import DiffusionSection, ImagesSection
 from isotype.data.pictures import readable_phone_kinds
 from isotype.errors import UsageError
+from isotype.report.page import _picture_facts
 from isotype.tasks.choose import train
 from isotype.tasks.diffusion.batches import PictureStream, Row
 from isotype.tasks.diffusion.families import Asked
@@ -153,6 +154,32 @@ def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_pat
     assert [Image.open(io.BytesIO(png)).size for png in drawn_ones] == [(64, 64)] * 4 + [(32, 32)]
     assert drawn_ones[0] == drawn_ones[1], "the seed decides"
     assert drawn_ones[2] != drawn_ones[3], "the negative prompt acts"
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"), [("sd1", 8), ("sdxl", 8), ("flux", 12), ("sana", 12), ("z_image", 12)]
+)
+def test_captions_beyond_the_encoder_are_counted_and_the_first_is_shown(
+    drawn, studio, tmp_path, family, limit
+):
+    """By plan, header and data.json; what fits exactly is not counted."""
+    folder = shutil.copytree(studio.pictures, tmp_path / "pictures")
+    texts = sorted(folder.glob("*.txt"))
+    texts[0].write_text(" ".join(["a"] * (limit - 1)))
+    texts[1].write_text("red " + " ".join(["a"] * limit))
+    texts[2].write_text("green " + " ".join(["a"] * (limit + 3)))
+    sections = {} if family.startswith("sd") else {"diffusion": {"max_text_length": limit}}
+    loaded = drawn(model=getattr(studio, family), images={"train": str(folder)}, **sections)
+    task = encoded(loaded)
+    (line,) = [line for line in task.plan_lines() if "are not learnt" in line]
+    assert line.startswith("2 of ")
+    assert f"longer than the {limit} tokens that are read (up to {limit + 5})" in line
+    facts = task.records()["data.json"]
+    assert facts["cut_captions"] == 2
+    shown = dict(_picture_facts(facts))
+    assert shown["captions cut by the text encoder"] == "2"
+    assert shown["the first of them"] == facts["first_cut_caption"]
+    assert any(f"longer than the {limit} tokens" in text for _, text in task.header())
 
 
 def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, subtests, monkeypatch):

@@ -37,6 +37,7 @@ from ...training.task import (
     micro_batch,
 )
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
+from .caption_lengths import CutCaptions, count_cut_captions
 from .denoiser import (
     ForwardCost,
     base_outline,
@@ -147,6 +148,11 @@ class DiffusionTask:
     @property
     def text_length(self) -> int:
         return self.config.diffusion.max_text_length or self.folder.family.max_text_length or 0
+
+    @cached_property
+    def cut_captions(self) -> CutCaptions:
+        captions = (caption for picture in self.gathered.all for caption in picture.captions)
+        return count_cut_captions(captions, self.folder, self.text_length)
 
     def load_data(self) -> None:
         self.gathered = gather(
@@ -640,6 +646,8 @@ class DiffusionTask:
                 **self.plan_facts(),
                 "train_pictures_by_size": by_size,
                 "files_not_read": self.gathered.other_files,
+                "cut_captions": self.cut_captions.number,
+                "first_cut_caption": self.cut_captions.first or None,
                 "unmasked_pictures": len(self.gathered.unmasked()),
                 "made": self.encoder.made,
                 "found": self.encoder.found,
@@ -696,6 +704,8 @@ class DiffusionTask:
             f"{self.objective}; evaluated at {self.config.diffusion.eval_draws} fixed ones",
         ]
         lines += self.folder.marker_lines()
+        if self.cut_captions.number:
+            lines.append(str(self.cut_captions))
         lines += self.gathered.unmasked_lines()
         lines += self.gathered.other_file_lines()
         if facts["buckets"] > len(sizes.resolutions):
