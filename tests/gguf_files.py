@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from isotype.inference.gguf_file import _WORDS, FAMILIES, header_keys, tokenizer_keys
+from isotype.inference.gguf_file import _WORD_PATTERN, FAMILIES, header_keys, tokenizer_keys
 from isotype.ops.packed.ggml import BLOCKS
 
 TEXTS = ["How much is 12 plus 7?", "It's  12,\n\n  and héllo ✓", "<|im_start|>user\nHi<|im_end|>\n"]
@@ -21,7 +21,7 @@ def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedToken
     from isotype.data.chat import NAMED
 
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(pattern or _WORDS % ""), "isolated")
+    split = pre_tokenizers.Split(Regex(pattern or _WORD_PATTERN % ""), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

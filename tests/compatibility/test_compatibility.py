@@ -88,8 +88,8 @@ def test_its_adapter_is_merged(written, folder):
 
 
 def test_its_model_is_loaded(written):
-    assert load_run(Path("full")).taken == "model"
-    assert load_run(Path("full/model")).taken == "model"
+    assert load_run(Path("full")).weights_name == "model"
+    assert load_run(Path("full/model")).weights_name == "model"
 
 
 def test_its_adapter_is_gone_on_with(written):

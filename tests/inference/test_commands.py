@@ -63,9 +63,9 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_passed_over(run, mo
         shutil.rmtree(run / "checkpoints" / f"step_{step}")
         return step, passed
 
-    before = load_run(run).taken
+    before = load_run(run).weights_name
     monkeypatch.setattr(CheckpointStore, "newest_whole", removed_then)
-    assert load_run(run).taken != before
+    assert load_run(run).weights_name != before
 
 
 def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_them_out(
@@ -141,7 +141,7 @@ def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
 
 def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     shutil.rmtree(run / "adapter")
-    assert load_run(run).taken == "checkpoint step_6"
+    assert load_run(run).weights_name == "checkpoint step_6"
 
 
 def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configured, tmp_path):

@@ -25,14 +25,14 @@ from isotype.inference.adapter_file import export_vllm
 from isotype.inference.export import export_language
 from isotype.inference.gguf_file import (
     FAMILIES,
-    WHOLE,
+    MODEL_FAMILIES,
     export_adapter,
     export_model,
     tokenizer_keys,
 )
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.inference.ollama import turns_of
+from isotype.inference.ollama import find_turns
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,9 @@ def test_a_model_of_each_family_is_read_back_bit_for_bit(
     tmp_path: Path, tokenizer, subtests
 ) -> None:
     pytest.importorskip("gguf")
-    for family, (kind, dtype) in product(WHOLE, (("F16", torch.float16), ("BF16", torch.bfloat16))):
+    for family, (kind, dtype) in product(
+        MODEL_FAMILIES, (("F16", torch.float16), ("BF16", torch.bfloat16))
+    ):
         with subtests.test(f"{family} {kind}"):
             place = tmp_path / family
             folder, as_it_is = (
@@ -439,10 +441,10 @@ def test_a_modelfiles_template_is_the_models(subtests) -> None:
     for name in ("llama3", "gemma", "mistral", "chatml"):
         own.chat_template = chat_template(own, name).text
         with subtests.test(name):
-            assert turns_of(own).text(messages) == chat_template(own, None).render(
+            assert find_turns(own).text(messages) == chat_template(own, None).render(
                 messages, generation_prompt=True, place=""
             )
-    assert turns_of(own).as_go() == (
+    assert find_turns(own).to_go_template() == (
         '{{ $first := true }}{{ $last := "" }}{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n<|im_start|>user\n'
         "{{ else }}<|im_start|>user\n{{ end }}"
         '{{ range .Messages }}{{ if eq .Role "user" }}{{ if $first }}{{ $first = false }}{{ else }}<|im_end|>\n<|im_start|>user\n'
@@ -461,7 +463,7 @@ def test_ollama_gets_weights_template_and_stop_tokens(tmp_path: Path, tokenizer)
     content = (tmp_path / "out/Modelfile").read_text()
     assert (
         content
-        == f'FROM ./model.gguf\nTEMPLATE """{turns_of(tokenizer).as_go()}"""\nPARAMETER stop "<|im_end|>"\n'
+        == f'FROM ./model.gguf\nTEMPLATE """{find_turns(tokenizer).to_go_template()}"""\nPARAMETER stop "<|im_end|>"\n'
     )
     assert written["folder"] == str(tmp_path / "out")
     merge(load_run(adapter), tmp_path / "merged")
@@ -529,7 +531,7 @@ def test_a_served_conversation_begins_with_the_tokens_of_training(tmp_path: Path
             values = dict(tokenizer_keys(tmp_path, 320, "command"))
             flag = values["add_add_bos_token"]
             assert flag is (adds and writes)
-            served = turns_of(own).text(messages)
+            served = find_turns(own).text(messages)
             assert (first if flag else "") + served == wanted
             # llama.cpp renders the template, takes the first token off where its flag is set, and
             # puts it back as it tokenises

@@ -157,7 +157,7 @@ def test_a_model_with_its_own_code_is_trained_saved_and_loaded_again(
     assert train(configured(model=model, adapter={"kind": kind}, train={"steps": 2})) == 0
     monkeypatch.setenv(CONSENT, "1")
     run = load_run(tmp_path / "run")
-    assert run.taken == ("model" if kind == "none" else "adapter")
+    assert run.weights_name == ("model" if kind == "none" else "adapter")
     if kind == "lora":
         assert merge(run, tmp_path / "merged").dtype == "fp32"
         assert (tmp_path / "merged/modeling_own.py").is_file()

@@ -153,7 +153,7 @@ def test_a_run_folder_cannot_consent_to_code(run, configured, monkeypatch):
         == 0
     )
     monkeypatch.setenv(CONSENT, "1")
-    assert load_run(run).taken == "adapter"
+    assert load_run(run).weights_name == "adapter"
 
 
 def test_nothing_is_written_through_a_link(tmp_path):

@@ -80,7 +80,7 @@ def chat(
     conversation.show(image or [])
     prompt = "> " if sys.stdin.isatty() and not json_output else ""
     if prompt:
-        print(f"{run} ({loaded.taken}). /reset forgets, /quit ends, Ctrl-C stops an answer.")
+        print(f"{run} ({loaded.weights_name}). /reset forgets, /quit ends, Ctrl-C stops an answer.")
     while True:
         try:
             line = input(prompt).strip()
@@ -208,11 +208,15 @@ def sample(
     if json_output:
         print(
             json.dumps(
-                {"run": str(run), "taken": loaded.taken, "samples": [a.to_dict() for a in answers]}
+                {
+                    "run": str(run),
+                    "taken": loaded.weights_name,
+                    "samples": [a.to_dict() for a in answers],
+                }
             )
         )
         return
-    print(f"{run} ({loaded.taken})")
+    print(f"{run} ({loaded.weights_name})")
     for reply in answers:
         print(f"\n> {reply.prompt}\n{remove_control_characters(reply.answer) or '(nothing)'}")
 
@@ -238,12 +242,12 @@ def _draw(
             raise UsageError(
                 f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run"
             )
-    from ..inference.diffusion import draw_with
+    from ..inference.diffusion import draw_pictures
     from ..runs.folder import run_and_result
     from ..training.console import quiet_libraries
 
     quiet_libraries()
-    weights_name, pictures = draw_with(run, texts, seed=seed, control=control)
+    weights_name, pictures = draw_pictures(run, texts, seed=seed, control=control)
     folder = run_and_result(run)[0] / "drawn"
     folder.mkdir(exist_ok=True)
     first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
@@ -399,7 +403,7 @@ def evaluate(
     perplexity = math.exp(min(evaluation.loss, 700.0))
     answer = {
         "run": str(run),
-        "taken": loaded.taken,
+        "taken": loaded.weights_name,
         "data": data,
         "rows": len(rows),
         "left_out": left_out,
@@ -410,18 +414,18 @@ def evaluate(
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
-            f"{run} ({loaded.taken}) on {data}: loss {evaluation.loss:.4f}, perplexity {perplexity:.2f},"
+            f"{run} ({loaded.weights_name}) on {data}: loss {evaluation.loss:.4f}, perplexity {perplexity:.2f},"
             f" {pluralise(len(rows), 'row')}, {pluralise(evaluation.weight, 'token')}"
             + (f"; {pluralise(left_out, 'row')} left out" if left_out else "")
         )
 
 
 def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
-    from ..inference.diffusion import evaluate_with
+    from ..inference.diffusion import evaluate_pictures
     from ..training.console import quiet_libraries
 
     quiet_libraries()
-    weights_name, evaluation = evaluate_with(run, data, batch_size=batch_size)
+    weights_name, evaluation = evaluate_pictures(run, data, batch_size=batch_size)
     answer = {
         "run": str(run),
         "taken": weights_name,

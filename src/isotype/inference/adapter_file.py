@@ -43,7 +43,7 @@ class Pair:
     def rank(self) -> int:
         return self.a.shape[0]
 
-    def b_for(self, scale: float) -> Tensor:
+    def rescaled_b(self, scale: float) -> Tensor:
         """b for a reader that multiplies with `scale`; the same bytes where that is this pair's
         own.
         """
@@ -89,8 +89,10 @@ def read_pairs(adapter: Path, reader: str) -> list[Pair]:
             raise UsageError(
                 f"{adapter / FILE}: {module} has rank {a.shape[0]}, and {SETTINGS} says {r}"
             )
-        own = alphas.get(get_pattern_key(list(alphas), module), alpha)
-        pairs.append(Pair(module, a, b, own / (math.sqrt(r) if settings.get("use_rslora") else r)))
+        module_alpha = alphas.get(get_pattern_key(list(alphas), module), alpha)
+        pairs.append(
+            Pair(module, a, b, module_alpha / (math.sqrt(r) if settings.get("use_rslora") else r))
+        )
     return pairs
 
 
@@ -104,28 +106,28 @@ def refuse_more_than_pairs(
     # expert and rank
     experts = settings.get("target_parameters") or [name for name in names if ".experts." in name]
     if kind != "LORA":
-        what = f"is {kind}, and {reader} reads LoRA"
+        complaint = f"is {kind}, and {reader} reads LoRA"
     elif experts:
-        what = (
+        complaint = (
             f"adapts stacked experts ({experts[0]}), which releases of {reader} drop, or read with"
             " rows and columns exchanged"
         )
     elif settings.get("use_dora"):
-        what = f"is a DoRA adapter, which {reader} does not apply"
+        complaint = f"is a DoRA adapter, which {reader} does not apply"
     elif unread:
-        what = f"holds {unread[0]} beside its pairs of matrices, and {reader} reads only these"
+        complaint = f"holds {unread[0]} beside its pairs of matrices, and {reader} reads only these"
     elif not names:
-        what = "holds no tensor"
+        complaint = "holds no tensor"
     else:
         return
     raise UsageError(
-        f"{adapter}: this adapter {what}",
+        f"{adapter}: this adapter {complaint}",
         fix="isotype merge writes a whole model, with everything in it",
     )
 
 
 # what vLLM 0.6 to 0.23 take as --max-lora-rank
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def export_vllm(adapter: Path, out: Path, name: str) -> str:
@@ -138,9 +140,9 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
     pairs = read_pairs(adapter, "vLLM")
     settings = read_settings(adapter)
     rank = max(pair.rank for pair in pairs)
-    if rank > RANKS[-1]:
+    if rank > VLLM_RANKS[-1]:
         raise UsageError(
-            f"{adapter}: rank {rank}, and vLLM takes at most {RANKS[-1]}",
+            f"{adapter}: rank {rank}, and vLLM takes at most {VLLM_RANKS[-1]}",
             fix="isotype merge writes a whole model",
         )
     refuse_filled(out)
@@ -153,7 +155,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
                 shutil.copy2(file, folder / file.name)
         if len({(pair.scale, pair.rank) for pair in pairs}) > 1:
             (folder / FILE).unlink()
-            one = {
+            uniform = {
                 "r": rank,
                 "lora_alpha": rank,
                 "use_rslora": False,
@@ -161,11 +163,12 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
                 "alpha_pattern": {},
             }
             (folder / SETTINGS).write_text(
-                json.dumps(settings | one, indent=2) + "\n", encoding="utf-8"
+                json.dumps(settings | uniform, indent=2) + "\n", encoding="utf-8"
             )
             tensors = {f"base_model.model.{pair.module}.lora_A.weight": pair.a for pair in pairs}
             tensors |= {
-                f"base_model.model.{pair.module}.lora_B.weight": pair.b_for(1.0) for pair in pairs
+                f"base_model.model.{pair.module}.lora_B.weight": pair.rescaled_b(1.0)
+                for pair in pairs
             }
             save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
@@ -180,7 +183,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
         str(settings.get("base_model_name_or_path")),
         "--enable-lora",
         "--max-lora-rank",
-        str(next(most for most in RANKS if most >= rank)),
+        str(next(most for most in VLLM_RANKS if most >= rank)),
         "--lora-modules",
         f"{name}={out.absolute()}",
         *template,

@@ -36,12 +36,12 @@ from ..tasks.diffusion.single_file import write_with_unet
 from ..tasks.diffusion.task import DiffusionTask
 from ..tasks.diffusion.text_encoders import PREFIX
 from ..training.task import Evaluation, eval_mode
-from .loaded import load_newest, name_in, result_of
+from .loaded import find_result, load_newest, result_name
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
 # captions of trained encoders
-WORDS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")
+CAPTIONS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")
 
 
 def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
@@ -50,15 +50,17 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
 
     Raises  UsageError without an adapter, RunError SV001 when the result differs
     """
-    run, on_the_way = run_and_result(run)
-    task, device = _task_of(run, lambda config: _without_start(_without_samples(config)))
+    run, intermediate = run_and_result(run)
+    task, device = _open_task(run, lambda config: _drop_start(_drop_samples(config)))
     config = task.config
     precision = task.precision
-    adapter = _adapter_of(run, on_the_way, config, f"{run / 'model'} is merged already")
+    adapter = _find_adapter(run, intermediate, config, f"{run / 'model'} is merged already")
     refuse_filled(out)
     task.take_base(RunFolder(run).base)
     task.folder.fetch()
-    dtype, why = (dtype, "as asked") if dtype else merged_dtype(precision)
+    reason = "as asked"
+    if dtype is None:
+        dtype, reason = merged_dtype(precision)
     model = load_result(adapter, task.folder, config, precision, device)
     state, noise, count = merged_state(model, to_torch(dtype))
     batch = random_batch(task, device)
@@ -67,8 +69,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     buffers = {name: b.detach().cpu().contiguous() for name, b in base_model.named_buffers()}
     encoders: dict[str, dict[str, Tensor]] = {}
     for name in [name for name in state if name.startswith(PREFIX)]:
-        part, _, own = name.removeprefix(PREFIX).partition(".")
-        encoders.setdefault(part, {})[own] = state[name]
+        part, _, parameter_name = name.removeprefix(PREFIX).partition(".")
+        encoders.setdefault(part, {})[parameter_name] = state[name]
     own_state = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
     outline = task.folder.denoiser_outline()
     persistent = set(outline.state_dict())
@@ -114,39 +116,39 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         refuse_other_loss(out, merged_loss, adapter_loss)
 
     write_folder(out, fill, check=compare, then="merge again")
-    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, ROWS)
+    return Merged(out, dtype, reason, count, noise, adapter_loss, merged_loss, ROWS)
 
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
     """Latents, noise and text that need no picture and no encoder but one that the run trained;
     levels spread over time.
     """
-    made = task.empty_batch(ROWS, torch.device("cpu"))
+    empty = task.empty_batch(ROWS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
 
     def normal(tensor: Tensor) -> Tensor:
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
-    if "ids" not in made.text:
+    if "ids" not in empty.text:
         text = {
             name: torch.ones_like(tensor) if name == "mask" else normal(tensor)
-            for name, tensor in made.text.items()
+            for name, tensor in empty.text.items()
         }
     else:
         encoder = task.new_encoder(device)
-        keys = encoder.captions([Said(words) for words in WORDS])
+        keys = encoder.captions([Said(caption) for caption in CAPTIONS])
         text = {
             name: torch.stack([encoder.store.get(key)[name] for key in keys.values()])
-            for name in made.text
+            for name in empty.text
         }
-    levels = torch.linspace(0.1, 0.9, ROWS, dtype=made.sigma.dtype)
-    control = None if made.control is None else normal(made.control)
+    levels = torch.linspace(0.1, 0.9, ROWS, dtype=empty.sigma.dtype)
+    control = None if empty.control is None else normal(empty.control)
     return Batch(
-        normal(made.latents),
-        normal(made.noise),
+        normal(empty.latents),
+        normal(empty.noise),
         levels,
         text,
-        lengths=made.lengths,
+        lengths=empty.lengths,
         control=control,
     ).to(device)
 
@@ -162,7 +164,7 @@ def _load_merged(
     # fp32 products of half-precision weights do not exist: the merged model computes in what it is
     # kept in
     compute = dtype if precision.compute == "fp32" else precision.compute
-    wanted = precision.but(
+    merged_precision = precision.but(
         base=dtype,
         trainable=dtype,
         compute=compute,
@@ -174,20 +176,20 @@ def _load_merged(
     return load_result(
         out / merged.denoiser_part,
         merged,
-        _changed(task.config, "adapter", kind="none"),
-        wanted,
+        _change_section(task.config, "adapter", kind="none"),
+        merged_precision,
         device,
     )
 
 
-def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
+def export_comfyui(run: Path, intermediate: Path | None, out: Path) -> int:
     """Writes an adapter as ComfyUI reads it; returns the number of its modules.
 
-    on_the_way  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or
+    intermediate  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or
                 a family that ComfyUI does not read
     """
     config = load(run / RESOLVED, resolved=True).config
-    adapter = _adapter_of(run, on_the_way, config, "there is no adapter to export")
+    adapter = _find_adapter(run, intermediate, config, "there is no adapter to export")
     return write_comfyui(
         adapter,
         out,
@@ -195,16 +197,18 @@ def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
     )
 
 
-def _adapter_of(run: Path, on_the_way: Path | None, config: RunConfig, without: str) -> Path:
+def _find_adapter(
+    run: Path, intermediate: Path | None, config: RunConfig, consequence: str
+) -> Path:
     if config.adapter.kind == "none":
-        raise UsageError(f"{run}: this run trained every weight: {without}")
-    adapter = on_the_way or run / "adapter"
+        raise UsageError(f"{run}: this run trained every weight: {consequence}")
+    adapter = intermediate or run / "adapter"
     if (reason := fault(adapter)) is not None:
         raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
     return adapter
 
 
-def draw_with(
+def draw_pictures(
     folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None
 ) -> tuple[str, list[Sample]]:
     """Which weights were taken (`adapter`, `model`, `checkpoint step_N`), and a picture for each
@@ -213,11 +217,13 @@ def draw_with(
     Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint
             yet
     """
-    own = {} if control is None else {"control": str(control)}
+    control_setting = {} if control is None else {"control": str(control)}
 
     def with_these(config: RunConfig) -> RunConfig:
         if prompts:
-            return _changed(config, "run", samples=[{"prompt": text, **own} for text in prompts])
+            return _change_section(
+                config, "run", samples=[{"prompt": text, **control_setting} for text in prompts]
+            )
         return config
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
@@ -229,14 +235,16 @@ def draw_with(
         task.encoder = task.new_encoder(device)
         task.text = task.encoder.captions(texts_of(task.prompts, task.encoder))
 
-    task, model, device, taken = _load_run(folder, encode, with_these)
-    how = task.drawing()
-    return taken, list(
-        task.draw(model, device, task.prompts, how if seed is None else replace(how, seed=seed))
+    task, model, device, weights_name = _load_run(folder, encode, with_these)
+    drawing = task.drawing()
+    return weights_name, list(
+        task.draw(
+            model, device, task.prompts, drawing if seed is None else replace(drawing, seed=seed)
+        )
     )
 
 
-def evaluate_with(
+def evaluate_pictures(
     folder: Path, pictures: str, *, batch_size: int | None = None
 ) -> tuple[str, Evaluation]:
     """Which weights were taken, and the loss on all pictures that `pictures` names, at fixed noise
@@ -245,24 +253,24 @@ def evaluate_with(
     Raises  UsageError as a run on these pictures would, and when the run has neither a result nor a
             checkpoint yet
     """
-    others = ("eval", "regularisation", "masks", "controls", "columns", "limit")
-    images = {**dict.fromkeys(others), "train": pictures, "eval_split": 0.0}
+    cleared_keys = ("eval", "regularisation", "masks", "controls", "columns", "limit")
+    images = {**dict.fromkeys(cleared_keys), "train": pictures, "eval_split": 0.0}
 
     def on_these(config: RunConfig) -> RunConfig:
-        config = _changed(
+        config = _change_section(
             config, "train", eval_batch_size=batch_size or config.train.eval_batch_size
         )
-        return _without_samples(_changed(config, "images", **images))
+        return _drop_samples(_change_section(config, "images", **images))
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
         task.load_data()
         task.encode(device)
 
-    task, model, device, taken = _load_run(folder, encode, on_these)
-    return taken, task.evaluate(model, device, dtype=task.precision.loss)
+    task, model, device, weights_name = _load_run(folder, encode, on_these)
+    return weights_name, task.evaluate(model, device, dtype=task.precision.loss)
 
 
-def _task_of(
+def _open_task(
     folder: Path, change: Callable[[RunConfig], RunConfig]
 ) -> tuple[DiffusionTask, torch.device]:
     """The task of a run's folder under its precision, and the device."""
@@ -274,17 +282,17 @@ def _task_of(
     return task, torch.device("cpu" if hardware.kind == "cpu" else "cuda")
 
 
-def _without_samples(config: RunConfig) -> RunConfig:
+def _drop_samples(config: RunConfig) -> RunConfig:
     """Its prompts, whose files may be gone, are neither read nor encoded."""
-    return _changed(config, "run", samples=[])
+    return _change_section(config, "run", samples=[])
 
 
-def _without_start(config: RunConfig) -> RunConfig:
+def _drop_start(config: RunConfig) -> RunConfig:
     """The adapter that a finished run began with may be gone."""
-    return _changed(config, "adapter", start_from=None)
+    return _change_section(config, "adapter", start_from=None)
 
 
-def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+def _change_section(config: RunConfig, section: str, **values: Any) -> RunConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
@@ -296,10 +304,10 @@ def _load_run(
     """The task, the model in evaluation mode, the device, and which weights were taken. `encode`
     comes before the denoiser is loaded.
     """
-    folder, on_the_way = run_and_result(folder)
-    result = result_of(folder, on_the_way)
-    task, device = _task_of(
-        folder, lambda config: change(config if result is None else _without_start(config))
+    folder, intermediate = run_and_result(folder)
+    result = find_result(folder, intermediate)
+    task, device = _open_task(
+        folder, lambda config: change(config if result is None else _drop_start(config))
     )
     precision = task.precision
     encode(task, device)
@@ -307,10 +315,10 @@ def _load_run(
     model: nn.Module
     if result is not None:
         model = task.reload(result, precision, device)
-        taken = name_in(folder, result)
+        weights_name = result_name(folder, result)
     else:
         checkpoint = load_newest(folder)
         model, _ = task.denoiser(precision, device)
         restore_model(model, averaged(checkpoint.tensors, task.config.train.beta1))
-        taken = f"checkpoint step_{checkpoint.step}"
-    return task, model.eval(), device, taken
+        weights_name = f"checkpoint step_{checkpoint.step}"
+    return task, model.eval(), device, weights_name

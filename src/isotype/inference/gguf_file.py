@@ -29,7 +29,7 @@ from .adapter_file import read_pairs, read_settings
 from .ollama import begins_text
 
 TYPES = ("F16", "BF16", "Q8_0")
-_OVER = 65504.0  # the largest fp16
+_FP16_MAX = 65504.0  # the largest fp16
 
 
 @dataclass(frozen=True)
@@ -37,40 +37,40 @@ class Family:
     """How llama.cpp names a family and lays its weights out.
 
     architecture  the name of gguf's MODEL_ARCH
-    permuted      rows of q and k are in pairs
+    permutes_rows  rows of q and k are in pairs
     norm          is added to the weights of norms
-    whole         whole models are written: a test reads one back with transformers
+    writes_model  whole models are written: a test reads one back with transformers
     """
 
     architecture: str
-    permuted: bool = False
+    permutes_rows: bool = False
     norm: float = 0.0
-    whole: bool = False
+    writes_model: bool = False
 
 
 FAMILIES = {
-    "llama": Family("LLAMA", permuted=True, whole=True),
-    "mistral": Family("LLAMA", permuted=True, whole=True),
-    "qwen2": Family("QWEN2", whole=True),
-    "qwen3": Family("QWEN3", whole=True),
-    "gemma2": Family("GEMMA2", norm=1.0, whole=True),
-    "gemma3_text": Family("GEMMA3", norm=1.0, whole=True),
-    "phi3": Family("PHI3", whole=True),
+    "llama": Family("LLAMA", permutes_rows=True, writes_model=True),
+    "mistral": Family("LLAMA", permutes_rows=True, writes_model=True),
+    "qwen2": Family("QWEN2", writes_model=True),
+    "qwen3": Family("QWEN3", writes_model=True),
+    "gemma2": Family("GEMMA2", norm=1.0, writes_model=True),
+    "gemma3_text": Family("GEMMA3", norm=1.0, writes_model=True),
+    "phi3": Family("PHI3", writes_model=True),
     # adapters alone
-    "mixtral": Family("LLAMA", permuted=True),
+    "mixtral": Family("LLAMA", permutes_rows=True),
     "qwen2_moe": Family("QWEN2MOE"),
     "qwen3_moe": Family("QWEN3MOE"),
     "gemma": Family("GEMMA"),
     "gemma3": Family("GEMMA3"),
-    "granite": Family("GRANITE", permuted=True),
-    "olmo": Family("OLMO", permuted=True),
+    "granite": Family("GRANITE", permutes_rows=True),
+    "olmo": Family("OLMO", permutes_rows=True),
     "olmo2": Family("OLMO2"),
     "olmo3": Family("OLMO2"),
-    "smollm3": Family("SMOLLM3", permuted=True),
+    "smollm3": Family("SMOLLM3", permutes_rows=True),
     "starcoder2": Family("STARCODER2"),
     "seed_oss": Family("SEED_OSS"),
 }
-WHOLE = tuple(name for name, family in FAMILIES.items() if family.whole)
+MODEL_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.writes_model)
 
 
 def llama_cpp(model: Path | str, kind: str) -> str:
@@ -113,16 +113,16 @@ def export_adapter(adapter: Path, out: Path) -> int:
 
     matrices = []
     for pair in pairs:
-        theirs = names.get_name(pair.module.replace(".language_model.", "."))
-        if theirs is None:
+        gguf_name = names.get_name(pair.module.replace(".language_model.", "."))
+        if gguf_name is None:
             raise UsageError(
                 f"{adapter}: llama.cpp has no name for {pair.module}",
                 fix="isotype merge writes a whole model",
             )
-        b = _ordered(pair.b_for(alpha / pair.rank), pair.module, text, family)
+        b = _reorder_rows(pair.rescaled_b(alpha / pair.rank), pair.module, text, family)
         matrices += [
-            _Written(f"{theirs}.weight.lora_a", pair.a),
-            _Written(f"{theirs}.weight.lora_b", b),
+            _StoredTensor(f"{gguf_name}.weight.lora_a", pair.a),
+            _StoredTensor(f"{gguf_name}.weight.lora_b", b),
         ]
 
     head = [
@@ -150,28 +150,28 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
     architecture = getattr(gguf.MODEL_ARCH, family.architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     factors = _rope_factors(config)
-    tensors = [] if factors is None else [_Written("rope_freqs.weight", factors)]
+    tensors = [] if factors is None else [_StoredTensor("rope_freqs.weight", factors)]
     files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
     for name, stored in ((name, file.get_slice(name)) for file in files for name in file.keys()):  # noqa: SIM118  # not a mapping
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if theirs is None:
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise UsageError(
                 f"{folder}: llama.cpp has no name for {name}", fix=llama_cpp(folder, kind)
             )
         shape = stored.get_shape()
         if len(shape) < 2:
-            own = "F32"
+            tensor_type = "F32"
         elif kind == "Q8_0" and shape[1] % 32:
-            own = "F16"
+            tensor_type = "F16"
         else:
-            own = kind
+            tensor_type = kind
         norm = family.norm if name.endswith("norm.weight") else 0.0
         order = partial(
-            _ordered, module=name.rpartition(".")[0], config=config, family=family, norm=norm
+            _reorder_rows, module=name.rpartition(".")[0], config=config, family=family, norm=norm
         )
-        tensors.append(_Written(theirs, stored, own, order))
+        tensors.append(_StoredTensor(gguf_name, stored, tensor_type, order))
 
     own_type = ("add_file_type", {"F16": 1, "Q8_0": 7, "BF16": 32}[kind])
     head = [
@@ -196,27 +196,27 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
     scaled = [part["rope_type"] for part in parts if part.get("rope_type", "default") != "default"]
     local, every = {"gemma2": (None, 2), "gemma3_text": (1e4, 6)}.get(config.model_type, (None, 0))
     types = getattr(config, "layer_types", None) or []
-    unlike = every and (
+    is_unusual = every and (
         any((kind == "full_attention") != (i % every == every - 1) for i, kind in enumerate(types))
         or getattr(config, "query_pre_attn_scalar", None) != config.head_dim
         or (local and rope["sliding_attention"]["rope_theta"] != local)
     )
-    why = ""
-    if family is None or not family.whole:
-        why = f": whole models are written of {', '.join(WHOLE)}"
+    blocker = ""
+    if family is None or not family.writes_model:
+        blocker = f": whole models are written of {', '.join(MODEL_FAMILIES)}"
     elif scaled and not (scaled == ["llama3"] and family.architecture == "LLAMA"):
-        why = f" with rope_type {scaled[0]}: not written here"
-    elif unlike:
-        why = " with another order of layers, scale or rotary base than released models"
+        blocker = f" with rope_type {scaled[0]}: not written here"
+    elif is_unusual:
+        blocker = " with another order of layers, scale or rotary base than released models"
     elif getattr(config, "sliding_window", None) and config.model_type in (
         "llama",
         "mistral",
         "qwen2",
         "qwen3",
     ):
-        why = " with a sliding window: llama.cpp attends to everything in this family"
-    if why:
-        raise UsageError(f"{config.model_type}{why}", fix=command)
+        blocker = " with a sliding window: llama.cpp attends to everything in this family"
+    if blocker:
+        raise UsageError(f"{config.model_type}{blocker}", fix=command)
 
 
 def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
@@ -266,7 +266,9 @@ def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
     return factors
 
 
-def _ordered(tensor: Tensor, module: str, config: Any, family: Family, norm: float = 0.0) -> Tensor:
+def _reorder_rows(
+    tensor: Tensor, module: str, config: Any, family: Family, norm: float = 0.0
+) -> Tensor:
     """Rows of q and k from halves to neighbouring pairs, where the family has them so; bias and
     LoRA's B as the weight.
 
@@ -277,7 +279,7 @@ def _ordered(tensor: Tensor, module: str, config: Any, family: Family, norm: flo
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
         module.rpartition(".")[2]
     )
-    if not family.permuted or heads is None:
+    if not family.permutes_rows or heads is None:
         return tensor
     return (
         tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
@@ -287,7 +289,7 @@ def _ordered(tensor: Tensor, module: str, config: Any, family: Family, norm: flo
 
 
 @dataclass(frozen=True)
-class _Written:
+class _StoredTensor:
     """A tensor of the file, read when it is written: a model need not fit into memory.
 
     stored  the tensor, or its place in a safetensors file
@@ -310,9 +312,9 @@ class _Written:
         import gguf
 
         value = self.order(self.stored[:].float())
-        if self.kind == "F16" and float(value.abs().max()) > _OVER:
+        if self.kind == "F16" and float(value.abs().max()) > _FP16_MAX:
             raise UsageError(
-                f"{out}: {self.name} has values beyond fp16's {_OVER:.0f}",
+                f"{out}: {self.name} has values beyond fp16's {_FP16_MAX:.0f}",
                 fix="--type BF16 keeps them",
             )
         return gguf.quants.quantize(
@@ -321,7 +323,7 @@ class _Written:
 
 
 def _write(
-    out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_Written]
+    out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_StoredTensor]
 ) -> None:
     """The file as a whole, or not at all. head: methods of gguf's writer with their arguments"""
     import gguf
@@ -332,21 +334,21 @@ def _write(
             writer = gguf.GGUFWriter(str(file), architecture)
             for method, *arguments in head:
                 getattr(writer, method)(*arguments)
-            for one in tensors:
-                raw = gguf.GGMLQuantizationType[one.kind]
+            for tensor in tensors:
+                raw = gguf.GGMLQuantizationType[tensor.kind]
                 block, size = gguf.GGML_QUANT_SIZES[raw]
                 writer.add_tensor_info(
-                    one.name,
-                    one.shape,
+                    tensor.name,
+                    tensor.shape,
                     np.dtype(np.float32),
-                    math.prod(one.shape) // block * size,
+                    math.prod(tensor.shape) // block * size,
                     raw_dtype=raw,
                 )
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for one in tensors:
-                writer.write_tensor_data(one.content(out))
+            for tensor in tensors:
+                writer.write_tensor_data(tensor.content(out))
             writer.close()
             file.replace(out)
     except OSError as error:
@@ -357,7 +359,7 @@ def _write(
 # (`tokenizer.ggml.pre`): the name is taken where the tokenizer splits by the very pattern that
 # llama.cpp has under it. A tokenizer with another pattern is refused
 
-_WORDS = (
+_WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -369,8 +371,8 @@ _TEKKEN = (
 # the patterns of a tokenizer's Split steps -> llama.cpp's name; none is GPT-2's own, inside the
 # step ByteLevel
 _SPLITS = {
-    (_WORDS % "{1,3}",): "llama-bpe",
-    (_WORDS % "",): "qwen2",
+    (_WORD_PATTERN % "{1,3}",): "llama-bpe",
+    (_WORD_PATTERN % "",): "qwen2",
     (_TEKKEN,): "tekken",
     (): "gpt-2",
 }
@@ -430,8 +432,8 @@ def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tu
         # llama.cpp merges the pair whose product has the highest score: the products in the order
         # in which the merges come
         ranks: dict[str, int] = {}
-        for rank, (left, right) in enumerate(merges):
-            ranks.setdefault(left + right, rank)
+        for rank, (first, second) in enumerate(merges):
+            ranks.setdefault(first + second, rank)
         keys.append(
             ("add_token_scores", [-float(ranks.get(token, len(merges))) for token in listed])
         )

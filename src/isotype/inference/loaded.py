@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A loaded model with tokenizer and precision. `taken` is the source of its weights: `adapter`,
+    """A loaded model with tokenizer and precision. `weights_name` is the source of its weights: `adapter`,
     `model` or `checkpoint step_N`.
     """
 
@@ -65,7 +65,7 @@ class LoadedRun:
     tokenizer: PreTrainedTokenizerBase
     model: nn.Module
     device: torch.device
-    taken: str
+    weights_name: str
 
 
 def load_run(folder: Path) -> LoadedRun:
@@ -77,7 +77,7 @@ def load_run(folder: Path) -> LoadedRun:
     kind = without_run(folder)
     if kind is not None:
         return _load_folder(folder, kind)
-    folder, on_the_way = run_and_result(folder)
+    folder, intermediate = run_and_result(folder)
     run = RunFolder(require_run(folder))
     if kind_of_run(folder) == DIFFUSION:
         raise UsageError(
@@ -89,11 +89,11 @@ def load_run(folder: Path) -> LoadedRun:
     config = loaded.config
     if config.train.objective == "reward":
         refuse_scores(folder)
-    result = result_of(folder, on_the_way)
+    result = find_result(folder, intermediate)
     if config.model.name is not None and (
         result is None or (result / "adapter_config.json").is_file()
     ):
-        base_of(config.model.name, "model.name", folder / RESOLVED)
+        check_base_path(config.model.name, "model.name", folder / RESOLVED)
     device = _device(config)
     precision = resolve_precision(config, loaded.sources, detect(config.model.device)).precision
     source = _source(config, run)
@@ -110,7 +110,7 @@ def load_run(folder: Path) -> LoadedRun:
             tokenizer,
             model.eval(),
             device,
-            name_in(folder, result),
+            result_name(folder, result),
         )
     # read before the model is built: a running run goes on meanwhile, and keeps only its last
     # checkpoints
@@ -134,27 +134,27 @@ def load_run(folder: Path) -> LoadedRun:
     )
 
 
-def result_of(run: Path, on_the_way: Path | None) -> Path | None:
+def find_result(run: Path, intermediate: Path | None) -> Path | None:
     """The adapter or the model that is taken of a run: the one that was asked for, or its result.
     Raises UsageError for a damaged one.
 
-    on_the_way  an adapter in `adapters`; None: the result
+    intermediate  an adapter in `adapters`; None: the result
     """
-    if on_the_way is None:
+    if intermediate is None:
         return next(
             (run.absolute() / name for name in ("adapter", "model") if fault(run / name) is None),
             None,
         )
-    reason = fault(on_the_way) if on_the_way.is_dir() else "no such adapter"
+    reason = fault(intermediate) if intermediate.is_dir() else "no such adapter"
     if reason is not None:
         raise UsageError(
-            f"{on_the_way}: {reason}",
+            f"{intermediate}: {reason}",
             fix=f"one of {', '.join(f'step_{s}' for s in RunFolder(run).adapter_steps())}",
         )
-    return on_the_way.absolute()
+    return intermediate.absolute()
 
 
-def name_in(run: Path, result: Path) -> str:
+def result_name(run: Path, result: Path) -> str:
     """`adapter`, `model` or `adapters/step_N`."""
     return result.relative_to(run.absolute()).as_posix()
 
@@ -162,16 +162,16 @@ def name_in(run: Path, result: Path) -> str:
 def load_newest(folder: Path) -> Checkpoint:
     """The newest whole checkpoint of a run. Raises UsageError where there is none."""
     store = CheckpointStore(RunFolder(folder).checkpoints)
-    for last in (False, True):
+    for is_last_try in (False, True):
         step, passed = store.newest_whole()
         try:
             if step is not None:
                 return store.load(step)
         except RunError:  # a run that goes on has removed it meanwhile, and has a newer one
-            if last:
+            if is_last_try:
                 raise
-    why = "; ".join(["neither a result nor a whole checkpoint yet", *passed])
-    raise UsageError(f"{folder}: {why}", fix=f"isotype train --resume {folder}")
+    reasons = "; ".join(["neither a result nor a whole checkpoint yet", *passed])
+    raise UsageError(f"{folder}: {reasons}", fix=f"isotype train --resume {folder}")
 
 
 def refuse_scores(folder: Path) -> NoReturn:
@@ -201,14 +201,14 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
             raise UsageError(
                 f"{file}: base_model_name_or_path is missing: which model is this an adapter of?"
             )
-        name = base_of(settings["base_model_name_or_path"], "base_model_name_or_path", file)
+        name = check_base_path(settings["base_model_name_or_path"], "base_model_name_or_path", file)
         revision = settings.get("revision")
     config = RunConfig(model=ModelSection(name=name, revision=revision))
     source = Source(name, revision)
     device = _device(config)
-    precision = _precision_beside(folder) or _precision_of(source)
-    own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = load_tokenizer(ModelSection(name=str(folder) if own else name))
+    precision = _precision_from_file(folder) or _precision_from_config(source)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(ModelSection(name=str(folder) if has_tokenizer else name))
     model: nn.Module
     if kind == "adapter":
         model = load_result(folder, source, precision, config=config.model, device=device)
@@ -225,7 +225,7 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cpu" if detect(config.model.device).kind == "cpu" else "cuda")
 
 
-def base_of(name: str, setting: str, file: Path) -> str:
+def check_base_path(name: str, setting: str, file: Path) -> str:
     """The base of a run or an adapter. Raises UsageError where its path leads nowhere. `setting`,
     `file`: where `name` is written.
     """
@@ -235,7 +235,7 @@ def base_of(name: str, setting: str, file: Path) -> str:
     return name
 
 
-def _precision_beside(folder: Path) -> Precision | None:
+def _precision_from_file(folder: Path) -> Precision | None:
     file = folder / "precision.json"
     if not file.is_file():
         return None
@@ -248,18 +248,18 @@ def _precision_beside(folder: Path) -> Precision | None:
         ) from None
 
 
-def _precision_of(source: Source) -> Precision:
+def _precision_from_config(source: Source) -> Precision:
     architecture = load_architecture(ModelSection(name=source.name, revision=source.revision), None)
-    found = quantisation_from_config(architecture)
-    if found is not None:
+    packing = quantisation_from_config(architecture)
+    if packing is not None:
         # a packing that is not read is refused when the base is loaded
         return Precision.preset(
             "bf16-lora",
-            **({} if found.unread_reason or found.kind == "fp4" else {"base": found.kind}),
+            **({} if packing.unread_reason or packing.kind == "fp4" else {"base": packing.kind}),
         )
     dtype = getattr(architecture, "dtype", None)
-    word = name_of(dtype) if dtype is not None else "fp32"
-    return Precision(base=word, compute=word, generate=word, save=word)
+    dtype_name = name_of(dtype) if dtype is not None else "fp32"
+    return Precision(base=dtype_name, compute=dtype_name, generate=dtype_name, save=dtype_name)
 
 
 def _source(config: RunConfig, run: RunFolder) -> Source:
@@ -304,11 +304,11 @@ class Conversation:
         )
         self.messages: list[dict[str, Any]] = []
         self.pictures = pictures_of(run.config.model, run.config.data, run.tokenizer)
-        self.shown: list[str] = []  # references of the pictures of all turns
+        self.picture_references: list[str] = []  # references of the pictures of all turns
 
     def clear(self) -> None:
         self.messages.clear()
-        self.shown.clear()
+        self.picture_references.clear()
 
     def show(self, files: Sequence[str]) -> None:
         """The next question is about these pictures. Raises UsageError."""
@@ -331,22 +331,22 @@ class Conversation:
         """
         tokenizer = self.run.tokenizer
         model = self.run.model
-        shown = [*self.shown, *self.waiting]
+        references = [*self.picture_references, *self.waiting]
         content = (
             [{"type": "image"} for _ in self.waiting] + [{"type": "text", "text": text}]
             if self.waiting
             else text
         )
-        asked = [*self.messages, {"role": "user", "content": content}]
+        messages = [*self.messages, {"role": "user", "content": content}]
         if tokenizer.chat_template:
             text = chat_template(tokenizer, None).render(
-                asked, generation_prompt=True, place="the question"
+                messages, generation_prompt=True, place="the question"
             )
-        if shown and self.pictures is not None:
-            text = self.pictures.within(text, self.pictures.written(shown))
+        if references and self.pictures is not None:
+            text = self.pictures.within(text, self.pictures.written(references))
         ids = tuple(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
         inputs = prompt_inputs(
-            SamplePrompt(text, ids, pictures=tuple(shown)), self.pictures, self.run.device
+            SamplePrompt(text, ids, pictures=tuple(references)), self.pictures, self.run.device
         )
         if self.stream:
             streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -358,7 +358,7 @@ class Conversation:
             )
         answer = str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
         if tokenizer.chat_template:
-            self.messages = [*asked, {"role": "assistant", "content": answer}]
-            self.shown = shown
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self.picture_references = references
             self.waiting = ()
         return answer

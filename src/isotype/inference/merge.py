@@ -78,11 +78,13 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         raise UsageError(
             f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already"
         )
-    dtype, why = (dtype, "as asked") if dtype else merged_dtype(run.precision)
+    reason = "as asked"
+    if dtype is None:
+        dtype, reason = merged_dtype(run.precision)
     refuse_filled(out)
     base: Any = run.model.get_base_model()
     state, noise, count = merged_state(run.model, to_torch(dtype))
-    rows = _rows(run)
+    rows = _load_rows(run)
     adapter_loss = _loss(run.model, run, rows)
 
     def fill(folder: Path) -> None:
@@ -131,7 +133,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         refuse_other_loss(out, merged_loss, adapter_loss)
 
     write_folder(out, fill, check=compare, then="merge again")
-    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, len(rows[0]))
+    return Merged(out, dtype, reason, count, noise, adapter_loss, merged_loss, len(rows[0]))
 
 
 def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> None:
@@ -243,16 +245,16 @@ def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
     """Plain name of each weight that has an adapter -> PEFT's layer. Stacked experts and routers
     have theirs on bare parameters.
     """
-    found = {}
+    layers = {}
     for name, layer in inner.named_modules():
         if hasattr(layer, "base_layer") and (
             hasattr(layer, "get_delta_weight") or hasattr(layer, "trainable_tokens_delta")
         ):
-            found[f"{_without_wrappers(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
-    return found
+            layers[f"{_strip_wrappers(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
+    return layers
 
 
-def _without_wrappers(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return re.sub(r"(\.token_adapter|\.base_layer)+(?=\.|$)", "", name)
 
 
@@ -263,7 +265,7 @@ def _refuse_unmergeable(model: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     four_bit = getattr(lora, "Linear4bit", lora.Linear)
-    known = (
+    mergeable = (
         lora.Linear,
         lora.Embedding,
         lora.Conv2d,
@@ -279,15 +281,15 @@ def _refuse_unmergeable(model: nn.Module) -> None:
             a in getattr(layer, "lora_variant", ()) for a in layer.active_adapters
         )
         biased = any(getattr(layer, "lora_bias", {}).values())
-        if type(layer) not in known or several or biased:
+        if type(layer) not in mergeable or several or biased:
             if several:
-                what = "several adapters, one with DoRA"
+                complaint = "several adapters, one with DoRA"
             elif biased:
-                what = "a bias of its own (lora_bias)"
+                complaint = "a bias of its own (lora_bias)"
             else:
-                what = type(layer).__name__
+                complaint = type(layer).__name__
             raise UsageError(
-                f"{name}: {what}: isotype merges LoRA, rsLoRA, DoRA and LoKr of one weight",
+                f"{name}: {complaint}: isotype merges LoRA, rsLoRA, DoRA and LoKr of one weight",
                 fix="PEFT's own model.merge_and_unload()",
             )
 
@@ -309,10 +311,10 @@ def _plain_name(name: str) -> str | None:
         or ".trainable_tokens_" in name
     ):
         return None
-    return _without_wrappers(name).replace(".modules_to_save.default.", ".")
+    return _strip_wrappers(name).replace(".modules_to_save.default.", ".")
 
 
-def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
+def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
     """Random tokens where the adapter comes without data."""
     data = run.config.data
     model = cast(Any, run.model)
@@ -332,11 +334,13 @@ def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
     return list((loaded.eval or loaded.train)[:CHECKED_ROWS]), loaded.pictures
 
 
-def _loss(model: nn.Module, run: LoadedRun, rows: tuple[list, Pictures | None]) -> float:
-    found, pictures = rows
+def _loss(
+    model: nn.Module, run: LoadedRun, rows_and_pictures: tuple[list, Pictures | None]
+) -> float:
+    checked_rows, pictures = rows_and_pictures
     return evaluate(
         model,
-        found,
+        checked_rows,
         batch_size=4,
         pad_id=run.tokenizer.pad_token_id,
         device=run.device,

@@ -25,7 +25,7 @@ CONVERTED = (
     "MixtralForCausalLM", "GemmaForCausalLM", "Gemma4ForCausalLM", "Olmo3ForCausalLM", "CohereForCausalLM", "GptOssForCausalLM",
     "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-_TRIED = (
+_TRIAL_CONTENTS = (
     "What is\na bf16?",
     "Eight bits of mantissa, 7 stored.",
     "And fp16?",
@@ -63,19 +63,19 @@ class Turns:
         first = True
         last = ""
         for message in (m for m in messages if m["role"] != "system"):
-            asked = message["role"] == "user"
-            text += ("" if first else self.next) if asked else self.answer
-            first = first and not asked
+            is_question = message["role"] == "user"
+            text += ("" if first else self.next) if is_question else self.answer
+            first = first and not is_question
             last = message["role"]
             text += message["content"]
         return text + (self.prompt if last == "user" else "")
 
-    def as_go(self) -> str:
+    def to_go_template(self) -> str:
         begin = _literal(self.begin)
         if self.system:
-            before, after = map(_literal, self.system)
+            prefix, suffix = map(_literal, self.system)
             begin = (
-                f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{begin}{{{{ end"
+                f"{{{{ if .System }}}}{prefix}{{{{ .System }}}}{suffix}{{{{ else }}}}{begin}{{{{ end"
                 " }}"
             )
         return (
@@ -96,7 +96,7 @@ def _literal(text: str) -> str:
     return text.replace("{{", '{{ "{{" }}')
 
 
-def turns_of(tokenizer: Any) -> Turns:
+def find_turns(tokenizer: Any) -> Turns:
     """Raises  UsageError for a chat template that is no row of turns: one that changes contents, or
     the turns before it
     """
@@ -104,9 +104,9 @@ def turns_of(tokenizer: Any) -> Turns:
     begins = tokenizer.bos_token if begins_text(tokenizer) else ""
 
     def messages(contents: list[str], system: str | None) -> list[dict[str, str]]:
-        said = [{"role": "system", "content": system}] if system else []
+        system_messages = [{"role": "system", "content": system}] if system else []
         return [
-            *said,
+            *system_messages,
             *(
                 {"role": ("user", "assistant")[i % 2], "content": content}
                 for i, content in enumerate(contents)
@@ -121,32 +121,34 @@ def turns_of(tokenizer: Any) -> Turns:
         )
         return text.removeprefix(begins)
 
-    def around(text: str, contents: list[str]) -> list[str]:
+    def split_around(text: str, contents: list[str]) -> list[str]:
         parts = []
         for content in contents:
-            before, found, text = text.partition(content)
-            if not found:
-                raise _no_turns()
-            parts.append(before)
+            text_before, separator, text = text.partition(content)
+            if not separator:
+                raise _unsupported_template()
+            parts.append(text_before)
         return [*parts, text]
 
-    asked = ["QuestionOne", "AnswerOne", "QuestionTwo"]
-    begin, answer, then, prompt = around(render(asked), asked)
+    contents_tried = ["QuestionOne", "AnswerOne", "QuestionTwo"]
+    begin, answer, next_, prompt = split_around(render(contents_tried), contents_tried)
     try:
-        before, after, _ = around(render(asked[:1], "SystemOne"), ["SystemOne", asked[0]])
-        system = (before, after)
+        prefix, suffix, _ = split_around(
+            render(contents_tried[:1], "SystemOne"), ["SystemOne", contents_tried[0]]
+        )
+        system = (prefix, suffix)
     except UsageError:  # the template refuses a system message, or leaves it out
         system = None
-    turns = Turns(begin, system, answer, then, prompt)
+    turns = Turns(begin, system, answer, next_, prompt)
     for count in (1, 3, 5):
-        for said in (None, "Be brief.\n\nBe right.") if system else (None,):
-            contents = list(_TRIED[-1:] if count == 1 else _TRIED[:count])
-            if turns.text(messages(contents, said)) != render(contents, said):
-                raise _no_turns()
+        for system_text in (None, "Be brief.\n\nBe right.") if system else (None,):
+            contents = list(_TRIAL_CONTENTS[-1:] if count == 1 else _TRIAL_CONTENTS[:count])
+            if turns.text(messages(contents, system_text)) != render(contents, system_text):
+                raise _unsupported_template()
     return turns
 
 
-def _no_turns() -> UsageError:
+def _unsupported_template() -> UsageError:
     return UsageError(
         "the chat template is no plain row of turns, and a Go template of it is not made here",
         fix="export --to gguf --type BF16, and write a Modelfile with FROM and TEMPLATE for it",
@@ -164,10 +166,10 @@ def begins_text(tokenizer: Any) -> bool:
         return False
     if not tokenizer.chat_template:
         return True
-    asked = [{"role": "user", "content": "a"}]
+    conversation = [{"role": "user", "content": "a"}]
     return (
         chat_template(tokenizer, None)
-        .render(asked, generation_prompt=True, place="the chat template")
+        .render(conversation, generation_prompt=True, place="the chat template")
         .startswith(tokenizer.bos_token)
     )
 
@@ -177,12 +179,14 @@ def modelfile(folder: Path | str, weights: str) -> str:
     UsageError.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    turns = turns_of(tokenizer) if tokenizer.chat_template else None
-    template = turns.as_go() if turns else "{{ .Prompt }}"
-    said = None
+    turns = find_turns(tokenizer) if tokenizer.chat_template else None
+    template = turns.to_go_template() if turns else "{{ .Prompt }}"
+    eos_token_id = None
     with suppress(OSError):
-        said = GenerationConfig.from_pretrained(folder).eos_token_id
-    ends = said if isinstance(said, list) else [said, tokenizer.eos_token_id]
+        eos_token_id = GenerationConfig.from_pretrained(folder).eos_token_id
+    ends = (
+        eos_token_id if isinstance(eos_token_id, list) else [eos_token_id, tokenizer.eos_token_id]
+    )
     stops = [tokenizer.convert_ids_to_tokens(index) for index in ends if index is not None]
     if turns:
         # a template may end a turn with a token that is not the tokenizer's end
@@ -190,7 +194,7 @@ def modelfile(folder: Path | str, weights: str) -> str:
             token for token in tokenizer.get_added_vocab() if turns.next.lstrip().startswith(token)
         ]
     if '"""' in template or any('"' in stop for stop in stops):
-        raise _no_turns()
+        raise _unsupported_template()
     lines = [
         f"FROM {weights}",
         f'TEMPLATE """{template}"""',
@@ -215,7 +219,9 @@ def write_for_converter(folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    said = json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": begins_text(tokenizer)}
+    settings = json.loads(file.read_text(encoding="utf-8")) | {
+        "add_bos_token": begins_text(tokenizer)
+    }
     if isinstance(tokenizer.chat_template, str):
-        said["chat_template"] = tokenizer.chat_template
-    file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        settings["chat_template"] = tokenizer.chat_template
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -23,10 +23,10 @@ from ..runs.folder import RunFolder
 RECORD = "hub.json"  # names the repository that is this run's
 
 
-def check_push(config: RunConfig, before: Path | None) -> str | None:
+def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
     """The repository's full name, None where nothing is to be pushed.
 
-    before  the folder of the run that goes on
+    resumed_folder  the folder of the run that goes on
     Raises  UsageError for settings without effect, a token that is missing, refused or may only
             read, and a repository that is not the run's
     """
@@ -40,14 +40,14 @@ def check_push(config: RunConfig, before: Path | None) -> str | None:
         return None
     if run.push_merged and (config.adapter.kind == "none" or kind_of(config) == DIFFUSION):
         if config.adapter.kind == "none":
-            why = "there is no adapter to merge"
+            reason = "there is no adapter to merge"
         else:
-            why = "adapters of pictures are pushed as they are"
-        raise UsageError(f"run.push_merged: {why}", fix="leave it out: the result is pushed")
-    where = f"run.push_to_hub: {run.push_to_hub}"
+            reason = "adapters of pictures are pushed as they are"
+        raise UsageError(f"run.push_merged: {reason}", fix="leave it out: the result is pushed")
+    setting = f"run.push_to_hub: {run.push_to_hub}"
     if get_token() is None:
         raise UsageError(
-            f"{where}: no token of the hub is here",
+            f"{setting}: no token of the hub is here",
             fix="hf auth login, or HF_TOKEN=... with a token that may write",
         )
     api = HfApi()
@@ -59,23 +59,29 @@ def check_push(config: RunConfig, before: Path | None) -> str | None:
             name = f"{user['name']}/{run.push_to_hub}"
         if (user.get("auth", {}).get("accessToken") or {}).get("role") == "read":
             raise UsageError(
-                f"{where}: the token may only read",
+                f"{setting}: the token may only read",
                 fix="https://huggingface.co/settings/tokens makes one that may write",
             )
-        pushed = RunFolder(before).read_json(RECORD).get("repository") if before else None
+        pushed = (
+            RunFolder(resumed_folder).read_json(RECORD).get("repository")
+            if resumed_folder
+            else None
+        )
         if pushed != name and api.repo_exists(name):
             raise UsageError(
-                f"{where}: {name} exists, and is not this run's: nothing of it is overwritten",
+                f"{setting}: {name} exists, and is not this run's: nothing of it is overwritten",
                 fix="give another name",
             )
     except UsageError:
         raise
     except (HfHubHTTPError, ValueError) as error:  # ValueError: a name that is none
         fix = "a token that may write, and a name as ORG/NAME"
-        raise UsageError(f"{where}: {constants.ENDPOINT} said: {_short(error)}", fix=fix) from None
+        raise UsageError(
+            f"{setting}: {constants.ENDPOINT} said: {_short(error)}", fix=fix
+        ) from None
     except Exception as error:  # of the HTTP library that the client is built on
         raise UsageError(
-            f"{where}: {constants.ENDPOINT} cannot be reached: {_short(error)}",
+            f"{setting}: {constants.ENDPOINT} cannot be reached: {_short(error)}",
             fix="check the network",
         ) from None
     return name
@@ -87,10 +93,12 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
     """
     run, private = config.run, ["--private"] if config.run.push_private else []
     result = next(path for path in (folder / "adapter", folder / "model") if path.is_dir())
-    again = shlex.join(
+    repeat_command = shlex.join(
         ["hf", "upload", name, str(folder / "merged" if run.push_merged else result), ".", *private]
     )
-    again = f"isotype merge {folder} && {again}" if run.push_merged else again
+    repeat_command = (
+        f"isotype merge {folder} && {repeat_command}" if run.push_merged else repeat_command
+    )
     try:
         with ExitStack() as stack:
             if run.push_merged:
@@ -105,7 +113,7 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
                 )
             api = HfApi()
             left_out = ["DONE"]
-            said = f"Trained by Isotype: {folder.name}"
+            commit_message = f"Trained by Isotype: {folder.name}"
             api.create_repo(name, private=run.push_private, exist_ok=True)
             RunFolder(folder).write_json(RECORD, {"repository": name})
             if kind_of(config) == DIFFUSION:
@@ -121,14 +129,17 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
                     path_or_fileobj=card,
                     path_in_repo="README.md",
                     repo_id=name,
-                    commit_message=said,
+                    commit_message=commit_message,
                 )
                 left_out.append("README.md")  # the libraries' own, whose fields are empty
             api.upload_folder(
-                folder_path=result, repo_id=name, ignore_patterns=left_out, commit_message=said
+                folder_path=result,
+                repo_id=name,
+                ignore_patterns=left_out,
+                commit_message=commit_message,
             )
     except Exception as error:  # the run is done and verified, whatever happens to its upload
-        return f"warning   not pushed to {name}: {_short(error)}; {again}"
+        return f"warning   not pushed to {name}: {_short(error)}; {repeat_command}"
     return (
         f"pushed    {result.name} to {constants.ENDPOINT}/{name},"
         f" {'private' if run.push_private else 'public'}"

@@ -312,14 +312,14 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
     """
     from PIL import Image
 
-    from ..inference.diffusion import draw_with
+    from ..inference.diffusion import draw_pictures
 
     print("\ndrawing and judging, by the pixels alone")
     right: dict[str, dict[str, int]] = {}
     step = SIDE + 2
     sheet = Image.new("RGB", (step * draws, step * 2 * len(SAMPLE_PROMPTS)), (200, 200, 200))
     for i, stage in enumerate(STAGES):
-        _, pictures = draw_with(
+        _, pictures = draw_pictures(
             folder / stage.name, [prompt for prompt in SAMPLE_PROMPTS for _ in range(draws)]
         )
         right[stage.name] = dict.fromkeys(SAMPLE_PROMPTS, 0)

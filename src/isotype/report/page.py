@@ -180,7 +180,7 @@ def subtitle(record: RunRecord) -> str:
         adaptation = "every weight trained"
     else:
         adaptation = None
-    parts = []
+    parts: list[Any] = []
     if model:
         parts.append("/".join(Path(str(model)).parts[-2:]))
     if total:

@@ -321,8 +321,8 @@ class _Frame:
         if self.guide:
             low = min(low, self.guide[0])
             high = max(high, self.guide[0])
-        self.x0 = min(steps)
-        self.x1 = max(steps)
+        self.x0: float = min(steps)
+        self.x1: float = max(steps)
         if plot.from_zero and low <= FIT_ABOVE * high:
             low = 0.0
         self.ticks = nice_ticks(low, high)
@@ -330,7 +330,7 @@ class _Frame:
         self.y1 = self.ticks[-1]
 
     def x(self, value: float) -> float:
-        span = self.end - self.left_margin
+        span: float = self.end - self.left_margin
         if self.x1 <= self.x0:
             return self.left_margin + span / 2
         return self.left_margin + span * (value - self.x0) / (self.x1 - self.x0)

@@ -20,7 +20,12 @@ from safetensors.torch import load_file, save_file
 from isotype.cli.merge import export
 from isotype.config.schema import TrainSection
 from isotype.errors import UsageError
-from isotype.inference.diffusion import draw_with, evaluate_with, export_comfyui, merge_denoiser
+from isotype.inference.diffusion import (
+    draw_pictures,
+    evaluate_pictures,
+    export_comfyui,
+    merge_denoiser,
+)
 from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training.optimizer import build_optimizer
@@ -183,8 +188,11 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
         for name in ("short/adapter", "way/adapters/step_2")
     )
     assert all(torch.equal(second[name], tensor) for name, tensor in short.items())
-    taken, (picture,) = draw_with(tmp_path / "way/adapters/step_2", [])
-    assert (taken, picture.png) == ("adapters/step_2", draw_with(tmp_path / "short", [])[1][0].png)
+    taken, (picture,) = draw_pictures(tmp_path / "way/adapters/step_2", [])
+    assert (taken, picture.png) == (
+        "adapters/step_2",
+        draw_pictures(tmp_path / "short", [])[1][0].png,
+    )
 
     capsys.readouterr()
     export(tmp_path / "way/adapters/step_2", "comfyui", None, json_output=True)
@@ -194,7 +202,7 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
         export(tmp_path / "way/adapters/step_2", "comfyui", None, json_output=True)
     (tmp_path / "way/adapters/step_3/DONE").unlink()
     with pytest.raises(UsageError, match="never finished"):
-        draw_with(tmp_path / "way/adapters/step_3", [])
+        draw_pictures(tmp_path / "way/adapters/step_3", [])
 
 
 # --- Adapters besides plain LoRA: DoRA, starts and LoKr on a denoiser.
@@ -424,8 +432,8 @@ def test_a_run_with_encoders_ends_in_files_that_are_read(drawn, studio, tmp_path
         for name, t in tensors.items()
         if name.startswith("text_encoder") and "lora_B" in name
     )
-    assert draw_with(run, ["a green square on white"])[1]
-    assert evaluate_with(run, str(studio.pictures))[1].loss > 0
+    assert draw_pictures(run, ["a green square on white"])[1]
+    assert evaluate_pictures(run, str(studio.pictures))[1].loss > 0
 
     export_comfyui(run, None, tmp_path / "comfy.safetensors")
     added, deltas = (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
 from isotype.errors import UsageError
-from isotype.inference.diffusion import draw_with, merge_denoiser
+from isotype.inference.diffusion import draw_pictures, merge_denoiser
 from isotype.tasks.choose import plan, task_of, train
 from isotype.tasks.diffusion import pipeline
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
@@ -437,7 +437,7 @@ def test_a_published_denoiser_trains_draws_resumes_bit_for_bit_and_merges(
     assert word in said["observed"]["base"]
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
-    assert draw_with(tmp_path / "run", [])[0] == "adapter"
+    assert draw_pictures(tmp_path / "run", [])[0] == "adapter"
     trained = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
     cut_back(tmp_path / "run", 4)
     assert (

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
-from isotype.inference.diffusion import draw_with
+from isotype.inference.diffusion import draw_pictures
 from isotype.tasks.choose import plan, task_of, train
 from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pipeline import PipelineFolder
@@ -74,7 +74,7 @@ def test_a_denoiser_from_a_configuration_trains_resumes_and_draws(drawn, studio,
     assert train(loaded) == 0
     saved = json.loads((tmp_path / "whole/model/config.json").read_text())
     assert (saved["num_attention_heads"], saved["num_single_layers"]) == (1, 2)
-    assert draw_with(tmp_path / "whole", ["a red circle"])[0] == "model"
+    assert draw_pictures(tmp_path / "whole", ["a red circle"])[0] == "model"
 
 
 # --- What goes wrong around the data and the folders is one line, and nothing that was made is
