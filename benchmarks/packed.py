@@ -28,7 +28,7 @@ import isotype
 import lora as lora_bench
 from isotype.lora.quantised import PackedLinear
 from isotype.ops.backend import force_backend
-from isotype.ops.packed import PackedState, in_rows, quantised, widen
+from isotype.ops.packed import PackedState, pack_along_rows, pack_weight, widen
 from isotype.ops.packed.formats import Layout
 from isotype.ops.packed.ggml import BLOCKS
 
@@ -71,7 +71,7 @@ def gptq(weight: Tensor, *, act_order: bool = False) -> tuple[Tensor, PackedStat
     }
     if act_order:
         tensors["g_idx"] = torch.arange(columns, dtype=torch.int32)[torch.randperm(columns)] // 128
-    made, state = in_rows(words, PackedState(layout, "int4", tensors))
+    made, state = pack_along_rows(words, PackedState(layout, "int4", tensors))
     return made.view(torch.uint8), state
 
 
@@ -90,8 +90,8 @@ def ggml(weight: Tensor, kind: str) -> tuple[Tensor, PackedState]:
 
 FORMATS: dict[str, Callable[[Tensor], tuple[Tensor, PackedState]]] = {
     "fp8, blocks of 128 x 128": fp8_blocks,
-    "fp8, a scale a row": lambda weight: quantised(weight, "fp8"),
-    "int8, a scale a row": lambda weight: quantised(weight, "int8"),
+    "fp8, a scale a row": lambda weight: pack_weight(weight, "fp8"),
+    "int8, a scale a row": lambda weight: pack_weight(weight, "int8"),
     "mxfp4": mxfp4,
     "GPTQ and AWQ, 4 bits": gptq,
     "GPTQ with act-order": partial(gptq, act_order=True),

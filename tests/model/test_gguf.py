@@ -14,7 +14,7 @@ from isotype.inference.loaded import load_run
 from isotype.inference.merge import merged_state
 from isotype.lora import PackedLinear
 from isotype.model.gguf import read_architecture
-from isotype.ops.packed.ggml import BLOCKS, decoded, not_finite
+from isotype.ops.packed.ggml import BLOCKS, decode_blocks, find_non_finite
 from isotype.tasks.choose import train
 from tests.commands import ask
 from tests.gguf_files import blocks, splitting, write
@@ -59,16 +59,16 @@ def test_blocks_have_the_bits_of_the_package(subtests):
             want = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
             packed = torch.from_numpy(raw)
             assert torch.equal(
-                decoded(kind, packed, torch.float32).view(torch.int32), want.view(torch.int32)
+                decode_blocks(kind, packed, torch.float32).view(torch.int32), want.view(torch.int32)
             )
             torch.testing.assert_close(
-                decoded(kind, packed, torch.float64), want.double(), rtol=1e-6, atol=1e-6
+                decode_blocks(kind, packed, torch.float64), want.double(), rtol=1e-6, atol=1e-6
             )
-            assert not not_finite(kind, packed).any()
+            assert not find_non_finite(kind, packed).any()
             packed[5, size + halves[-1] : size + halves[-1] + 2] = torch.tensor(
                 [torch.nan], dtype=torch.float16
             ).view(torch.uint8)
-            assert not_finite(kind, packed).nonzero().tolist() == [[5, 1]]
+            assert find_non_finite(kind, packed).nonzero().tolist() == [[5, 1]]
 
 
 def test_a_file_is_the_model_that_transformers_widens(file, subtests):

@@ -359,7 +359,7 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
         trainable=False,
     )
     experts = model.model.layers[1].mlp.experts
-    assert experts.down_proj.quant_state.word == word
+    assert experts.down_proj.quant_state.dtype_name == word
     exact = dense(model, torch.float64)
     refuse_unknown(model, ["experts.down_proj"])
     assert detect_quantisation(model) == Quantisation("", word, is_loaded=True)

@@ -12,13 +12,13 @@ import torch._dynamo
 
 pytest.importorskip("triton")
 
-from isotype.ops.adamw import AdamwNumbers, adamw_, adamw_reference_, triton
+from isotype.ops.adamw import AdamwHyperparameters, adamw_, adamw_reference_, triton
 from isotype.ops.backend import force_backend
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import everywhere, kernels
 
-NUMBERS = AdamwNumbers(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
+NUMBERS = AdamwHyperparameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
 
 
 def tensors(n, weight, gradient, state, device="cpu"):
@@ -50,7 +50,7 @@ def rounded(value, lr, seed):
     """What becomes of weights of `value` that the update moves up by `lr`, from zero moments."""
     weight = torch.full((4096,), value, dtype=torch.bfloat16)
     gradient = -torch.ones(4096)
-    numbers = AdamwNumbers(lr=lr, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, step=1)
+    numbers = AdamwHyperparameters(lr=lr, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, step=1)
     adamw_(weight, gradient, torch.zeros(4096), torch.zeros(4096), numbers, seed=seed)
     return weight
 

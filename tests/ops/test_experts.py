@@ -101,7 +101,7 @@ FORMS = list(itertools.product(GATES, (False, True), (False, True), (False, True
     [("eager", torch.float64), pytest.param("cpp", torch.float32, marks=COMPILED)],
 )
 def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, monkeypatch):
-    monkeypatch.setattr(groups, "ROWS", 30)
+    monkeypatch.setattr(groups, "ROWS_PER_PART", 30)
     for gate, biased, transposed, lora in FORMS:
         call = Call(gate=gate, biased=biased, transposed=transposed, lora=lora, dtype=dtype)
         with force_backend(backend):
@@ -129,8 +129,8 @@ def test_packed_stacks_are_as_exact_as_the_dense_weights_that_they_mean(
     form, transposed, path, monkeypatch
 ):
     """A few experts are wide at a time: no tensor is as large as half of the larger stack."""
-    monkeypatch.setattr(groups, "ROWS", 30)
-    monkeypatch.setattr(groups, "FEW", 2)
+    monkeypatch.setattr(groups, "ROWS_PER_PART", 30)
+    monkeypatch.setattr(groups, "EXPERTS_AT_ONCE", 2)
     options, sizes = (
         {"gate": "silu", "lora": True, "transposed": transposed},
         {"hidden": 64, "inner": 32},
@@ -172,7 +172,7 @@ def packed_stack(form, o, i, *, transposed):
         for name in first.tensors
     }
     state = StackState(
-        first.layout, first.word, tensors, experts=EXPERTS, pieces=1, transposed=transposed
+        first.layout, first.dtype_name, tensors, experts=EXPERTS, pieces=1, transposed=transposed
     )
     return torch.stack([weight for weight, _ in made]).flatten(), state
 

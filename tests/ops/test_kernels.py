@@ -304,7 +304,7 @@ def test_the_weights_gradient_is_summed_over_tiles_and_programs(monkeypatch):
 
 
 def test_a_row_too_long_for_registers_takes_plain_pytorch():
-    x, w = torch.randn(1, norm_kernels.LONGEST + 1), torch.ones(norm_kernels.LONGEST + 1)
+    x, w = torch.randn(1, norm_kernels.MAX_COLUMNS + 1), torch.ones(norm_kernels.MAX_COLUMNS + 1)
     want = rms_norm(x, w)
     with force_backend("triton"):  # whose kernels cannot run outside the interpreter
         torch.testing.assert_close(rms_norm(x, w), want)

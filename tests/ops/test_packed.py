@@ -8,9 +8,15 @@ import torch
 from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.backend import force_backend
-from isotype.ops.packed import PackedState, in_rows, widen, widen_4bit
+from isotype.ops.packed import PackedState, pack_along_rows, widen, widen_4bit
 from isotype.ops.packed.formats import KINDS, Layout
-from isotype.ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, recognise, state_of
+from isotype.ops.packed.recognise import (
+    SERVING_TENSORS,
+    TORCHAO_NAMES,
+    Part,
+    build_state,
+    recognise,
+)
 from isotype.precision.packing import UnreadPacking, read_packing
 from tests.gpu import everywhere, kernels
 from tests.published import FORMATS, element, packed
@@ -25,11 +31,13 @@ def read(form: str, tensors: dict, shape=(OUT, IN)) -> tuple[torch.Tensor, Packe
     parts = {
         name: Part(t.dtype, tuple(t.shape))
         for name, t in tensors.items()
-        if name not in OF_ACTIVATIONS
+        if name not in SERVING_TENSORS
     }
     layout = recognise("layer", parts, how, shape)
-    tensors = {TORCHAO.get(name, name): t for name, t in tensors.items()}
-    weight, made = in_rows(tensors[layout.main[0]], state_of("layer", layout, how.word, tensors))
+    tensors = {TORCHAO_NAMES.get(name, name): t for name, t in tensors.items()}
+    weight, made = pack_along_rows(
+        tensors[layout.main[0]], build_state("layer", layout, how.dtype_name, tensors)
+    )
     return weight.view(torch.uint8), made
 
 
@@ -39,7 +47,7 @@ def test_each_value_is_what_the_definition_gives(subtests):
             tensors = packed(form, OUT, IN)
             weight, how = read(form, tensors)
             wide = widen(weight, how, torch.float64)
-            assert how.word == word
+            assert how.dtype_name == word
             assert wide.shape == how.shape == (OUT, IN)
             for o in range(0, OUT, 3):
                 for i in range(0, IN, 7):
@@ -101,7 +109,7 @@ def test_the_kernel_of_a_gpu_gives_the_values_of_plain_pytorch(device, subtests)
             want = widen(weight, how, torch.bfloat16)
         with kernels(device), subtests.test(form):
             assert torch.equal(
-                widen(weight.to(device), how.moved(torch.device(device)), torch.bfloat16).cpu(),
+                widen(weight.to(device), how.to_device(torch.device(device)), torch.bfloat16).cpu(),
                 want,
             )
 
@@ -116,7 +124,7 @@ def test_the_kernel_compiles_for_every_output_and_target(form):
 
     weight, how = read(form, packed(form, 64, 640), (64, 640))
     name, dtype, shape = how.layout.main
-    made = forms.ordered(
+    made = forms.to_block_scaled(
         {**how.tensors, name: weight.view(dtype).view(shape)}, slice(0, 64), how.layout
     )
 

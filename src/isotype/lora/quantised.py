@@ -192,7 +192,9 @@ class PackedWeight(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         if id(self) not in memo:
-            memo[id(self)] = PackedWeight(self.data.clone(), self.quant_state.mapped(torch.clone))
+            memo[id(self)] = PackedWeight(
+                self.data.clone(), self.quant_state.map_tensors(torch.clone)
+            )
         copied: PackedWeight = memo[id(self)]
         return copied
 
@@ -240,11 +242,11 @@ class PackedLinear(nn.Linear):
         state = self.weight.quant_state
         super()._apply(fn, recurse)
         # a move to or from the meta device makes another Parameter
-        self.weight.quant_state = state.moved(self.weight.device)
+        self.weight.quant_state = state.to_device(self.weight.device)
         return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.weight.quant_state.word}"
+        return f"{super().extra_repr()}, {self.weight.quant_state.dtype_name}"
 
 
 def is_4bit(module: nn.Module) -> bool:

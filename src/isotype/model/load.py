@@ -28,7 +28,7 @@ from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
 from ..environment.hub import is_unreachable, not_in_cache, print_status
 from ..errors import UsageError
-from ..ops.packed.recognise import PARTS
+from ..ops.packed.recognise import PACKED_PARTS
 from ..precision.packing import DTYPES_ON_LOAD
 from ..precision.parts import Part, loading_device
 from ..precision.precision import Precision
@@ -338,7 +338,7 @@ def _load(
     model: PreTrainedModel
     model, loaded = made
     if scales := sorted(
-        name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] in PARTS
+        name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] in PACKED_PARTS
     ):
         # transformers would take the numbers without them
         what = f"{scales[0]} belongs to a packed weight, and config.json has no quantization_config"

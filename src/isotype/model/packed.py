@@ -32,9 +32,16 @@ from ..config.sources import gguf_file
 from ..errors import UsageError
 from ..instance_method import InstanceMethod
 from ..lora.quantised import PackedLinear, PackedWeight
-from ..ops.packed import StackState, in_rows, quantised
+from ..ops.packed import StackState, pack_along_rows, pack_weight
 from ..ops.packed.formats import Layout
-from ..ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, is_packed, recognise, state_of
+from ..ops.packed.recognise import (
+    SERVING_TENSORS,
+    TORCHAO_NAMES,
+    Part,
+    build_state,
+    is_packed,
+    recognise,
+)
 from ..optimize.experts import packed_forward
 from ..precision.packing import Packing
 from ..precision.quantised_base import quantisation_from_config, refuse_unquantisable
@@ -100,7 +107,7 @@ class _Waiting(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         return {
-            TORCHAO.get(name, name): p.data
+            TORCHAO_NAMES.get(name, name): p.data
             for name, p in self._parameters.items()
             if p is not None and name != "bias"
         }
@@ -240,7 +247,7 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
                 fix="tie_word_embeddings: false there",
             )
         wait_at(model, path, layer, parts, packing, f"model {where}: {owner}")
-    beside = rf"\.({'|'.join(OF_ACTIVATIONS)})$"
+    beside = rf"\.({'|'.join(SERVING_TENSORS)})$"
     model._keys_to_ignore_on_load_unexpected = {
         *(model._keys_to_ignore_on_load_unexpected or ()),
         beside,
@@ -268,7 +275,7 @@ def wait_at(
     `recognise` does.
     """
     own = {
-        name: part for name, part in parts.items() if name != "bias" and name not in OF_ACTIVATIONS
+        name: part for name, part in parts.items() if name != "bias" and name not in SERVING_TENSORS
     }
     layout = recognise(where, own, packing, (layer.out_features, layer.in_features))
     parent, _, last = path.rpartition(".")
@@ -284,8 +291,8 @@ def pack(model: nn.Module, packing: Packing) -> None:
     """
     for full, waiting in list(_waiting(model)):
         tensors = waiting.tensors()
-        state = state_of(full, waiting.layout, packing.dtype_name, tensors)
-        weight, state = in_rows(tensors[waiting.layout.main[0]], state)
+        state = build_state(full, waiting.layout, packing.dtype_name, tensors)
+        weight, state = pack_along_rows(tensors[waiting.layout.main[0]], state)
         bias = None if waiting.bias is None else waiting.bias.data
         layer = PackedLinear(waiting.in_features, waiting.out_features, weight, state, bias)
         parent, _, last = full.rpartition(".")
@@ -302,7 +309,7 @@ def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
-                weight, state = quantised(child.weight.data, word)
+                weight, state = pack_weight(child.weight.data, word)
                 setattr(
                     parent,
                     name,
@@ -493,7 +500,7 @@ def _wait_for_layers(
                 parts = {
                     name: part
                     for name, part in packed.get(owner, {}).items()
-                    if name not in OF_ACTIVATIONS
+                    if name not in SERVING_TENSORS
                 }
                 layout = recognise(f"model {where}: {owner}", parts, packing, shape)
                 if plan.setdefault(stack, layout) != layout:
@@ -515,7 +522,7 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
         plan: dict[str, Layout] | None = vars(module).pop(_PLAN, None)
         for stack, layout in (plan or {}).items():
             own = list(_pieces(module, path, stack))
-            pieces = [[state_of(of, layout, packing.dtype_name, t) for of, t in one] for one in own]
+            pieces = [[build_state(of, layout, packing.dtype_name, t) for of, t in one] for one in own]
             tensors = {
                 name: torch.stack(
                     [torch.stack([piece.tensors[name] for piece in one]) for one in pieces]

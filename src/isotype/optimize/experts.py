@@ -72,7 +72,7 @@ def _state_there(stack: Any) -> StackState | None:
     what belongs to them.
     """
     if _state(stack) is not None:
-        stack.quant_state = stack.quant_state.moved(stack.device)
+        stack.quant_state = stack.quant_state.to_device(stack.device)
     return _state(stack)
 
 

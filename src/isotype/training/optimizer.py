@@ -24,7 +24,7 @@ from ..config.schema import RunConfig, TrainSection
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError, refuse_where
-from ..ops.adamw import AdamwNumbers, adamw_
+from ..ops.adamw import AdamwHyperparameters, adamw_
 from ..precision.parts import first_element, local_part
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 
@@ -97,7 +97,7 @@ class MixedAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(p, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=self.state_dtype)
         state["step"] += 1
-        numbers = AdamwNumbers(
+        numbers = AdamwHyperparameters(
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -117,7 +117,7 @@ class MixedAdamW(torch.optim.Optimizer):
                 if self._stochastic
                 else None
             ),
-            first=first_element(p),
+            first_index=first_element(p),
         )
 
 

@@ -1,3 +1,3 @@
-from .op import AdamwNumbers, adamw_, adamw_reference_, stochastic_round_
+from .op import AdamwHyperparameters, adamw_, adamw_reference_, stochastic_round_
 
-__all__ = ["AdamwNumbers", "adamw_", "adamw_reference_", "stochastic_round_"]
+__all__ = ["AdamwHyperparameters", "adamw_", "adamw_reference_", "stochastic_round_"]

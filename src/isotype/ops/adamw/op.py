@@ -12,7 +12,7 @@ from ..backend import uses_fused_kernel
 from ..library import library_op
 
 
-class AdamwNumbers(NamedTuple):
+class AdamwHyperparameters(NamedTuple):
     """Of Loshchilov and Hutter 2019; `step` counts from 1."""
 
     lr: float
@@ -28,7 +28,7 @@ class AdamwNumbers(NamedTuple):
         return 1 - self.lr * self.weight_decay
 
     @property
-    def size(self) -> float:
+    def step_size(self) -> float:
         """The size of the step, with the first moment's bias correction."""
         return self.lr / (1 - self.beta1**self.step)
 
@@ -42,7 +42,9 @@ BLOCK = 1 << 18  # elements whose noise is drawn at a time
 _64_BITS = (1 << 64) - 1
 
 
-def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, seed: int, first: int = 0) -> None:
+def stochastic_round_(
+    target_bf16: Tensor, value_fp32: Tensor, seed: int, first_index: int = 0
+) -> None:
     """Writes fp32 into bf16, up or down with probability by distance, so that the mean is kept.
 
     The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay;
@@ -51,15 +53,15 @@ def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, seed: int, first:
     seed, first  of the noise, as in `noise`
     """
     bits = value_fp32.view(torch.int32) + noise(
-        seed, first, value_fp32.numel(), value_fp32.device
+        seed, first_index, value_fp32.numel(), value_fp32.device
     ).view(value_fp32.shape)
     bits &= -65536
     rounded = bits.view(torch.float32)
     target_bf16.copy_(torch.where(value_fp32.isfinite(), rounded, value_fp32))
 
 
-def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
-    """16 random bits for each of `count` elements from `first` on: int32[count], a function of seed
+def noise(seed: int, first_index: int, count: int, device: torch.device) -> Tensor:
+    """16 random bits for each of `count` elements from `first_index` on: int32[count], a function of seed
     and element alone.
 
     So the processes that share a tensor draw what one process draws. Every BLOCK elements have a
@@ -68,11 +70,11 @@ def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
     generator = torch.Generator(device)
-    drawn = []
-    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
-        begin = max(first, block * BLOCK)
-        end = min(first + count, (block + 1) * BLOCK)
-        generator.manual_seed(_mixed(seed, block))
+    blocks = []
+    for block in range(first_index // BLOCK, -(-(first_index + count) // BLOCK)):
+        begin = max(first_index, block * BLOCK)
+        end = min(first_index + count, (block + 1) * BLOCK)
+        generator.manual_seed(_mix_seed(seed, block))
         bits = torch.randint(
             0,
             1 << 16,
@@ -81,22 +83,22 @@ def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
             device=device,
             generator=generator,
         )
-        drawn.append(bits[begin - block * BLOCK :])
-    if drawn:
-        return torch.cat(drawn)
+        blocks.append(bits[begin - block * BLOCK :])
+    if blocks:
+        return torch.cat(blocks)
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
-def _mixed(seed: int, block: int) -> int:
+def _mix_seed(seed: int, block: int) -> int:
     """A number whose lower 32 bits, all that torch's generator on a CPU reads, depend on every bit
     of both.
 
     Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """
-    mixed = (seed * 0x9E3779B97F4A7C15 + (block + 1) * 0xD1B54A32D192ED03) & _64_BITS
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS
-    return (mixed ^ mixed >> 31) & 0x7FFFFFFFFFFFFFFF
+    state = (seed * 0x9E3779B97F4A7C15 + (block + 1) * 0xD1B54A32D192ED03) & _64_BITS
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _64_BITS
+    return (state ^ state >> 31) & 0x7FFFFFFFFFFFFFFF
 
 
 def adamw_reference_(
@@ -104,38 +106,38 @@ def adamw_reference_(
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
-    numbers: AdamwNumbers,
+    hyperparameters: AdamwHyperparameters,
     seed: int | None,
-    first: int = 0,
+    first_index: int = 0,
 ) -> None:
     """Updates weight, mean and square in place.
 
     seed   of the noise that rounds a bf16 weight stochastically; None rounds to nearest
-    first  index of the tensors' first element in the whole ones, where they are parts
+    first_index  index of the tensors' first element in the whole ones, where they are parts
     """
-    n = numbers
+    h = hyperparameters
     g_fp32 = gradient.float()
-    mean_fp32 = mean.float().lerp_(g_fp32, 1 - n.beta1)
-    square_fp32 = square.float().mul_(n.beta2).addcmul_(g_fp32, g_fp32, value=1 - n.beta2)
+    mean_fp32 = mean.float().lerp_(g_fp32, 1 - h.beta1)
+    square_fp32 = square.float().mul_(h.beta2).addcmul_(g_fp32, g_fp32, value=1 - h.beta2)
     mean.copy_(mean_fp32)
     square.copy_(square_fp32)
-    denominator = (square_fp32 / (1 - n.beta2**n.step)).sqrt_().add_(n.eps)
+    denominator = (square_fp32 / (1 - h.beta2**h.step)).sqrt_().add_(h.eps)
     # .float() of an fp32 weight is the weight itself: the update is then in place and there is
     # nothing to store
     weight_fp32 = weight.float()
-    weight_fp32.mul_(1 - n.lr * n.weight_decay)
-    weight_fp32.addcdiv_(mean_fp32, denominator, value=-n.lr / (1 - n.beta1**n.step))
+    weight_fp32.mul_(1 - h.lr * h.weight_decay)
+    weight_fp32.addcdiv_(mean_fp32, denominator, value=-h.lr / (1 - h.beta1**h.step))
     if weight.dtype == torch.float32:
         return
     if seed is not None:
-        stochastic_round_(weight, weight_fp32, seed, first)
+        stochastic_round_(weight, weight_fp32, seed, first_index)
     else:
         weight.copy_(weight_fp32)
 
 
 @library_op(
     "adamw_(Tensor(a!) weight, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, float[]"
-    " numbers, int step, int? seed, int first) -> ()",
+    " hyperparameters, int step, int? seed, int first_index) -> ()",
     fake=lambda *_: None,
 )
 def _update(
@@ -143,14 +145,22 @@ def _update(
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
-    numbers: Sequence[float],
+    hyperparameters: Sequence[float],
     step: int,
     seed: int | None,
-    first: int,
+    first_index: int,
 ) -> None:
     from . import triton
 
-    triton.adamw_(weight, gradient, mean, square, AdamwNumbers._make((*numbers, step)), seed, first)
+    triton.adamw_(
+        weight,
+        gradient,
+        mean,
+        square,
+        AdamwHyperparameters._make((*hyperparameters, step)),
+        seed,
+        first_index,
+    )
 
 
 def adamw_(
@@ -158,10 +168,10 @@ def adamw_(
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
-    numbers: AdamwNumbers,
+    hyperparameters: AdamwHyperparameters,
     *,
     seed: int | None,
-    first: int = 0,
+    first_index: int = 0,
 ) -> None:
     """One AdamW update in place, in fp32 whatever the tensors' dtypes.
 
@@ -170,15 +180,15 @@ def adamw_(
     mean, square  any float [*n]   the moments
     seed          of the noise that rounds a bf16 weight stochastically; None for rounding to
                   nearest
-    first         index of the tensors' first element in the whole ones, where they are one
+    first_index   index of the tensors' first element in the whole ones, where they are one
                   process's parts of them
 
     The kernel and plain PyTorch draw different noise of the same distribution.
     """
     tensors = (weight, gradient, mean, square)
-    plain = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)
+    is_supported = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)
     # the kernel draws for four neighbours at a time
-    if uses_fused_kernel(weight) and plain and first % 4 == 0:
-        _update(*tensors, numbers[:-1], numbers.step, seed, first)
+    if uses_fused_kernel(weight) and is_supported and first_index % 4 == 0:
+        _update(*tensors, hyperparameters[:-1], hyperparameters.step, seed, first_index)
     else:
-        adamw_reference_(*tensors, numbers, seed, first)
+        adamw_reference_(*tensors, hyperparameters, seed, first_index)

@@ -23,7 +23,7 @@ BLOCK = 1024
 
 # a seed is another number at every step, and an element count's class does not change what is
 # computed
-@triton.jit(do_not_specialize=["seed", "before"])
+@triton.jit(do_not_specialize=["seed", "first_quarter"])
 def adamw_kernel(
     weight,
     gradient,
@@ -31,7 +31,7 @@ def adamw_kernel(
     square,
     n,
     seed,
-    before,
+    first_quarter,
     decay,
     size,
     correction,
@@ -57,7 +57,7 @@ def adamw_kernel(
     if STOCHASTIC:
         # one Philox call gives four neighbouring elements 32 random bits each; 16 of them are added
         # to the bits that bf16 drops
-        quarter = before + first // 4 + tl.arange(0, BLOCK // 4)
+        quarter = first_quarter + first // 4 + tl.arange(0, BLOCK // 4)
         a, b, c, d = tl.randint4x(seed, quarter.to(tl.uint32))
         noise = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,)) & 0xFFFF
         bits = w_fp32.to(tl.int32, bitcast=True) + noise.to(tl.int32)
@@ -73,16 +73,16 @@ def adamw_(
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
-    numbers: Any,
+    hyperparameters: Any,
     seed: int | None,
-    first: int = 0,
+    first_index: int = 0,
 ) -> None:
-    """As `adamw_reference_`, with its AdamwNumbers; all four tensors are contiguous, and `first` is
-    a multiple of 4.
+    """The update of `adamw_reference_`. All four tensors are contiguous, and `first_index` is a
+    multiple of 4.
     """
     if not weight.numel():
         return
-    n = numbers
+    h = hyperparameters
     adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
         weight,
         gradient,
@@ -90,13 +90,13 @@ def adamw_(
         square,
         weight.numel(),
         seed or 0,
-        first // 4,
-        n.decay,
-        n.size,
-        n.correction,
-        n.beta1,
-        n.beta2,
-        n.eps,
+        first_index // 4,
+        h.decay,
+        h.step_size,
+        h.correction,
+        h.beta1,
+        h.beta2,
+        h.eps,
         STOCHASTIC=seed is not None and weight.dtype == torch.bfloat16,
         BLOCK=BLOCK,
         num_warps=4,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backend import arithmetic_dtype, choose_path
 from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
 from ..library import library_op
-from .groups import KERNELS as EXPERTS
+from .groups import KERNELS as KERNELS_OF_EXPERTS
 
 
 class Clamped(NamedTuple):
@@ -34,7 +34,7 @@ def _halves(g: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def activated_reference(g: Tensor, kind: Activation) -> Tensor:
+def activation_reference(g: Tensor, kind: Activation) -> Tensor:
     """In plain PyTorch, right at fp64: [... G] -> [... I]."""
     if isinstance(kind, str):
         return gated_reference(*_halves(g), kind)
@@ -47,31 +47,34 @@ def activated_reference(g: Tensor, kind: Activation) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(kind.alpha * gate)).to(g.dtype)
 
 
-def activated(g_TG: Tensor, kind: Activation) -> Tensor:
+def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
     """F[T I], for a caller that differentiates it itself."""
-    named = _named(kind)
-    if named is not None and (path := choose_path(EXPERTS, g_TG)) in ("cpp", "triton"):
+    arguments = _kernel_arguments(kind)
+    if arguments is not None and (path := choose_path(KERNELS_OF_EXPERTS, g_TG)) in (
+        "cpp",
+        "triton",
+    ):
         if path == "cpp":
-            return _cpp_activate(g_TG, *named)
-        return _activate(g_TG, *named)
+            return _cpp_activate(g_TG, *arguments)
+        return _activate(g_TG, *arguments)
     if not isinstance(kind, str):
-        return activated_reference(g_TG, kind)
+        return activation_reference(g_TG, kind)
     return gated_forward(choose_path(KERNELS, g_TG), *_halves(g_TG), kind)
 
 
-def _named(kind: Activation) -> tuple[str, float, float] | None:
+def _kernel_arguments(kind: Activation) -> tuple[str, float, float] | None:
     """(its name for the kernels, alpha, limit), or None for a function."""
     if isinstance(kind, Clamped):
         return "clamped", kind.alpha, kind.limit
     return (kind, 0.0, 0.0) if isinstance(kind, str) else None
 
 
-def weighted(x_TN: Tensor, w_T: Tensor) -> Tensor:
+def scale_rows(x_TN: Tensor, w_T: Tensor) -> Tensor:
     """Each row of x times its weight, rounded once to x's dtype."""
     return (x_TN.to(w_T.dtype) * w_T[:, None]).to(x_TN.dtype)
 
 
-def backward_of_rows(
+def activation_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of g, weighted; h again where it is needed; <h, dh> of each row).
@@ -79,19 +82,19 @@ def backward_of_rows(
     dh  not yet weighted
     w   of each row, fp32
     """
-    named = _named(kind)
+    arguments = _kernel_arguments(kind)
     if (
-        named is not None
+        arguments is not None
         and w_T.dtype is torch.float32
-        and (path := choose_path(EXPERTS, g_TG)) in ("cpp", "triton")
+        and (path := choose_path(KERNELS_OF_EXPERTS, g_TG)) in ("cpp", "triton")
     ):
         if path == "cpp":
-            return _cpp_backward(g_TG, dh_TI, w_T, *named, needs_h)
-        return _backward(g_TG, dh_TI, w_T, *named, needs_h)
+            return _cpp_backward(g_TG, dh_TI, w_T, *arguments, needs_h)
+        return _backward(g_TG, dh_TI, w_T, *arguments, needs_h)
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
         dgate, dup, h = gated_backward(
-            choose_path(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True
+            choose_path(KERNELS, g_TG), gate, up, scale_rows(dh_TI, w_T), kind, True
         )
         assert dup is not None
         assert h is not None
@@ -99,16 +102,16 @@ def backward_of_rows(
     else:
         with torch.enable_grad():
             leaf = g_TG.detach().requires_grad_()
-            made = activated_reference(leaf, kind)
-        (dg,) = torch.autograd.grad(made, leaf, weighted(dh_TI, w_T))
-        h = made.detach()
+            activated = activation_reference(leaf, kind)
+        (dg,) = torch.autograd.grad(activated, leaf, scale_rows(dh_TI, w_T))
+        h = activated.detach()
     return dg, h, (h.to(w_T.dtype) * dh_TI.to(w_T.dtype)).sum(-1)
 
 
 # --- the C++ and Triton kernels
 
 # their numbers in cpu.cpp
-_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
+_KIND_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
 
 
 def _fake_activate(g: Tensor, *_: object) -> Tensor:
@@ -121,45 +124,45 @@ def _fake_activate(g: Tensor, *_: object) -> Tensor:
 )
 def _cpp_activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     h = _fake_activate(g_TG)
-    EXPERTS("activate", g_TG.dtype, g_TG, h, *h.shape, _NUMBERS[kind], alpha, limit)
+    KERNELS_OF_EXPERTS("activate", g_TG.dtype, g_TG, h, *h.shape, _KIND_NUMBERS[kind], alpha, limit)
     return h
 
 
 def _fake_backward(
-    g: Tensor, dh: Tensor, w: Tensor, kind: str, alpha: float, limit: float, again: bool
+    g: Tensor, dh: Tensor, w: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(g),
-        torch.empty_like(dh) if again else dh.new_empty(0),
+        torch.empty_like(dh) if want_h else dh.new_empty(0),
         torch.empty_like(w),
     )
 
 
 @library_op(
     "experts_backward_cpp(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool"
-    " again) -> (Tensor, Tensor, Tensor)",
+    " want_h) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _cpp_backward(
-    g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, again: bool
+    g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
-    made = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, again)
-    EXPERTS(
+    outputs = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, want_h)
+    KERNELS_OF_EXPERTS(
         "backward",
         g_TG.dtype,
         g_TG,
         dh_TI,
         w_T,
         dg,
-        h if again else None,
+        h if want_h else None,
         products,
         *dh_TI.shape,
-        _NUMBERS[kind],
+        _KIND_NUMBERS[kind],
         alpha,
         limit,
     )
-    return made
+    return outputs
 
 
 @library_op(
@@ -173,12 +176,12 @@ def _activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 
 @library_op(
     "experts_backward(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool"
-    " again) -> (Tensor, Tensor, Tensor)",
+    " want_h) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(
-    g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, again: bool
+    g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     from . import triton
 
-    return triton.backward(g_TG, dh_TI, w_T, kind, alpha, limit, again)
+    return triton.backward(g_TG, dh_TI, w_T, kind, alpha, limit, want_h)

@@ -39,10 +39,10 @@ from ..recomputed_layer import is_output_unused, layers_running, placeholder_ten
 from .activation import (
     Activation,
     Clamped,
-    activated,
-    activated_reference,
-    backward_of_rows,
-    weighted,
+    activation_backward,
+    activation_reference,
+    apply_activation,
+    scale_rows,
 )
 from .groups import Groups, Part
 
@@ -70,7 +70,7 @@ class Adapter(NamedTuple):
     scale: float
 
 
-class Form(NamedTuple):
+class ExpertsOptions(NamedTuple):
     """What is constant of a call. states: of packed stacks."""
 
     activation: Activation
@@ -101,25 +101,25 @@ def experts_reference(
     y = torch.zeros(x.shape, dtype=arithmetic_dtype(dtype), device=x.device)
     with autocast_off(x):
         for expert in range(up.shape[0]):
-            token, place = torch.where(index == expert)
+            token, choice = torch.where(index == expert)
             h = x[token].to(dtype)
-            for weight, bias, adapter, first in (
+            for weight, bias, adapter, is_first in (
                 (up, up_bias, up_adapter, True),
                 (down, down_bias, down_adapter, False),
             ):
-                own = weight[expert].to(dtype)
-                made = h @ (own if transposed else own.t())
+                matrix = weight[expert].to(dtype)
+                output = h @ (matrix if transposed else matrix.t())
                 if adapter is not None:
-                    made = (
-                        made
+                    output = (
+                        output
                         + adapter.scale
                         * (h @ adapter.a[expert].to(dtype).t())
                         @ adapter.b[expert].to(dtype).t()
                     )
                 if bias is not None:
-                    made = made + bias[expert].to(dtype)
-                h = activated_reference(made, activation) if first else made
-            y = y.index_add(0, token, h.to(y.dtype) * weights[token, place, None].to(y.dtype))
+                    output = output + bias[expert].to(dtype)
+                h = activation_reference(output, activation) if is_first else output
+            y = y.index_add(0, token, h.to(y.dtype) * weights[token, choice, None].to(y.dtype))
         return y.to(x.dtype)
 
 
@@ -130,32 +130,32 @@ def _product(
     part: Part,
     x: Tensor,
     stack: Tensor,
-    form: Form,
-    which: int,
+    options: ExpertsOptions,
+    layer_index: int,
     *,
-    back: bool = False,
+    transpose: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x by the matrix of each row's expert, or with `back` by its transpose: the one place where a
+    """x by the matrix of each row's expert, or with `transpose` by its transpose: the one place where a
     stack is read. Weights of another dtype are cast for the experts of a part, packed ones are
     widened for a few experts at a time.
     """
-    state = form.states[which]
+    state = options.states[layer_index]
     if state is None:
         weight = stack[part.experts]
         if weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
         return part.multiply(
-            x, weight if form.transposed != back else weight.transpose(1, 2), out=out
+            x, weight if options.transposed != transpose else weight.transpose(1, 2), out=out
         )
 
     def read(experts: slice) -> Tensor:
-        wide = state.widen_experts(stack, experts, x.dtype)
-        return wide if back else wide.transpose(1, 2)
+        widened = state.widen_experts(stack, experts, x.dtype)
+        return widened if transpose else widened.transpose(1, 2)
 
     if out is None:
-        out = x.new_empty(len(x), state.shape[1 if form.transposed == back else 2])
-    return part.multiply_few(x, read, out)
+        out = x.new_empty(len(x), state.shape[1 if options.transposed == transpose else 2])
+    return part.multiply_packed(x, read, out)
 
 
 class Experts(torch.autograd.Function):
@@ -167,7 +167,7 @@ class Experts(torch.autograd.Function):
         x_TH: Tensor,
         index_TC: Tensor,
         weights_TC: Tensor,
-        form: Form,
+        options: ExpertsOptions,
         dtype: torch.dtype,
         up: Tensor,
         up_bias: Tensor | None,
@@ -178,12 +178,12 @@ class Experts(torch.autograd.Function):
         down_a: Tensor | None,
         down_b: Tensor | None,
     ) -> Tensor:
-        given = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
-        keeps = any(ctx.needs_input_grad)
-        unused = bool(layers_running) and is_output_unused(ctx)
+        layers = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
+        needs_gradients = any(ctx.needs_input_grad)
+        is_unused = bool(layers_running) and is_output_unused(ctx)
         with autocast_off(x_TH):
-            shape = _shape(up, form.states[0])
-            groups = Groups(index_TC, shape[0], dtype, packed=form.states != (None, None))
+            shape = _stack_shape(up, options.states[0])
+            groups = Groups(index_TC, shape[0], dtype, packed=options.states != (None, None))
             low_TH = x_TH.to(dtype)
             w_S = weights_TC.reshape(-1)[groups.order].to(arithmetic_dtype(dtype))
             (a1, b1), (a2, b2) = (
@@ -191,34 +191,34 @@ class Experts(torch.autograd.Function):
                 groups.narrow(down_a, down_b, dtype),
             )
             rows = groups.order.shape[0]
-            width = shape[2 if form.transposed else 1]
+            width = shape[2 if options.transposed else 1]
             # what backward reads of every row: the first layer's output, and both layers' products
             # with A
             g_SG, xa_SR, ha_SR = (
-                low_TH.new_empty(rows, n) if keeps and n else None
+                low_TH.new_empty(rows, n) if needs_gradients and n else None
                 for n in (width, *(0 if a is None else a.shape[1] for a in (a1, a2)))
             )
-            if unused:
+            if is_unused:
                 total = None
             else:
                 total = torch.zeros(x_TH.shape, dtype=arithmetic_dtype(dtype), device=x_TH.device)
             for part in groups.parts():
-                xs = part.gathered(low_TH)
-                g, xa = _layer(
+                xs = part.gather_rows(low_TH)
+                g, xa = _forward_layer(
                     part,
                     xs,
                     (up, up_bias, a1, b1),
-                    form,
+                    options,
                     0,
                     out=None if g_SG is None else g_SG[part.rows],
                 )
                 if total is not None or a2 is not None:
-                    h = activated(g, form.activation)
+                    h = apply_activation(g, options.activation)
                 else:
                     h = None
                 if total is not None:
                     assert h is not None
-                    o, ha = _layer(part, h, (down, down_bias, a2, b2), form, 1)
+                    o, ha = _forward_layer(part, h, (down, down_bias, a2, b2), options, 1)
                     part.scatter_add_(total, o, w_S[part.rows])
                 elif a2 is not None:
                     assert h is not None
@@ -227,9 +227,9 @@ class Experts(torch.autograd.Function):
                     xa_SR[part.rows] = xa
                 if ha_SR is not None and ha is not None:
                     ha_SR[part.rows] = ha
-        if keeps:
-            ctx.save_for_backward(low_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *given)
-            ctx.given = form, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
+        if needs_gradients:
+            ctx.save_for_backward(low_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *layers)
+            ctx.settings = options, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
         if total is None:
             return placeholder_tensor(tuple(x_TH.shape), x_TH, x_TH.dtype)
         return total.to(x_TH.dtype)
@@ -256,7 +256,7 @@ class Experts(torch.autograd.Function):
             down_a,
             down_b,
         ) = ctx.saved_tensors
-        form, dtype, groups, x_dtype, w_dtype, w_shape = ctx.given
+        options, dtype, groups, x_dtype, w_dtype, w_shape = ctx.settings
         (
             needs_x,
             _,
@@ -272,13 +272,13 @@ class Experts(torch.autograd.Function):
             needs_da,
             needs_dbb,
         ) = ctx.needs_input_grad
-        first = _Gradients(
-            (up, up_bias, up_a, up_b), (needs_up, needs_ub, needs_ua, needs_ubb), form.transposed
+        up_gradients = _Gradients(
+            (up, up_bias, up_a, up_b), (needs_up, needs_ub, needs_ua, needs_ubb), options.transposed
         )
-        second = _Gradients(
+        down_gradients = _Gradients(
             (down, down_bias, down_a, down_b),
             (needs_down, needs_db, needs_da, needs_dbb),
-            form.transposed,
+            options.transposed,
         )
         with autocast_off(dy):
             dy_TH = dy.to(dtype)
@@ -290,22 +290,22 @@ class Experts(torch.autograd.Function):
             for part in groups.parts():
                 rows = part.rows
                 w = w_S[rows]
-                d = part.gathered(dy_TH)
+                d = part.gather_rows(dy_TH)
                 g = g_SG[rows]
-                dh, dha = _input_gradient(part, d, down, a2, b2, form, 1)
-                dg, h, inner = backward_of_rows(
-                    g, dh, w, form.activation, needs_h=needs_down or needs_da
+                dh, dha = _input_gradient(part, d, down, a2, b2, options, 1)
+                dg, h, inner = activation_backward(
+                    g, dh, w, options.activation, needs_h=needs_down or needs_da
                 )
                 del dh
                 if down_bias is None:
                     dw_S[rows] = inner
                 else:
                     dw_S[rows] = inner + part.inner_with_bias(d, down_bias)
-                second.add(part, h, d, w, ha_SR, dha, form.scales[1])
+                down_gradients.add(part, h, d, w, ha_SR, dha, options.scales[1])
                 del h
-                dxs, dxa = _input_gradient(part, dg, up, a1, b1, form, 0, wanted=needs_x)
-                xs = part.gathered(x_TH) if needs_up or needs_ua else None
-                first.add(part, xs, dg, None, xa_SR, dxa, form.scales[0])
+                dxs, dxa = _input_gradient(part, dg, up, a1, b1, options, 0, needs_input=needs_x)
+                xs = part.gather_rows(x_TH) if needs_up or needs_ua else None
+                up_gradients.add(part, xs, dg, None, xa_SR, dxa, options.scales[0])
                 if dx_TH is not None:
                     assert dxs is not None
                     part.scatter_add_(dx_TH, dxs, None)
@@ -326,24 +326,29 @@ class Experts(torch.autograd.Function):
             dweights,
             None,
             None,
-            *first.made(),
-            *second.made(),
+            *up_gradients.results(),
+            *down_gradients.results(),
         )
 
 
 Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _layer(
-    part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Tensor | None = None
+def _forward_layer(
+    part: Part,
+    x: Tensor,
+    layer: Layer,
+    options: ExpertsOptions,
+    layer_index: int,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(x W + bias + scale (x Aᵀ) Bᵀ of each row's expert, x Aᵀ)."""
     weight, bias, a, b = layer
-    y = _product(part, x, weight, form, which, out=out)
+    y = _product(part, x, weight, options, layer_index, out=out)
     xa = None
     if a is not None and b is not None:
         xa = part.shrink(x, a)
-        part.expand_(y, xa, b, form.scales[which])
+        part.expand_(y, xa, b, options.scales[layer_index])
     if bias is not None:
         part.add_bias_(y, bias)
     return y, xa
@@ -355,20 +360,20 @@ def _input_gradient(
     weight: Tensor,
     a: Tensor | None,
     b: Tensor | None,
-    form: Form,
-    which: int,
+    options: ExpertsOptions,
+    layer_index: int,
     *,
-    wanted: bool = True,
+    needs_input: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """(gradient of the layer's input, or None where it is not wanted, gradient of its product with
     A, not yet scaled).
     """
     dxa = None if b is None else part.shrink(dy, b.transpose(1, 2))
-    if not wanted:
+    if not needs_input:
         return None, dxa  # type: ignore[return-value]  # a caller that does not want it does not read it
-    dx = _product(part, dy, weight, form, which, back=True)
+    dx = _product(part, dy, weight, options, layer_index, transpose=True)
     if dxa is not None:
-        part.expand_(dx, dxa, a.transpose(1, 2), form.scales[which])  # type: ignore[union-attr]  # an adapter has both
+        part.expand_(dx, dxa, a.transpose(1, 2), options.scales[layer_index])  # type: ignore[union-attr]  # an adapter has both
     return dx, dxa
 
 
@@ -385,9 +390,9 @@ class _Gradients:
         self.weight = torch.zeros_like(weight) if needs[0] else None
         self.bias = torch.zeros_like(bias) if needs[1] and bias is not None else None
         # summed in fp32; B's lie as PEFT's parameter does, the expert last
-        self.a = _sums(a, a.shape) if needs[2] and a is not None else None
+        self.a = _wide_zeros(a, a.shape) if needs[2] and a is not None else None
         self.b = (
-            _sums(b, (b.shape[1], b.shape[2], b.shape[0])).permute(2, 0, 1)
+            _wide_zeros(b, (b.shape[1], b.shape[2], b.shape[0])).permute(2, 0, 1)
             if needs[3] and b is not None
             else None
         )
@@ -408,26 +413,26 @@ class _Gradients:
             part.bias_sums(dy, w, self.bias[experts])
         if self.weight is not None:
             assert x is not None
-            left = dy
-            right = x if w is None else weighted(x, w)
-            part.outer(*((right, left) if self.transposed else (left, right)), self.weight[experts])
+            lhs = dy
+            rhs = x if w is None else scale_rows(x, w)
+            part.outer(*((rhs, lhs) if self.transposed else (lhs, rhs)), self.weight[experts])
         if self.a is not None:
             assert dxa is not None
             assert x is not None
-            part.gradient(dxa if w is None else weighted(dxa, w), x, scale, self.a[experts])
+            part.gradient(dxa if w is None else scale_rows(dxa, w), x, scale, self.a[experts])
         if self.b is not None:
             assert xa_SR is not None
             xa = xa_SR[part.rows]
-            part.gradient(dy, xa if w is None else weighted(xa, w), scale, self.b[experts])
+            part.gradient(dy, xa if w is None else scale_rows(xa, w), scale, self.b[experts])
 
-    def made(self) -> list[Tensor | None]:
+    def results(self) -> list[Tensor | None]:
         return [
             None if t is None or dtype is None else t.to(dtype)
             for t, dtype in zip((self.weight, self.bias, self.a, self.b), self.dtypes)
         ]
 
 
-def _sums(like: Tensor, shape: Sequence[int]) -> Tensor:
+def _wide_zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.zeros(tuple(shape), dtype=arithmetic_dtype(like.dtype), device=like.device)
 
 
@@ -467,26 +472,28 @@ def experts(
     Raises      ShapeError SH001; DtypeError DT001 for an index that is no integer
     """
     states = up_state, down_state
-    _check(x, index, weights, _shape(up, up_state), _shape(down, down_state), transposed)
+    _check_arguments(
+        x, index, weights, _stack_shape(up, up_state), _stack_shape(down, down_state), transposed
+    )
     layers: list[Tensor | None] = []
     for stack, bias, adapter in ((up, up_bias, up_adapter), (down, down_bias, down_adapter)):
         layers += [stack, bias, *((None, None) if adapter is None else adapter[:2])]
     scales = tuple(
         1.0 if adapter is None else adapter.scale for adapter in (up_adapter, down_adapter)
     )
-    form = Form(activation, transposed, scales, states)  # type: ignore[arg-type]  # one scale a layer
+    options = ExpertsOptions(activation, transposed, scales, states)  # type: ignore[arg-type]  # one scale a layer
     dense = [stack for stack, state in zip((up, down), states) if state is None]
-    made: Tensor = apply_function(
-        Experts, x, index, weights, form, product_dtype(x, *dense), *layers
+    output: Tensor = apply_function(
+        Experts, x, index, weights, options, product_dtype(x, *dense), *layers
     )
-    return made
+    return output
 
 
-def _shape(stack: Tensor, state: StackState | None) -> torch.Size:
+def _stack_shape(stack: Tensor, state: StackState | None) -> torch.Size:
     return stack.shape if state is None else state.shape
 
 
-def _check(
+def _check_arguments(
     x: Tensor, index: Tensor, weights: Tensor, up: torch.Size, down: torch.Size, transposed: bool
 ) -> None:
     if index.is_floating_point():
@@ -494,13 +501,18 @@ def _check(
             f"index is {index.dtype}, declared an integer", code="DT001", fix="index.long()"
         )
     inner, outer = (1, 2) if transposed else (2, 1)
-    fits = (
+    has_matching_rows = (
         x.dim() == 2
         and len(up) == len(down) == 3
         and index.shape == weights.shape
         and index.shape[:1] == x.shape[:1]
     )
-    if not fits or up[inner] != x.shape[1] or down[outer] != x.shape[1] or up[0] != down[0]:
+    if (
+        not has_matching_rows
+        or up[inner] != x.shape[1]
+        or down[outer] != x.shape[1]
+        or up[0] != down[0]
+    ):
         raise ShapeError(
             f"x is {list(x.shape)}, index {list(index.shape)}, weights {list(weights.shape)}, up"
             f" {list(up)}, down {list(down)}, declared [t h], [t c], [t c],"

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gated.triton import share_of, slope_of
+from ..gated.triton import activation_factor, activation_slope
 from ..launch import on_tensor_device
 
 # as in gated/triton.py: 8 values a thread at 4 warps
@@ -23,9 +23,9 @@ BLOCK = 1024
 def load_pair(g, row_start, first, inner, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """(gate, up) of BLOCK inner features from `first` on: halves of a row, or neighbours in it."""
     if KIND == "clamped":
-        both = tl.arange(0, 2 * BLOCK)
-        inside = both < 2 * tl.minimum(inner - first, BLOCK)
-        x_fp32 = tl.load(g + (row_start + 2 * first) + both, mask=inside, other=0.0).to(
+        pair_index = tl.arange(0, 2 * BLOCK)
+        inside = pair_index < 2 * tl.minimum(inner - first, BLOCK)
+        x_fp32 = tl.load(g + (row_start + 2 * first) + pair_index, mask=inside, other=0.0).to(
             tl.float32
         )  # [2 BLOCK]
         gate_fp32, up_fp32 = tl.split(tl.reshape(x_fp32, (BLOCK, 2)))
@@ -63,7 +63,7 @@ def activate_kernel(
             * tl.sigmoid(ALPHA * low_fp32)
         )
     else:
-        y_fp32 = gate_fp32 * share_of(gate_fp32, KIND) * up_fp32
+        y_fp32 = gate_fp32 * activation_factor(gate_fp32, KIND) * up_fp32
     i = tl.arange(0, BLOCK)
     tl.store(
         h + (row * inner + first) + i,
@@ -84,7 +84,7 @@ def backward_kernel(
     KIND: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    AGAIN: tl.constexpr,
+    WANT_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row a program: the gradient of g, weighted, h again, and <h, dh> before the weight is
@@ -110,10 +110,10 @@ def backward_kernel(
             )
             by_up_fp32 = tl.where((up_fp32 > LIMIT) | (up_fp32 < -LIMIT), 0.0, value_fp32)
         else:
-            share_fp32 = share_of(gate_fp32, KIND)
+            share_fp32 = activation_factor(gate_fp32, KIND)
             factor_fp32 = up_fp32
             value_fp32 = gate_fp32 * share_fp32
-            slope_fp32 = slope_of(gate_fp32, share_fp32, KIND)
+            slope_fp32 = activation_slope(gate_fp32, share_fp32, KIND)
             by_up_fp32 = value_fp32
         y_fp32 = value_fp32 * factor_fp32
         sum_fp32 += y_fp32 * d_fp32
@@ -121,24 +121,32 @@ def backward_kernel(
         dgate = (d_fp32 * factor_fp32 * slope_fp32).to(dg.dtype.element_ty)
         dup = (d_fp32 * by_up_fp32).to(dg.dtype.element_ty)
         if KIND == "clamped":
-            both = tl.arange(0, 2 * BLOCK)
+            pair_index = tl.arange(0, 2 * BLOCK)
             pairs = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
             tl.store(
-                dg + (row * 2 * inner + 2 * first) + both,
+                dg + (row * 2 * inner + 2 * first) + pair_index,
                 pairs,
-                mask=both < 2 * tl.minimum(inner - first, BLOCK),
+                mask=pair_index < 2 * tl.minimum(inner - first, BLOCK),
             )
         else:
             tl.store(dg + (row * 2 * inner + first) + i, dgate, mask=inside)
             tl.store(dg + (row * 2 * inner + inner + first) + i, dup, mask=inside)
-        if AGAIN:
+        if WANT_H:
             tl.store(h + (row * inner + first) + i, y_fp32.to(h.dtype.element_ty), mask=inside)
     tl.store(products + row, tl.sum(sum_fp32))
 
 
 @triton.jit
 def combine_kernel(
-    y, rows_of, weights, total, places, columns, blocks, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    y,
+    token_rows,
+    weights,
+    total,
+    experts_per_token,
+    columns,
+    blocks,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One token a program: the sum of its rows, in one order."""
     token = (tl.program_id(0) // blocks).to(tl.int64)
@@ -148,8 +156,8 @@ def combine_kernel(
     sum_fp32 = tl.load(total + (token * columns + first) + i, mask=inside, other=0.0).to(
         tl.float32
     )  # [BLOCK]
-    for place in range(places):
-        row = tl.load(rows_of + token * places + place).to(tl.int64)
+    for choice in range(experts_per_token):
+        row = tl.load(token_rows + token * experts_per_token + choice).to(tl.int64)
         y_fp32 = tl.load(y + (row * columns + first) + i, mask=inside, other=0.0).to(
             tl.float32
         )  # [BLOCK]
@@ -161,14 +169,14 @@ def combine_kernel(
 
 @triton.jit
 def gradient_kernel(
-    left,
-    right,
+    lhs,
+    rhs,
     ends,
     out,
     m,
     n,
-    left_stride,
-    right_stride,
+    lhs_stride,
+    rhs_stride,
     out_expert,
     out_m,
     out_n,
@@ -187,13 +195,13 @@ def gradient_kernel(
     sums_fp32 = tl.zeros((M, N), dtype=tl.float32)
     for first in range(start, end, ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        here = (row < end)[:, None]
+        in_rows = (row < end)[:, None]
         a = tl.load(
-            left + row[:, None] * left_stride + i[None, :], mask=here & (i < m)[None, :], other=0.0
+            lhs + row[:, None] * lhs_stride + i[None, :], mask=in_rows & (i < m)[None, :], other=0.0
         )  # [ROWS, M]
         b_any = tl.load(
-            right + row[:, None] * right_stride + j[None, :],
-            mask=here & (j < n)[None, :],
+            rhs + row[:, None] * rhs_stride + j[None, :],
+            mask=in_rows & (j < n)[None, :],
             other=0.0,
         )  # [ROWS, N]
         b = b_any.to(a.dtype)
@@ -221,41 +229,41 @@ def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 
 @on_tensor_device
 def backward(
-    g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, again: bool
+    g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
     dg, products = torch.empty_like(g_SG), torch.empty_like(w_S)
-    h = torch.empty_like(dh_SI) if again else dh_SI.new_empty(0)
+    h = torch.empty_like(dh_SI) if want_h else dh_SI.new_empty(0)
     if dh_SI.numel():
         backward_kernel[(dh_SI.shape[0],)](
             g_SG,
             dh_SI,
             w_S,
             dg,
-            h if again else dg,
+            h if want_h else dg,
             products,
             dh_SI.shape[1],
             KIND=kind,
             ALPHA=alpha,
             LIMIT=limit,
-            AGAIN=again,
+            WANT_H=want_h,
             BLOCK=BLOCK,
         )
     return dg, h, products
 
 
 @on_tensor_device
-def combine_(total_TN: Tensor, y_SN: Tensor, rows_of_TC: Tensor, w_S: Tensor | None) -> None:
+def combine_(total_TN: Tensor, y_SN: Tensor, token_rows_TC: Tensor, w_S: Tensor | None) -> None:
     """Adds to each token the sum of its rows, times w."""
     tokens, columns = total_TN.shape
     if total_TN.numel():
         blocks = triton.cdiv(columns, BLOCK)
         combine_kernel[(tokens * blocks,)](
             y_SN,
-            rows_of_TC,
+            token_rows_TC,
             y_SN if w_S is None else w_S,
             total_TN,
-            rows_of_TC.numel() // tokens,
+            token_rows_TC.numel() // tokens,
             columns,
             blocks,
             WEIGHTED=w_S is not None,
@@ -265,26 +273,26 @@ def combine_(total_TN: Tensor, y_SN: Tensor, rows_of_TC: Tensor, w_S: Tensor | N
 
 @on_tensor_device
 def gradient_(
-    left_SM: Tensor, right_SN: Tensor, ends_E: Tensor, into_EMN: Tensor, scale: float
+    lhs_SM: Tensor, rhs_SN: Tensor, ends_E: Tensor, out_EMN: Tensor, scale: float
 ) -> None:
     """into = scale leftᵀ right of each expert in fp32, of any strides; zeros for an expert without
     rows.
     """
-    if left_SM.shape[1] > right_SN.shape[1]:
-        left_SM, right_SN, into_EMN = right_SN, left_SM, into_EMN.transpose(1, 2)
-    experts, m, n = into_EMN.shape
+    if lhs_SM.shape[1] > rhs_SN.shape[1]:
+        lhs_SM, rhs_SN, out_EMN = rhs_SN, lhs_SM, out_EMN.transpose(1, 2)
+    experts, m, n = out_EMN.shape
     # a rank of 16 fills the smallest tile of the tensor cores
     tile = 16 if m <= 16 else 32 if m <= 32 else 64
     gradient_kernel[(experts, triton.cdiv(m, tile), triton.cdiv(n, 128))](
-        left_SM,
-        right_SN,
+        lhs_SM,
+        rhs_SN,
         ends_E,
-        into_EMN,
+        out_EMN,
         m,
         n,
-        left_SM.stride(0),
-        right_SN.stride(0),
-        *into_EMN.stride(),
+        lhs_SM.stride(0),
+        rhs_SN.stride(0),
+        *out_EMN.stride(),
         scale,
         ROWS=32,
         M=tile,

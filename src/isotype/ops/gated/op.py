@@ -53,8 +53,8 @@ _ACTIVATIONS: dict[Gated, Activation] = {
     "gelu_mul tanh": "gelu_tanh",
 }
 
-_ROOT = math.sqrt(2 / math.pi)
-_CUBE = 0.044715
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_CUBIC_FACTOR = 0.044715
 
 
 # --- reference
@@ -75,27 +75,27 @@ def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_mul_reference(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
-    return gated_reference(gate, up, _gelu(approximate))
+    return gated_reference(gate, up, _gelu_activation(approximate))
 
 
 def gelu_reference(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return gated_reference(x, None, _gelu(approximate))
+    return gated_reference(x, None, _gelu_activation(approximate))
 
 
 # --- the C++ kernels of cpu.cpp
 
 KERNELS = CppKernels(__file__, forward="dpppiiiii", backward="dppppppiiiiii")
 # their numbers in cpu.cpp
-_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATION_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
-def _like(x: Tensor) -> Tensor:
+def _empty_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @library_op(
     "gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor",
-    fake=lambda x, up, activation: _like(x),
+    fake=lambda x, up, activation: _empty_like(x),
 )
 def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -112,7 +112,7 @@ def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
         *x.shape,
         x.stride(0),
         0 if up is None else up.stride(0),
-        _NUMBERS[activation],
+        _ACTIVATION_NUMBERS[activation],
     )
     return y
 
@@ -122,7 +122,7 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     empty = (0,)
     return (
-        _like(x),
+        _empty_like(x),
         x.new_empty(empty if up is None else up.shape),
         x.new_empty(x.shape if product else empty),
     )
@@ -155,7 +155,7 @@ def _cpp_backward(
         x.stride(0),
         0 if up is None else up.stride(0),
         dy.stride(0),
-        _NUMBERS[activation],
+        _ACTIVATION_NUMBERS[activation],
     )
     return dx, dup, y
 
@@ -178,8 +178,8 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x and up, and with `product` the result again, from the same exp."""
     if path == "cpp":
-        dx, dup, again = _cpp_backward(x, up, dy, activation, product)
-        return dx, None if up is None else dup, again if product else None
+        dx, dup, recomputed = _cpp_backward(x, up, dy, activation, product)
+        return dx, None if up is None else dup, recomputed if product else None
     if path == "triton":
         from . import triton
 
@@ -201,9 +201,11 @@ def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]
         s = torch.sigmoid(g)
         return g * s, s * (1 + g * (1 - s))
     if activation == "gelu_tanh":
-        t = torch.tanh(_ROOT * (g + _CUBE * g * g * g))
+        t = torch.tanh(_SQRT_2_OVER_PI * (g + _CUBIC_FACTOR * g * g * g))
         half = 0.5 * (1 + t)
-        return g * half, half + 0.5 * g * (1 - t * t) * _ROOT * (1 + 3 * _CUBE * g * g)
+        return g * half, half + 0.5 * g * (1 - t * t) * _SQRT_2_OVER_PI * (
+            1 + 3 * _CUBIC_FACTOR * g * g
+        )
     half = 0.5 * (1 + torch.erf(g * math.sqrt(0.5)))
     return g * half, half + g * torch.exp(-0.5 * g * g) * (1 / math.sqrt(2 * math.pi))
 
@@ -242,7 +244,7 @@ def _check_pair(gate: Tensor, up: Tensor) -> None:
         )
 
 
-def _gelu(approximate: str) -> Activation:
+def _gelu_activation(approximate: str) -> Activation:
     if approximate not in ("none", "tanh"):
         raise UsageError(f"approximate is {approximate!r}: expected none or tanh")
     return "gelu_tanh" if approximate == "tanh" else "gelu"
@@ -275,7 +277,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """
     _check_pair(gate, up)
     y: Tensor = apply_function(
-        GatedProduct, gate, up, _gelu(approximate), choose_path(KERNELS, gate)
+        GatedProduct, gate, up, _gelu_activation(approximate), choose_path(KERNELS, gate)
     )
     return y
 
@@ -290,7 +292,9 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     grads   x: F
     Raises  UsageError
     """
-    y: Tensor = apply_function(GatedProduct, x, None, _gelu(approximate), choose_path(KERNELS, x))
+    y: Tensor = apply_function(
+        GatedProduct, x, None, _gelu_activation(approximate), choose_path(KERNELS, x)
+    )
     return mark_recomputable(y, partial(gelu, approximate=approximate), x)
 
 
@@ -330,7 +334,7 @@ def gated_gradients_(
     if uses_fused_kernel(gate) and all(
         t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)
     ):
-        _overwrite(gate, up, dy, _ACTIVATIONS[kind])
+        _gradients_in_place(gate, up, dy, _ACTIVATIONS[kind])
         return gate, up, dy
     return gated_gradients(kind, gate, up, dy)
 
@@ -339,7 +343,7 @@ def gated_gradients_(
     "gated_gradients_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dy, str activation) -> ()",
     fake=lambda *_: None,
 )
-def _overwrite(gate: Tensor, up: Tensor, dy: Tensor, activation: Activation) -> None:
+def _gradients_in_place(gate: Tensor, up: Tensor, dy: Tensor, activation: Activation) -> None:
     from . import triton
 
-    triton.gated_backward(gate, up, dy, activation, True, over=True)
+    triton.gated_backward(gate, up, dy, activation, True, in_place=True)

@@ -20,7 +20,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def share_of(x_fp32, ACTIVATION: tl.constexpr):
+def activation_factor(x_fp32, ACTIVATION: tl.constexpr):
     """What the activation multiplies x by."""
     if ACTIVATION == "gelu":
         # the normal distribution's function
@@ -34,16 +34,16 @@ def share_of(x_fp32, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def slope_of(x_fp32, share_fp32, ACTIVATION: tl.constexpr):
+def activation_slope(x_fp32, factor_fp32, ACTIVATION: tl.constexpr):
     """The activation's derivative at x, where `share_of` is share."""
     if ACTIVATION == "gelu":
-        slope_fp32 = share_fp32 + x_fp32 * tl.exp(-0.5 * x_fp32 * x_fp32) * 0.3989422804014327
+        slope_fp32 = factor_fp32 + x_fp32 * tl.exp(-0.5 * x_fp32 * x_fp32) * 0.3989422804014327
     elif ACTIVATION == "gelu_tanh":
-        slope_fp32 = share_fp32 + x_fp32 * share_fp32 * (1.0 - share_fp32) * 1.5957691216057308 * (
-            1.0 + 0.134145 * x_fp32 * x_fp32
-        )
+        slope_fp32 = factor_fp32 + x_fp32 * factor_fp32 * (
+            1.0 - factor_fp32
+        ) * 1.5957691216057308 * (1.0 + 0.134145 * x_fp32 * x_fp32)
     else:
-        slope_fp32 = share_fp32 * (1.0 + x_fp32 * (1.0 - share_fp32))
+        slope_fp32 = factor_fp32 * (1.0 + x_fp32 * (1.0 - factor_fp32))
     return slope_fp32
 
 
@@ -68,7 +68,7 @@ def gated_forward_kernel(
     x_fp32 = tl.load(x + (row * x_stride + first) + i, mask=inside, other=0.0).to(
         tl.float32
     )  # [BLOCK]
-    y_fp32 = x_fp32 * share_of(x_fp32, ACTIVATION)
+    y_fp32 = x_fp32 * activation_factor(x_fp32, ACTIVATION)
     if GATED:
         y_fp32 *= tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(
             tl.float32
@@ -105,30 +105,32 @@ def gated_backward_kernel(
     d_fp32 = tl.load(dy + (row * dy_stride + first) + i, mask=inside, other=0.0).to(
         tl.float32
     )  # [BLOCK]
-    share_fp32 = share_of(x_fp32, ACTIVATION)
-    slope_fp32 = slope_of(x_fp32, share_fp32, ACTIVATION)
-    to = row * columns + first
+    share_fp32 = activation_factor(x_fp32, ACTIVATION)
+    slope_fp32 = activation_slope(x_fp32, share_fp32, ACTIVATION)
+    out_start = row * columns + first
     y_fp32 = x_fp32 * share_fp32
     if GATED:
         u_fp32 = tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(
             tl.float32
         )  # [BLOCK]
-        tl.store(dx + to + i, (d_fp32 * u_fp32 * slope_fp32).to(dx.dtype.element_ty), mask=inside)
-        tl.store(dup + to + i, (d_fp32 * y_fp32).to(dup.dtype.element_ty), mask=inside)
+        tl.store(
+            dx + out_start + i, (d_fp32 * u_fp32 * slope_fp32).to(dx.dtype.element_ty), mask=inside
+        )
+        tl.store(dup + out_start + i, (d_fp32 * y_fp32).to(dup.dtype.element_ty), mask=inside)
         y_fp32 *= u_fp32
     else:
-        tl.store(dx + to + i, (d_fp32 * slope_fp32).to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + out_start + i, (d_fp32 * slope_fp32).to(dx.dtype.element_ty), mask=inside)
     if PRODUCT:
-        tl.store(out + to + i, y_fp32.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + out_start + i, y_fp32.to(out.dtype.element_ty), mask=inside)
 
 
-def _empty(like: Tensor) -> Tensor:
+def _empty_like(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 @on_tensor_device
 def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    out = _empty(x)
+    out = _empty_like(x)
     if out.numel():
         x_RC, u_RC = as_rows(x, x if up is None else up)
         rows, columns = x_RC.shape
@@ -150,17 +152,17 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 @on_tensor_device
 def gated_backward(
-    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool, over: bool = False
+    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x and up, and the result again, in one pass: with all three six tensors
     through memory instead of eight.
 
-    over  the results are written over the inputs, which are contiguous: a program has read its
+    in_place  the results are written over the inputs, which are contiguous: a program has read its
           block before it writes it
     """
-    dx = x if over else _empty(x)
-    dup = None if up is None else up if over else _empty(up)
-    out = None if not product else dy if over else _empty(x)
+    dx = x if in_place else _empty_like(x)
+    dup = None if up is None else up if in_place else _empty_like(up)
+    out = None if not product else dy if in_place else _empty_like(x)
     if dy.numel():
         x_RC, u_RC, d_RC = as_rows(x, x if up is None else up, dy)
         rows, columns = x_RC.shape

@@ -53,11 +53,11 @@ def _check_vectors(x: Tensor, **vectors: Tensor) -> None:
                 " T H]",
                 code="SH001",
             )
-    (name, first), *others = vectors.items()
-    for other, vector in others:
+    (name, first), *other_vectors = vectors.items()
+    for other_name, vector in other_vectors:
         if vector.dtype != first.dtype:
             raise DtypeError(
-                f"{name} is {first.dtype} and {other} is {vector.dtype}, declared one float dtype",
+                f"{name} is {first.dtype} and {other_name} is {vector.dtype}, declared one float dtype",
                 code="DT001",
             )
 
@@ -77,38 +77,38 @@ _PARTIAL_SUMS = 64
 _ROWS = 16
 
 
-def _rows_of(x_BTH: Tensor) -> Tensor:
+def _flatten_rows(x_BTH: Tensor) -> Tensor:
     """[B*T H], each row's values side by side in memory."""
     x_RH = x_BTH.reshape(-1, x_BTH.shape[-1])
     return x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous()
 
 
-def _fp32(vector_BH: Tensor, offset: float = 0.0) -> Tensor:
+def _to_fp32(vector_BH: Tensor, offset: float = 0.0) -> Tensor:
     v = vector_BH.to(torch.float32).contiguous()
     return v + offset if offset else v
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
 @library_op(
     "modulated_layer_norm_forward_cpp(Tensor x, Tensor scale, Tensor shift, float eps, ScalarType"
     " out_dtype) -> Tensor",
-    fake=lambda x, scale, shift, eps, out_dtype: _like(x, out_dtype),
+    fake=lambda x, scale, shift, eps, out_dtype: _empty_like(x, out_dtype),
 )
 def _cpp_norm_forward(
     x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype
 ) -> Tensor:
-    y_BTH = _like(x_BTH, out_dtype)
-    x_RH = _rows_of(x_BTH)
+    y_BTH = _empty_like(x_BTH, out_dtype)
+    x_RH = _flatten_rows(x_BTH)
     KERNELS(
         "norm_forward",
         x_RH.dtype,
         out_dtype,
         x_RH,
-        _fp32(scale_BH, 1.0),
-        _fp32(shift_BH),
+        _to_fp32(scale_BH, 1.0),
+        _to_fp32(shift_BH),
         y_BTH,
         *x_RH.shape,
         x_RH.stride(0),
@@ -119,10 +119,10 @@ def _cpp_norm_forward(
 
 
 def _fake_norm_backward(
-    x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want: bool
+    x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = scale_BH.shape if want else (0,)
-    return _like(x_BTH), scale_BH.new_empty(shape), scale_BH.new_empty(shape)
+    shape = scale_BH.shape if want_modulation else (0,)
+    return _empty_like(x_BTH), scale_BH.new_empty(shape), scale_BH.new_empty(shape)
 
 
 @library_op(
@@ -135,9 +135,9 @@ def _cpp_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, scale and shift; the last two are empty where not wanted."""
     pictures, tokens, hidden = x_BTH.shape
-    x_RH = _rows_of(x_BTH)
-    dy_RH = _rows_of(dy_BTH)
-    dx_BTH = _like(x_BTH)
+    x_RH = _flatten_rows(x_BTH)
+    dy_RH = _flatten_rows(dy_BTH)
+    dx_BTH = _empty_like(x_BTH)
     block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
     if want_modulation:
         partial = torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32)
@@ -148,7 +148,7 @@ def _cpp_norm_backward(
         x_RH.dtype,
         dy_RH.dtype,
         x_RH,
-        _fp32(scale_BH, 1.0),
+        _to_fp32(scale_BH, 1.0),
         dy_RH,
         dx_BTH,
         partial,
@@ -168,18 +168,18 @@ def _cpp_norm_backward(
 
 @library_op(
     "gated_residual_forward_cpp(Tensor residual, Tensor x, Tensor gate) -> Tensor",
-    fake=lambda residual, x, gate: _like(x),
+    fake=lambda residual, x, gate: _empty_like(x),
 )
 def _cpp_gate_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
-    y_BTH = _like(x_BTH)
-    residual_RH = _rows_of(residual_BTH)
-    x_RH = _rows_of(x_BTH)
+    y_BTH = _empty_like(x_BTH)
+    residual_RH = _flatten_rows(residual_BTH)
+    x_RH = _flatten_rows(x_BTH)
     KERNELS(
         "gate_forward",
         x_RH.dtype,
         residual_RH,
         x_RH,
-        _fp32(gate_BH),
+        _to_fp32(gate_BH),
         y_BTH,
         *x_RH.shape,
         residual_RH.stride(0),
@@ -192,7 +192,7 @@ def _cpp_gate_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> T
 def _fake_gate_backward(
     x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    return _like(x_BTH), gate_BH.new_empty(gate_BH.shape if want_gate else (0,))
+    return _empty_like(x_BTH), gate_BH.new_empty(gate_BH.shape if want_gate else (0,))
 
 
 @library_op(
@@ -205,9 +205,9 @@ def _cpp_gate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the gate, which is empty where not wanted; the residual's is dy."""
     pictures, tokens, hidden = x_BTH.shape
-    x_RH = _rows_of(x_BTH)
-    dy_RH = _rows_of(dy_BTH)
-    dx_BTH = _like(x_BTH)
+    x_RH = _flatten_rows(x_BTH)
+    dy_RH = _flatten_rows(dy_BTH)
+    dx_BTH = _empty_like(x_BTH)
     block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
     if want_gate:
         partial = torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32)
@@ -217,7 +217,7 @@ def _cpp_gate_backward(
         "gate_backward",
         x_RH.dtype,
         x_RH,
-        _fp32(gate_BH),
+        _to_fp32(gate_BH),
         dy_RH,
         dx_BTH,
         partial,
@@ -251,7 +251,7 @@ def modulated_layer_norm_reference(
     )
 
 
-def _normed(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
+def _normalise(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
     """(each row without its mean and with a variance of 1, what it was multiplied by)"""
     normed, _, factor = torch.native_layer_norm(x.to(dtype), (x.shape[-1],), None, None, eps)
     return normed, factor
@@ -272,8 +272,8 @@ class ModulatedLayerNorm(torch.autograd.Function):
         out_dtype: torch.dtype,
         path: Path,
     ) -> Tensor:
-        ctx.make_x, kept_x = saved_or_recomputed(x_BTH, x_BTH)
-        ctx.save_for_backward(scale_BH, *kept_x)
+        ctx.recompute_x, saved_x = saved_or_recomputed(x_BTH, x_BTH)
+        ctx.save_for_backward(scale_BH, *saved_x)
         ctx.path = path
         ctx.eps = eps
         if path == "cpp":
@@ -282,11 +282,11 @@ class ModulatedLayerNorm(torch.autograd.Function):
             from . import triton
 
             # a row that does not fit takes plain PyTorch: no model has one
-            if triton.fits(x_BTH):
+            if triton.fits_in_registers(x_BTH):
                 return triton.modulated_layer_norm_forward(
                     x_BTH, scale_BH, shift_BH, eps, out_dtype
                 )
-        normed, _ = _normed(x_BTH, arithmetic_dtype(x_BTH.dtype, scale_BH.dtype), eps)
+        normed, _ = _normalise(x_BTH, arithmetic_dtype(x_BTH.dtype, scale_BH.dtype), eps)
         return cast_output(
             normed * (1.0 + scale_BH.to(normed.dtype))[:, None]
             + shift_BH.to(normed.dtype)[:, None],
@@ -296,31 +296,41 @@ class ModulatedLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("modulated_layer_norm")
-        scale_BH, *kept_x = ctx.saved_tensors
-        x_BTH = kept_x[0] if ctx.make_x is None else recompute(ctx.make_x, kept_x)
-        want = any(ctx.needs_input_grad[1:3])
+        scale_BH, *saved_x = ctx.saved_tensors
+        x_BTH = saved_x[0] if ctx.recompute_x is None else recompute(ctx.recompute_x, saved_x)
+        want_modulation = any(ctx.needs_input_grad[1:3])
         eps = ctx.eps
         path = ctx.path
         if path == "cpp":
-            dx_BTH, dscale_BH, dshift_BH = _cpp_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
-            return dx_BTH, *((dscale_BH, dshift_BH) if want else (None, None)), None, None, None
+            dx_BTH, dscale_BH, dshift_BH = _cpp_norm_backward(
+                x_BTH, scale_BH, dy_BTH, eps, want_modulation
+            )
+            return (
+                dx_BTH,
+                *((dscale_BH, dshift_BH) if want_modulation else (None, None)),
+                None,
+                None,
+                None,
+            )
         if path == "triton":
             from . import triton
 
-            if triton.fits(x_BTH):
+            if triton.fits_in_registers(x_BTH):
                 return (
-                    *triton.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want),
+                    *triton.modulated_layer_norm_backward(
+                        x_BTH, scale_BH, dy_BTH, eps, want_modulation
+                    ),
                     None,
                     None,
                     None,
                 )
-        normed, factor = _normed(x_BTH, arithmetic_dtype(x_BTH.dtype, scale_BH.dtype), eps)
+        normed, factor = _normalise(x_BTH, arithmetic_dtype(x_BTH.dtype, scale_BH.dtype), eps)
         dy = dy_BTH.to(normed.dtype)
         g = dy * (1.0 + scale_BH.to(normed.dtype))[:, None]
         dx = (
             factor * (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True))
         ).to(x_BTH.dtype)
-        if not want:
+        if not want_modulation:
             return dx, None, None, None, None, None
         # summed in the wide dtype, and narrowed once
         return (
@@ -354,11 +364,9 @@ def modulated_layer_norm(
     """
     _check_vectors(x, scale=scale, shift=shift)
     path = choose_path(KERNELS, x, scale, out_dtype=out_dtype)
-    made: Tensor = apply_function(
-        ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path
-    )
+    y: Tensor = apply_function(ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path)
     return mark_recomputable(
-        made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift
+        y, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift
     )
 
 
@@ -387,32 +395,32 @@ class GatedResidual(torch.autograd.Function):
         if path == "triton":
             from . import triton
 
-            if triton.fits(x_BTH):
+            if triton.fits_in_registers(x_BTH):
                 return triton.gated_residual_forward(residual_BTH, x_BTH, gate_BH)
         return gated_residual_reference(residual_BTH, x_BTH, gate_BH)
 
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("gated_residual")
-        kept_x, gate_BH = ctx.saved_tensors
+        saved_x, gate_BH = ctx.saved_tensors
         # of which only shape and dtype count then
-        if kept_x is None:
+        if saved_x is None:
             x_BTH = dy_BTH
         else:
-            x_BTH = kept_x
-        needs_residual, _, want, _ = ctx.needs_input_grad
+            x_BTH = saved_x
+        needs_residual, _, want_gate, _ = ctx.needs_input_grad
         dresidual = dy_BTH if needs_residual else None
         path = ctx.path
         if path == "cpp":
-            dx_BTH, dgate_BH = _cpp_gate_backward(x_BTH, gate_BH, dy_BTH, want)
-            return dresidual, dx_BTH, dgate_BH if want else None, None
+            dx_BTH, dgate_BH = _cpp_gate_backward(x_BTH, gate_BH, dy_BTH, want_gate)
+            return dresidual, dx_BTH, dgate_BH if want_gate else None, None
         if path == "triton":
             from . import triton
 
-            if triton.fits(x_BTH):
+            if triton.fits_in_registers(x_BTH):
                 return (
                     dresidual,
-                    *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want),
+                    *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want_gate),
                     None,
                 )
         dtype = arithmetic_dtype(x_BTH.dtype, gate_BH.dtype)
@@ -422,7 +430,7 @@ class GatedResidual(torch.autograd.Function):
         return (
             dresidual,
             dx,
-            (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want else None,
+            (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want_gate else None,
             None,
         )
 

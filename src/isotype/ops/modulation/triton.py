@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import multiprocessors, on_tensor_device, warps
-from ..rms_norm.triton import PROGRAMS, tile_of
-from ..rms_norm.triton import fits as fits
+from ..rms_norm.triton import PROGRAMS_PER_MULTIPROCESSOR, choose_tile
+from ..rms_norm.triton import fits_in_registers as fits_in_registers
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def gated_residual_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor)
     out = torch.empty(x_BTH.shape, dtype=x_BTH.dtype, device=x_BTH.device)
     if x_BTH.numel():
         pictures, tokens, hidden = x_BTH.shape
-        rows_each, block = tile_of(hidden)
+        rows_each, block = choose_tile(hidden)
         tiles = triton.cdiv(tokens, rows_each)
         gated_residual_forward_kernel[(pictures * tiles,)](
             residual_BTH,
@@ -110,9 +110,9 @@ def gated_residual_backward(
     dx_BTH = torch.empty_like(x_BTH)
     if not x_BTH.numel():
         return dx_BTH, torch.zeros_like(gate_BH) if want_gate else None
-    rows_each, block = tile_of(hidden)
+    rows_each, block = choose_tile(hidden)
     tiles = triton.cdiv(tokens, rows_each)
-    most = max(1, PROGRAMS * multiprocessors(x_BTH.device) // pictures)
+    most = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_BTH.device) // pictures)
     tiles_each = triton.cdiv(tiles, min(tiles, most)) if want_gate else 1
     programs = triton.cdiv(tiles, tiles_each)
     partial = (
@@ -211,9 +211,9 @@ def modulated_layer_norm_backward_kernel(
             dscale_fp32 += d_fp32 * normed_fp32
             dshift_fp32 += d_fp32
     if MODULATION:
-        to = (picture * programs + program) * 2 * hidden + h
-        tl.store(partial + to, tl.sum(dscale_fp32, 0), mask=h < hidden)
-        tl.store(partial + to + hidden, tl.sum(dshift_fp32, 0), mask=h < hidden)
+        partial_start = (picture * programs + program) * 2 * hidden + h
+        tl.store(partial + partial_start, tl.sum(dscale_fp32, 0), mask=h < hidden)
+        tl.store(partial + partial_start + hidden, tl.sum(dshift_fp32, 0), mask=h < hidden)
 
 
 @on_tensor_device
@@ -224,7 +224,7 @@ def modulated_layer_norm_forward(
     out = torch.empty(x_BTH.shape, dtype=out_dtype, device=x_BTH.device)
     if x_BTH.numel():
         pictures, tokens, hidden = x_BTH.shape
-        rows_each, block = tile_of(hidden)
+        rows_each, block = choose_tile(hidden)
         tiles = triton.cdiv(tokens, rows_each)
         modulated_layer_norm_forward_kernel[(pictures * tiles,)](
             x_BTH,
@@ -255,9 +255,9 @@ def modulated_layer_norm_backward(
             if want_modulation
             else (None, None)
         )
-    rows_each, block = tile_of(hidden)
+    rows_each, block = choose_tile(hidden)
     tiles = triton.cdiv(tokens, rows_each)
-    most = max(1, PROGRAMS * multiprocessors(x_BTH.device) // pictures)
+    most = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_BTH.device) // pictures)
     tiles_each = triton.cdiv(tiles, min(tiles, most)) if want_modulation else 1
     programs = triton.cdiv(tiles, tiles_each)
     shape = (pictures, programs, 2, hidden)

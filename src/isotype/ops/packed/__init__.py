@@ -1,3 +1,3 @@
-from .state import PackedState, StackState, in_rows, quantised, widen, widen_4bit
+from .state import PackedState, StackState, pack_along_rows, pack_weight, widen, widen_4bit
 
-__all__ = ["PackedState", "StackState", "in_rows", "quantised", "widen", "widen_4bit"]
+__all__ = ["PackedState", "StackState", "pack_along_rows", "pack_weight", "widen", "widen_4bit"]

@@ -4,7 +4,7 @@ A function takes the tensors of one weight under the names of its file, and the 
 computes in `wide` (fp32, or fp64 where that is asked for) and gives fresh memory, which the caller
 narrows once.
 
-    t       the weight's tensors; scales and zero points as the file has them
+    tensors of the weight; scales and zero points as the file has them
     rows    of the weight: a multiple of `Layout.align` but for the last
     ->      wide[rows K]
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ggml import decoded
+from .ggml import decode_blocks
 
 # the kinds of a packed element; the C++ source has the same numbers
 KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
@@ -50,7 +50,7 @@ class Layout:
     block       rows and columns that share a scale
     bits        of an integer
     first_zero  what is added to a stored zero point
-    powers      whether scales are ue8m0 bytes
+    has_exponent_scales  whether scales are ue8m0 bytes
     """
 
     format: str
@@ -59,7 +59,7 @@ class Layout:
     block: tuple[int, int]
     bits: int = 8
     first_zero: int = 0
-    powers: bool = False
+    has_exponent_scales: bool = False
 
     @property
     def align(self) -> int:
@@ -67,7 +67,7 @@ class Layout:
         return math.lcm(self.block[0], 8)
 
 
-def scaled(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def scaled(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """8-bit floats or integers with a scale for the tensor, a row or a block of rows and columns;
     the last block may be smaller.
 
@@ -76,81 +76,100 @@ def scaled(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
                        DeepSeek's files
     weight_zero_point  int8, the shape of the scale, or absent
     """
-    values = t["weight"][rows].to(wide)
-    if "weight_zero_point" in t:
-        _each(values, t["weight_zero_point"], rows, wide, of, torch.Tensor.sub_)
-    return _each(values, t["weight_scale"], rows, wide, of, torch.Tensor.mul_)
+    values = tensors["weight"][rows].to(wide)
+    if "weight_zero_point" in tensors:
+        _apply_by_block(values, tensors["weight_zero_point"], rows, wide, layout, torch.Tensor.sub_)
+    return _apply_by_block(values, tensors["weight_scale"], rows, wide, layout, torch.Tensor.mul_)
 
 
-def int8_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def int8_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """bitsandbytes' int8: `SCB` is the largest magnitude of each row, which 127 stands for."""
-    return t["weight"][rows].to(wide).mul_((t["SCB"][rows].to(wide) / 127)[:, None])
+    return tensors["weight"][rows].to(wide).mul_((tensors["SCB"][rows].to(wide) / 127)[:, None])
 
 
-def packed_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def packed_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """compressed-tensors' integers of 4 or 8 bits, stored with an offset of half their range.
 
     weight_packed      int32[O ceil(K bits / 32)]
     weight_scale       any float [O G] or [O 1]
     weight_zero_point  int32[ceil(O bits / 32) G], packed along the rows; int16[O G], less the
-                       offset (`in_rows`); or absent
+                       offset (`pack_along_rows`); or absent
     weight_g_idx       int32[K], the group of each column where they are not in order, or absent
     """
-    half = 2 ** (of.bits - 1)
-    values = (unpacked(t["weight_packed"][rows], of.bits, 1)[:, : of.shape[1]] - half).to(wide)
-    if "weight_zero_point" in t:
-        _by_group(
-            values, packed_zeros(t, rows, of).to(wide), t.get("weight_g_idx"), of, torch.Tensor.sub_
+    half = 2 ** (layout.bits - 1)
+    values = (
+        unpack_words(tensors["weight_packed"][rows], layout.bits, 1)[:, : layout.shape[1]] - half
+    ).to(wide)
+    if "weight_zero_point" in tensors:
+        _apply_by_group(
+            values,
+            unpack_zeros(tensors, rows, layout).to(wide),
+            tensors.get("weight_g_idx"),
+            layout,
+            torch.Tensor.sub_,
         )
-    return _by_group(
-        values, t["weight_scale"][rows].to(wide), t.get("weight_g_idx"), of, torch.Tensor.mul_
+    return _apply_by_group(
+        values,
+        tensors["weight_scale"][rows].to(wide),
+        tensors.get("weight_g_idx"),
+        layout,
+        torch.Tensor.mul_,
     )
 
 
-def packed_zeros(t: Tensors, rows: slice, of: Layout) -> Tensor:
+def unpack_zeros(tensors: Tensors, rows: slice, layout: Layout) -> Tensor:
     """[rows G]: the zero points of `packed_rows`, less the offset."""
-    if t["weight_zero_point"].dtype == torch.int16:
-        return t["weight_zero_point"][rows]
-    zero: Tensor = unpacked(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
+    if tensors["weight_zero_point"].dtype == torch.int16:
+        return tensors["weight_zero_point"][rows]
+    zero: Tensor = unpack_words(tensors["weight_zero_point"], layout.bits, 0)[rows] - 2 ** (
+        layout.bits - 1
+    )
     return zero
 
 
-def gptq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def gptq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """GPTQ's integers of 4 or 8 bits, packed along K.
 
     qweight  int32[K bits/32 O]
-    qzeros   int32[G O bits/32], less one in files of its first version (`of.first_zero` is 1)
+    qzeros   int32[G O bits/32], less one in files of its first version (`layout.first_zero` is 1)
     scales   any float [G O]
     g_idx    int32[K], the group of each column (act-order), or absent
     """
-    per_word = 32 // of.bits
-    zero = unpacked(t["qzeros"][:, rows.start // per_word : -(-rows.stop // per_word)], of.bits, 1)[
-        :, : rows.stop - rows.start
-    ]
-    zero = (zero + of.first_zero).t().to(wide)
-    values = unpacked(t["qweight"][:, rows], of.bits, 0).t().to(wide)
-    _by_group(values, zero, t.get("g_idx"), of, torch.Tensor.sub_)
-    return _by_group(
-        values, t["scales"][:, rows].to(wide).t(), t.get("g_idx"), of, torch.Tensor.mul_
+    per_word = 32 // layout.bits
+    zero = unpack_words(
+        tensors["qzeros"][:, rows.start // per_word : -(-rows.stop // per_word)], layout.bits, 1
+    )[:, : rows.stop - rows.start]
+    zero = (zero + layout.first_zero).t().to(wide)
+    values = unpack_words(tensors["qweight"][:, rows], layout.bits, 0).t().to(wide)
+    _apply_by_group(values, zero, tensors.get("g_idx"), layout, torch.Tensor.sub_)
+    return _apply_by_group(
+        values,
+        tensors["scales"][:, rows].to(wide).t(),
+        tensors.get("g_idx"),
+        layout,
+        torch.Tensor.mul_,
     )
 
 
-def awq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def awq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """AWQ's 4-bit integers (gemm), packed along O in an order of their own.
 
     qweight  int32[K O/8]
     qzeros   int32[G O/8]
     scales   any float [G O]
     """
-    words = slice(rows.start // 8, -(-rows.stop // 8))
+    word_range = slice(rows.start // 8, -(-rows.stop // 8))
     q, zero = (
-        unpacked(t[name][:, words], 4, 1, AWQ_ORDER).to(wide).t() for name in ("qweight", "qzeros")
+        unpack_words(tensors[name][:, word_range], 4, 1, AWQ_ORDER).to(wide).t()
+        for name in ("qweight", "qzeros")
     )
-    values = _by_group(q, zero, None, of, torch.Tensor.sub_)
-    return _by_group(values, t["scales"][:, rows].to(wide).t(), None, of, torch.Tensor.mul_)
+    values = _apply_by_group(q, zero, None, layout, torch.Tensor.sub_)
+    return _apply_by_group(
+        values, tensors["scales"][:, rows].to(wide).t(), None, layout, torch.Tensor.mul_
+    )
 
 
-def nvfp4(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def nvfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """NVFP4: 4-bit floats with an fp8 scale for 16 of a row, and one for the tensor: a divisor in
     compressed-tensors, a factor in ModelOpt.
 
@@ -158,41 +177,41 @@ def nvfp4(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
     weight_scale         fp8[O K/16]
     weight_global_scale  fp32[1], or `weight_scale_2`
     """
-    if "weight_scale_2" in t:
-        whole = t["weight_scale_2"].to(wide)
+    if "weight_scale_2" in tensors:
+        tensor_scale = tensors["weight_scale_2"].to(wide)
     else:
-        whole = 1 / t["weight_global_scale"].to(wide)
-    packed = t["weight"] if "weight" in t else t["weight_packed"]
-    return _by_group(
-        _fp4(packed[rows], wide),
-        t["weight_scale"][rows].to(wide) * whole,
+        tensor_scale = 1 / tensors["weight_global_scale"].to(wide)
+    packed = tensors["weight"] if "weight" in tensors else tensors["weight_packed"]
+    return _apply_by_group(
+        _decode_fp4(packed[rows], wide),
+        tensors["weight_scale"][rows].to(wide) * tensor_scale,
         None,
-        of,
+        layout,
         torch.Tensor.mul_,
     )
 
 
-def mxfp4(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """MXFP4: 4-bit floats with a power of two for 32 of a row.
 
     weight_packed  uint8[O K/2]
     weight_scale   uint8[O K/32], exponents with a bias of 127
     """
-    return _by_group(
-        _fp4(t["weight_packed"][rows], wide),
-        exponents(t["weight_scale"][rows], wide),
+    return _apply_by_group(
+        _decode_fp4(tensors["weight_packed"][rows], wide),
+        decode_exponents(tensors["weight_scale"][rows], wide),
         None,
-        of,
+        layout,
         torch.Tensor.mul_,
     )
 
 
-def ggml(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+def ggml(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """The blocks of a GGUF file, uint8[O bytes] under the name of their kind."""
-    return decoded(of.main[0], t[of.main[0]][rows], wide)
+    return decode_blocks(layout.main[0], tensors[layout.main[0]][rows], wide)
 
 
-def exponents(scale: Tensor, wide: torch.dtype) -> Tensor:
+def decode_exponents(scale: Tensor, wide: torch.dtype) -> Tensor:
     """ue8m0 bytes as powers of two; 255 is NaN."""
     if scale.dtype != torch.uint8:
         scale = scale.view(torch.uint8)
@@ -200,17 +219,17 @@ def exponents(scale: Tensor, wide: torch.dtype) -> Tensor:
     return powers.masked_fill_(scale == 255, torch.nan)
 
 
-def _fp4(packed: Tensor, wide: torch.dtype) -> Tensor:
+def _decode_fp4(packed: Tensor, wide: torch.dtype) -> Tensor:
     """Numbers of 4 bits: sign, exponent, exponent, mantissa."""
     magnitudes = torch.tensor(
         (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=wide, device=packed.device
     )
-    both = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
-    numbers: Tensor = torch.cat((magnitudes, -magnitudes))[both]
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
+    numbers: Tensor = torch.cat((magnitudes, -magnitudes))[codes]
     return numbers
 
 
-def unpacked(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8)) -> Tensor:
+def unpack_words(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8)) -> Tensor:
     """The numbers of 32-bit words along `dim`, as int32."""
     shifts = torch.tensor(
         [bits * at for at in order[: 32 // bits]], device=packed.device, dtype=torch.int32
@@ -223,40 +242,58 @@ def unpacked(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8
     return numbers
 
 
-def _by_group(
-    values: Tensor, own: Tensor, of_column: Tensor | None, of: Layout, apply: InPlace
+def _apply_by_group(
+    values: Tensor,
+    group_values: Tensor,
+    column_groups: Tensor | None,
+    layout: Layout,
+    apply: InPlace,
 ) -> Tensor:
-    """Applies `own` [rows G], in place, to values [rows K] of its group's columns."""
-    size = of.block[1]
-    if of_column is not None:
+    """Applies `group_values` [rows G], in place, to values [rows K] of its group's columns."""
+    size = layout.block[1]
+    if column_groups is not None:
         # in the order of memory, which is that of columns in GPTQ's files
-        by_column = own.stride(0) == 1
+        is_column_major = group_values.stride(0) == 1
         apply(
             values,
-            own.t().index_select(0, of_column).t() if by_column else own.index_select(1, of_column),
+            group_values.t().index_select(0, column_groups).t()
+            if is_column_major
+            else group_values.index_select(1, column_groups),
         )
     elif values.shape[1] % size == 0:
-        apply(values.unflatten(1, (-1, size)), own[..., None])
+        apply(values.unflatten(1, (-1, size)), group_values[..., None])
     else:
-        apply(values, own.repeat_interleave(size, 1)[:, : values.shape[1]])
+        apply(values, group_values.repeat_interleave(size, 1)[:, : values.shape[1]])
     return values
 
 
-def _each(
-    values: Tensor, own: Tensor, rows: slice, wide: torch.dtype, of: Layout, apply: InPlace
+def _apply_by_block(
+    values: Tensor,
+    block_values: Tensor,
+    rows: slice,
+    wide: torch.dtype,
+    layout: Layout,
+    apply: InPlace,
 ) -> Tensor:
-    """The same for `own` [O/block K/block]."""
-    height = of.block[0]
+    """The same for `block_values` [O/block K/block]."""
+    height = layout.block[0]
     first = rows.start // height
-    own = own[first : -(-rows.stop // height)]
-    own = exponents(own, wide) if of.powers else own.to(wide)
-    whole = values.shape[0] // height
-    if own.shape[1] == 1 and height == 1:
-        return apply(values, own)
-    if own.shape[1] > 1:
-        own = own.repeat_interleave(of.block[1], 1)[:, : values.shape[1]]
-    if whole:
-        apply(values[: whole * height].unflatten(0, (whole, height)), own[:whole, None])
-    if whole * height < values.shape[0]:
-        apply(values[whole * height :], own[whole:])
+    block_values = block_values[first : -(-rows.stop // height)]
+    block_values = (
+        decode_exponents(block_values, wide)
+        if layout.has_exponent_scales
+        else block_values.to(wide)
+    )
+    full_blocks = values.shape[0] // height
+    if block_values.shape[1] == 1 and height == 1:
+        return apply(values, block_values)
+    if block_values.shape[1] > 1:
+        block_values = block_values.repeat_interleave(layout.block[1], 1)[:, : values.shape[1]]
+    if full_blocks:
+        apply(
+            values[: full_blocks * height].unflatten(0, (full_blocks, height)),
+            block_values[:full_blocks, None],
+        )
+    if full_blocks * height < values.shape[0]:
+        apply(values[full_blocks * height :], block_values[full_blocks:])
     return values

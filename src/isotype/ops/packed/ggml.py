@@ -26,40 +26,46 @@ BLOCKS = {
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def decoded(kind: str, packed: Tensor, wide: torch.dtype) -> Tensor:
+def decode_blocks(kind: str, packed: Tensor, wide: torch.dtype) -> Tensor:
     """The numbers of whole blocks.
 
     packed  uint8[rows bytes]
     ->      wide[rows K]
     """
-    numbers, size, halves = BLOCKS[kind]
+    numbers, size, scale_offsets = BLOCKS[kind]
     blocks = packed.reshape(-1, size)
-    d = [_half(blocks, at).to(wide) for at in halves]
-    values = _K[kind](blocks, d, wide) if kind in _K else _of_32(kind, blocks, d, wide)
+    d = [_read_fp16(blocks, offset).to(wide) for offset in scale_offsets]
+    values = (
+        _K_DECODERS[kind](blocks, d, wide)
+        if kind in _K_DECODERS
+        else _decode_32(kind, blocks, d, wide)
+    )
     return values.reshape(packed.shape[0], packed.shape[1] // size * numbers)
 
 
-def not_finite(kind: str, packed: Tensor) -> Tensor:
+def find_non_finite(kind: str, packed: Tensor) -> Tensor:
     """bool[rows blocks]: where a scale is infinite or no number."""
-    _, size, halves = BLOCKS[kind]
+    _, size, scale_offsets = BLOCKS[kind]
     blocks = packed.reshape(-1, size)
-    bad = torch.stack([~_half(blocks, at).isfinite() for at in halves]).any(0)
-    return bad.view(packed.shape[0], -1)
+    is_bad = torch.stack([~_read_fp16(blocks, offset).isfinite() for offset in scale_offsets]).any(
+        0
+    )
+    return is_bad.view(packed.shape[0], -1)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+def _read_fp16(blocks: Tensor, offset: int) -> Tensor:
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16)
 
 
 def _fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
     """Each run of `width` bytes once for each shift: uint8[B len(shifts) * bytes]."""
-    by = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
-    return ((packed.reshape(packed.shape[0], -1, 1, width) >> by) & mask).reshape(
+    shift = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
+    return ((packed.reshape(packed.shape[0], -1, 1, width) >> shift) & mask).reshape(
         packed.shape[0], -1
     )
 
 
-def _of_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+def _decode_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     """Blocks of 32: a scale, and a minimum in Q4_1 and Q5_1; Q5 keep the fifth bits in a word of
     their own.
     """
@@ -81,7 +87,7 @@ def _of_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Ten
 def _q2_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     scales = blocks[:, :16]
     q = _fields(blocks[:, 16:80], (0, 2, 4, 6), 32, 3)
-    return _of_groups(d[0] * (scales & 15).to(wide), q.to(wide), d[1] * (scales >> 4).to(wide))
+    return _scale_groups(d[0] * (scales & 15).to(wide), q.to(wide), d[1] * (scales >> 4).to(wide))
 
 
 def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
@@ -90,7 +96,7 @@ def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     q = _fields(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).to(wide)
     # 4 is taken off where the bit is not set
     q -= (1 - _fields(blocks[:, :32], range(8), 32, 1)).to(wide) * 4
-    return _of_groups(d[0] * ((low | high << 4).to(wide) - 32), q)
+    return _scale_groups(d[0] * ((low | high << 4).to(wide) - 32), q)
 
 
 def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
@@ -99,13 +105,13 @@ def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     """
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]
-    both = blocks[:, 12:16]
-    scale = torch.cat((first & 63, (both & 15) | (first >> 2) & 48), 1)
-    least = torch.cat((second & 63, (both >> 4) | (second >> 2) & 48), 1)
+    high_halves = blocks[:, 12:16]
+    scale = torch.cat((first & 63, (high_halves & 15) | (first >> 2) & 48), 1)
+    minimum = torch.cat((second & 63, (high_halves >> 4) | (second >> 2) & 48), 1)
     q = _fields(blocks[:, -128:], (0, 4), 32, 15)
     if blocks.shape[1] == BLOCKS["Q5_K"][1]:
         q = q | _fields(blocks[:, 16:48], range(8), 32, 1) << 4
-    return _of_groups(d[0] * scale.to(wide), q.to(wide), d[1] * least.to(wide))
+    return _scale_groups(d[0] * scale.to(wide), q.to(wide), d[1] * minimum.to(wide))
 
 
 def _q6_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
@@ -113,15 +119,15 @@ def _q6_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
         _fields(blocks[:, :128], (0, 4), 64, 15)
         | _fields(blocks[:, 128:192], (0, 2, 4, 6), 32, 3) << 4
     )
-    return _of_groups(
+    return _scale_groups(
         d[0] * blocks[:, 192:208].contiguous().view(torch.int8).to(wide), q.to(wide) - 32
     )
 
 
-def _of_groups(scale: Tensor, q: Tensor, least: Tensor | None = None) -> Tensor:
+def _scale_groups(scale: Tensor, q: Tensor, minimum: Tensor | None = None) -> Tensor:
     """scale [B groups] * q [B numbers] - least [B groups]."""
     values: Tensor = q.unflatten(1, (scale.shape[1], -1)).mul_(scale[..., None])
-    return values if least is None else values.sub_(least[..., None])
+    return values if minimum is None else values.sub_(minimum[..., None])
 
 
-_K = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q6_K": _q6_k}
+_K_DECODERS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q6_K": _q6_k}

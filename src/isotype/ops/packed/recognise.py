@@ -16,11 +16,11 @@ from torch import Tensor
 from ...errors import UsageError
 from ...precision.packing import Packing
 from .formats import Layout
-from .ggml import BLOCKS, not_finite
+from .ggml import BLOCKS, find_non_finite
 from .state import PackedState
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-OF_ACTIVATIONS = (
+SERVING_TENSORS = (
     "input_scale",
     "activation_scale",
     "input_global_scale",
@@ -31,16 +31,16 @@ OF_ACTIVATIONS = (
 )
 """Tensors beside a packed weight that do not belong to it: for activations and caches of a server.
 """
-TORCHAO = {
+TORCHAO_NAMES = {
     "_weight_qdata": "weight",
     "_weight_scale": "weight_scale",
     "_weight_zero_point": "weight_zero_point",
 }
 """The parts of torchao's tensors in its safetensors files, by the names that others have for them.
 """
-PARTS = frozenset((
+PACKED_PARTS = frozenset((
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO,
+    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO_NAMES,
 ))  # fmt: skip
 """Names that only packed weights have."""
 _SCALES = (
@@ -66,80 +66,92 @@ Parts = Mapping[str, Part]
 def is_packed(parts: Parts) -> bool:
     """Whether these are a packed weight's, or lack something to be one."""
     weight = parts.get("weight")
-    return bool(PARTS & parts.keys()) or (
+    return bool(PACKED_PARTS & parts.keys()) or (
         weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)
     )
 
 
-def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+def recognise(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
     """How the weight of one layer is packed.
 
-    where  the layer, for messages
+    layer  the layer, for messages
     shape  [O K] as the model's code has it
     Raises  UsageError naming the tensor that is missing or has another shape
     """
-    parts = {TORCHAO.get(name, name): part for name, part in parts.items()}
+    parts = {TORCHAO_NAMES.get(name, name): part for name, part in parts.items()}
     if packing.needs and "weight" not in parts:
-        _need(where, parts, packing.needs)
+        _require_part(layer, parts, packing.needs)
     weight = parts.get("weight")
     if "qweight" in parts:
-        return _by_columns(where, parts, packing, shape)
+        return _column_packed(layer, parts, packing, shape)
     if "weight_packed" in parts:
-        return _packed_rows(where, parts, packing, shape)
+        return _packed_rows(layer, parts, packing, shape)
     if kind := next((name for name in parts if name in BLOCKS), None):
         numbers, size, _ = BLOCKS[kind]
-        _expect(where, parts, kind, (shape[0], shape[1] // numbers * size))
+        _check_shape(layer, parts, kind, (shape[0], shape[1] // numbers * size))
         return Layout("ggml", shape, (kind, torch.uint8, parts[kind].shape), (1, numbers))
     if weight is None:
         raise UsageError(
-            f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN
+            f"{layer}: {', '.join(sorted(parts))}, and no weight to which they belong",
+            fix=RELOAD_ADVICE,
         )
     if weight.dtype == torch.uint8 and packing.dtype_name == "nvfp4":
-        return _nvfp4(where, parts, packing, shape, "weight")
-    _expect(where, parts, "weight", shape)
+        return _nvfp4(layer, parts, packing, shape, "weight")
+    _check_shape(layer, parts, "weight", shape)
     if "SCB" in parts:
-        _expect(where, parts, "SCB", (shape[0],))
+        _check_shape(layer, parts, "SCB", (shape[0],))
         return Layout("int8_rows", shape, ("weight", torch.int8, shape), (1, shape[1]))
     name = next((n for n in ("weight_scale", "weight_scale_inv") if n in parts), None)
     if name is None or weight.dtype not in (*FP8, torch.int8):
-        what = f"{where}.weight is {str(weight.dtype).removeprefix('torch.')}"
+        description = f"{layer}.weight is {str(weight.dtype).removeprefix('torch.')}"
         raise UsageError(
-            f"{what} and has no scale beside it: weight_scale, weight_scale_inv or SCB", fix=AGAIN
+            f"{description} and has no scale beside it: weight_scale, weight_scale_inv or SCB",
+            fix=RELOAD_ADVICE,
         )
     scale = parts[name]
     if "weight_zero_point" in parts and _elements(parts["weight_zero_point"]) != _elements(scale):
-        _expect(where, parts, "weight_zero_point", tuple(scale.shape))
-    powers = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        _check_shape(layer, parts, "weight_zero_point", tuple(scale.shape))
+    has_exponent_scales = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
     if _elements(scale) == 1 or scale.shape in ((shape[0],), (shape[0], 1)):
         return Layout(
-            "scaled", shape, ("weight", weight.dtype, shape), (1, shape[1]), powers=powers
+            "scaled",
+            shape,
+            ("weight", weight.dtype, shape),
+            (1, shape[1]),
+            has_exponent_scales=has_exponent_scales,
         )
-    block = _fitting(where, name, scale.shape, packing, shape)
-    return Layout("scaled", shape, ("weight", weight.dtype, shape), block, powers=powers)
+    block = _matching_block(layer, name, scale.shape, packing, shape)
+    return Layout(
+        "scaled",
+        shape,
+        ("weight", weight.dtype, shape),
+        block,
+        has_exponent_scales=has_exponent_scales,
+    )
 
 
-def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+def _packed_rows(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
     if parts["weight_packed"].dtype == torch.uint8:
         if packing.dtype_name == "nvfp4":
-            return _nvfp4(where, parts, packing, shape, "weight_packed")
-        _expect(where, parts, "weight_packed", (shape[0], shape[1] // 2))
-        _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 32)))
+            return _nvfp4(layer, parts, packing, shape, "weight_packed")
+        _check_shape(layer, parts, "weight_packed", (shape[0], shape[1] // 2))
+        _check_shape(layer, parts, "weight_scale", (shape[0], -(-shape[1] // 32)))
         return Layout(
             "mxfp4", shape, ("weight_packed", torch.uint8, parts["weight_packed"].shape), (1, 32)
         )
     bits = packing.bits
-    _expect(where, parts, "weight_packed", (shape[0], -(-shape[1] * bits // 32)))
-    scale = _need(where, parts, "weight_scale").shape
+    _check_shape(layer, parts, "weight_packed", (shape[0], -(-shape[1] * bits // 32)))
+    scale = _require_part(layer, parts, "weight_scale").shape
     if len(scale) < 2 or scale[1] == 1:
         size = shape[1]
     else:
-        size = _fitting(where, "weight_scale", scale, packing, shape)[1]
+        size = _matching_block(layer, "weight_scale", scale, packing, shape)[1]
     if "weight_zero_point" in parts:
-        _expect(
-            where, parts, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size))
+        _check_shape(
+            layer, parts, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size))
         )
     if "weight_g_idx" in parts:
-        _expect(where, parts, "weight_g_idx", (shape[1],))
+        _check_shape(layer, parts, "weight_g_idx", (shape[1],))
     return Layout(
         "packed_rows",
         shape,
@@ -149,29 +161,31 @@ def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, i
     )
 
 
-def _nvfp4(where: str, parts: Parts, packing: Packing, shape: tuple[int, int], main: str) -> Layout:
-    whole = "weight_scale_2" if main == "weight" else "weight_global_scale"
-    if _elements(_need(where, parts, whole)) != 1:
-        _expect(where, parts, whole, (1,))
-    _expect(where, parts, main, (shape[0], shape[1] // 2))
-    _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 16)))
-    return Layout("nvfp4", shape, (main, torch.uint8, parts[main].shape), (1, 16))
+def _nvfp4(
+    layer: str, parts: Parts, packing: Packing, shape: tuple[int, int], weight_name: str
+) -> Layout:
+    global_scale = "weight_scale_2" if weight_name == "weight" else "weight_global_scale"
+    if _elements(_require_part(layer, parts, global_scale)) != 1:
+        _check_shape(layer, parts, global_scale, (1,))
+    _check_shape(layer, parts, weight_name, (shape[0], shape[1] // 2))
+    _check_shape(layer, parts, "weight_scale", (shape[0], -(-shape[1] // 16)))
+    return Layout("nvfp4", shape, (weight_name, torch.uint8, parts[weight_name].shape), (1, 16))
 
 
-def _by_columns(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+def _column_packed(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
     (rows, columns), bits = shape, packing.bits
     size = packing.blocks[0][1]
     size = columns if size == -1 else size
     groups = -(-columns // size)
     if packing.library == "awq":
-        _expect(where, parts, "qweight", (columns, rows // 8))
-        _expect(where, parts, "qzeros", (groups, rows // 8))
+        _check_shape(layer, parts, "qweight", (columns, rows // 8))
+        _check_shape(layer, parts, "qzeros", (groups, rows // 8))
     else:
-        _expect(where, parts, "qweight", (columns * bits // 32, rows))
-        _expect(where, parts, "qzeros", (groups, rows * bits // 32))
+        _check_shape(layer, parts, "qweight", (columns * bits // 32, rows))
+        _check_shape(layer, parts, "qzeros", (groups, rows * bits // 32))
         if "g_idx" in parts:
-            _expect(where, parts, "g_idx", (columns,))
-    _expect(where, parts, "scales", (groups, rows))
+            _check_shape(layer, parts, "g_idx", (columns,))
+    _check_shape(layer, parts, "scales", (groups, rows))
     name = "awq" if packing.library == "awq" else "gptq"
     return Layout(
         name,
@@ -183,7 +197,7 @@ def _by_columns(where: str, parts: Parts, packing: Packing, shape: tuple[int, in
     )
 
 
-AGAIN = (
+RELOAD_ADVICE = (
     "get the files again from where they came, or save the model anew with the library that"
     " quantised it"
 )
@@ -193,48 +207,52 @@ def _elements(part: Part) -> int:
     return int(torch.Size(part.shape).numel())
 
 
-def _need(where: str, parts: Parts, name: str) -> Part:
+def _require_part(layer: str, parts: Parts, name: str) -> Part:
     if name not in parts:
         raise UsageError(
-            f"{where}.{name} is missing: {', '.join(sorted(parts))} are there", fix=AGAIN
+            f"{layer}.{name} is missing: {', '.join(sorted(parts))} are there", fix=RELOAD_ADVICE
         )
     return parts[name]
 
 
-def _expect(where: str, parts: Parts, name: str, shape: tuple[int, ...]) -> None:
-    found = _need(where, parts, name).shape
-    if tuple(found) != shape:
-        raise UsageError(f"{where}.{name} is {list(found)}, expected {list(shape)}", fix=AGAIN)
+def _check_shape(layer: str, parts: Parts, name: str, shape: tuple[int, ...]) -> None:
+    actual = _require_part(layer, parts, name).shape
+    if tuple(actual) != shape:
+        raise UsageError(
+            f"{layer}.{name} is {list(actual)}, expected {list(shape)}", fix=RELOAD_ADVICE
+        )
 
 
-def _fitting(
-    where: str, name: str, found: tuple[int, ...], packing: Packing, shape: tuple[int, int]
+def _matching_block(
+    layer: str, name: str, actual: tuple[int, ...], packing: Packing, shape: tuple[int, int]
 ) -> tuple[int, int]:
     """The block of the settings that gives a scale of this shape. Never the sizes divided by the
     scale's: a last block may be smaller.
     """
     blocks = [(rows, shape[1] if columns == -1 else columns) for rows, columns in packing.blocks]
-    fit = [b for b in blocks if tuple(found) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]
-    if len(fit) != 1:
-        said = " or ".join(f"{rows} x {columns}" for rows, columns in blocks)
-        how = "fits no block" if not fit else "fits two blocks"
+    matching = [b for b in blocks if tuple(actual) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]
+    if len(matching) != 1:
+        block_texts = " or ".join(f"{rows} x {columns}" for rows, columns in blocks)
+        problem = "fits no block" if not matching else "fits two blocks"
         raise UsageError(
-            f"{where}.{name} is {list(found)} for a weight of {list(shape)}: it {how} of"
-            f" config.json's quantization_config ({said})",
-            fix=AGAIN,
+            f"{layer}.{name} is {list(actual)} for a weight of {list(shape)}: it {problem} of"
+            f" config.json's quantization_config ({block_texts})",
+            fix=RELOAD_ADVICE,
         )
-    return fit[0]
+    return matching[0]
 
 
-def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor]) -> PackedState:
+def build_state(
+    layer: str, layout: Layout, dtype_name: str, tensors: Mapping[str, Tensor]
+) -> PackedState:
     """The state of a weight from its loaded tensors.
 
     Raises  UsageError for a scale or an fp8 weight that is not finite
     """
-    own = {
+    state_tensors = {
         name: tensor.detach()
         for name, tensor in tensors.items()
-        if name not in (layout.main[0], "weight_shape", *OF_ACTIVATIONS)
+        if name not in (layout.main[0], "weight_shape", *SERVING_TENSORS)
     }
     for name in (*_SCALES, layout.main[0]):
         tensor = tensors.get(name)
@@ -244,43 +262,51 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
             or (name == layout.main[0] and tensor.dtype not in FP8 and layout.format != "ggml")
         ):
             continue
-        bad = not_finite(name, tensor) if layout.format == "ggml" else _not_finite(tensor)
-        if bool(bad.any()):
+        is_bad = (
+            find_non_finite(name, tensor) if layout.format == "ggml" else _find_non_finite(tensor)
+        )
+        if bool(is_bad.any()):
             raise UsageError(
-                f"{where}.{name} is not finite at {bad.nonzero()[0].tolist()} ({int(bad.sum())}"
+                f"{layer}.{name} is not finite at {is_bad.nonzero()[0].tolist()} ({int(is_bad.sum())}"
                 " such)",
-                fix=AGAIN,
+                fix=RELOAD_ADVICE,
             )
     for name in ("g_idx", "weight_g_idx"):
         # files without act-order have it too
         if (
-            name in own
-            and not own[name].is_meta
-            and torch.equal(own[name].long(), _in_order(own[name], layout.block[1]))
+            name in state_tensors
+            and not state_tensors[name].is_meta
+            and torch.equal(
+                state_tensors[name].long(), _sequential_groups(state_tensors[name], layout.block[1])
+            )
         ):
-            del own[name]
+            del state_tensors[name]
     if layout.format == "scaled":
         rows = layout.shape[0]
-        for old in ("weight_scale", "weight_scale_inv"):
-            if old in own:
-                own["weight_scale"] = scale = own.pop(old)
+        for scale_name in ("weight_scale", "weight_scale_inv"):
+            if scale_name in state_tensors:
+                state_tensors["weight_scale"] = scale = state_tensors.pop(scale_name)
                 if scale.numel() in (1, rows) and layout.block == (1, layout.shape[1]):
-                    own["weight_scale"] = scale.reshape(-1, 1).expand(rows, 1).contiguous()
-        if "weight_zero_point" in own:
-            zero = own["weight_zero_point"]
-            own["weight_zero_point"] = (
-                zero.reshape(*zero.shape[:1], -1).expand_as(own["weight_scale"]).contiguous()
+                    state_tensors["weight_scale"] = (
+                        scale.reshape(-1, 1).expand(rows, 1).contiguous()
+                    )
+        if "weight_zero_point" in state_tensors:
+            zero = state_tensors["weight_zero_point"]
+            state_tensors["weight_zero_point"] = (
+                zero.reshape(*zero.shape[:1], -1)
+                .expand_as(state_tensors["weight_scale"])
+                .contiguous()
             )
     if layout.format == "packed_rows":
-        own["weight_scale"] = own["weight_scale"].reshape(layout.shape[0], -1)
-    return PackedState(layout, word, own)
+        state_tensors["weight_scale"] = state_tensors["weight_scale"].reshape(layout.shape[0], -1)
+    return PackedState(layout, dtype_name, state_tensors)
 
 
-def _in_order(of_column: Tensor, size: int) -> Tensor:
-    return torch.arange(of_column.numel(), device=of_column.device) // size
+def _sequential_groups(column_groups: Tensor, size: int) -> Tensor:
+    return torch.arange(column_groups.numel(), device=column_groups.device) // size
 
 
-def _not_finite(tensor: Tensor) -> Tensor:
+def _find_non_finite(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.uint8:
         return tensor == 255
     if tensor.dtype in FP8:

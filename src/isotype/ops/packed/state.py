@@ -18,15 +18,15 @@ from ..backend import uses_cpp, uses_fused_kernel
 from ..cpp import CppKernels
 from ..library import library_op
 from . import formats
-from .formats import AWQ_ORDER, KINDS, Layout, Tensors, exponents, packed_zeros, unpacked
+from .formats import AWQ_ORDER, KINDS, Layout, Tensors, decode_exponents, unpack_words, unpack_zeros
 
-_CPU = 1 << 18
-_GPU = 1 << 26
+_CPU_PIECE = 1 << 18
+_GPU_PIECE = 1 << 26
 
 
-def piece_of(tensor: Tensor) -> int:
+def elements_per_piece(tensor: Tensor) -> int:
     """Elements that are widened or put in order at once, where this tensor is."""
-    return _CPU if tensor.is_cpu else _GPU
+    return _CPU_PIECE if tensor.is_cpu else _GPU_PIECE
 
 
 # --- one kernel for the formats whose numbers lie in order along a row, each of a block with one
@@ -37,7 +37,7 @@ KERNELS = CppKernels(__file__, in_graphs=True, widen="dppppiiiiiiii")
 _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 
 
-class Ordered(NamedTuple):
+class BlockScaled(NamedTuple):
     """(number - zero) * scale. packed: uint8[rows bytes]; scale, zero: fp32[blocks groups], from
     the block of the first row on.
     """
@@ -48,53 +48,64 @@ class Ordered(NamedTuple):
     zero: Tensor | None
 
 
-def ordered(t: Tensors, rows: slice, of: Layout) -> Ordered | None:
+def to_block_scaled(tensors: Tensors, rows: slice, layout: Layout) -> BlockScaled | None:
     """These rows of a weight in that form; None for a format that is not of it. Arguments are those
     of `formats`.
     """
-    height = of.block[0]
+    height = layout.block[0]
     blocks = slice(rows.start // height, -(-rows.stop // height))
 
-    def own(name: str) -> Tensor:
-        values = t[name][blocks]
+    def read_scales(name: str) -> Tensor:
+        values = tensors[name][blocks]
         return (
-            exponents(values, torch.float32)
-            if of.powers and name == "weight_scale"
+            decode_exponents(values, torch.float32)
+            if layout.has_exponent_scales and name == "weight_scale"
             else values.float()
         ).contiguous()
 
-    if of.format == "scaled":
-        zero = own("weight_zero_point") if "weight_zero_point" in t else None
-        return Ordered(
-            _FP8[t["weight"].dtype], t["weight"][rows].view(torch.uint8), own("weight_scale"), zero
-        )
-    if of.format == "int8_rows":
-        return Ordered(
-            "int8", t["weight"][rows].view(torch.uint8), t["SCB"][rows, None].float() / 127, None
-        )
-    if of.shape[1] % 2 or of.block[1] % 2:
-        return None
-    if of.format == "packed_rows" and "weight_g_idx" not in t:
-        packed = t["weight_packed"][rows].view(torch.uint8)
-        zero = packed_zeros(t, rows, of).float() if "weight_zero_point" in t else None
-        # numbers of 8 bits are stored with an offset of 128: those of int8 with the other highest
-        # bit
-        return Ordered(
-            "int4" if of.bits == 4 else "int8",
-            packed if of.bits == 4 else packed ^ 128,
-            own("weight_scale"),
+    if layout.format == "scaled":
+        zero = read_scales("weight_zero_point") if "weight_zero_point" in tensors else None
+        return BlockScaled(
+            _FP8[tensors["weight"].dtype],
+            tensors["weight"][rows].view(torch.uint8),
+            read_scales("weight_scale"),
             zero,
         )
-    if of.format == "nvfp4":
-        if "weight_scale_2" in t:
-            whole = t["weight_scale_2"].float()
+    if layout.format == "int8_rows":
+        return BlockScaled(
+            "int8",
+            tensors["weight"][rows].view(torch.uint8),
+            tensors["SCB"][rows, None].float() / 127,
+            None,
+        )
+    if layout.shape[1] % 2 or layout.block[1] % 2:
+        return None
+    if layout.format == "packed_rows" and "weight_g_idx" not in tensors:
+        packed = tensors["weight_packed"][rows].view(torch.uint8)
+        zero = (
+            unpack_zeros(tensors, rows, layout).float() if "weight_zero_point" in tensors else None
+        )
+        # numbers of 8 bits are stored with an offset of 128: those of int8 with the other highest
+        # bit
+        return BlockScaled(
+            "int4" if layout.bits == 4 else "int8",
+            packed if layout.bits == 4 else packed ^ 128,
+            read_scales("weight_scale"),
+            zero,
+        )
+    if layout.format == "nvfp4":
+        if "weight_scale_2" in tensors:
+            tensor_scale = tensors["weight_scale_2"].float()
         else:
-            whole = 1 / t["weight_global_scale"].float()
-        packed = t["weight"] if "weight" in t else t["weight_packed"]
-        return Ordered("fp4", packed[rows], own("weight_scale") * whole, None)
-    if of.format == "mxfp4":
-        return Ordered(
-            "fp4", t["weight_packed"][rows], exponents(t["weight_scale"][rows], torch.float32), None
+            tensor_scale = 1 / tensors["weight_global_scale"].float()
+        packed = tensors["weight"] if "weight" in tensors else tensors["weight_packed"]
+        return BlockScaled("fp4", packed[rows], read_scales("weight_scale") * tensor_scale, None)
+    if layout.format == "mxfp4":
+        return BlockScaled(
+            "fp4",
+            tensors["weight_packed"][rows],
+            decode_exponents(tensors["weight_scale"][rows], torch.float32),
+            None,
         )
     return None
 
@@ -139,24 +150,24 @@ def _widen_(
         triton.widen_(out, packed, scale, zero, kind, first, height, width)
 
 
-def _by_a_kernel(t: Tensors, rows: slice, of: Layout, out: Tensor) -> bool:
+def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor) -> bool:
     """Writes these rows into the first K columns of `out`, whose columns are adjacent; False where
     no kernel does it.
     """
     if not (uses_cpp(KERNELS, out) or uses_fused_kernel(out)):
         return False
-    made = ordered(t, rows, of)
-    if made is not None:
+    block_scaled = to_block_scaled(tensors, rows, layout)
+    if block_scaled is not None:
         _widen_(
-            out[:, : of.shape[1]],
-            made.packed,
-            made.scale,
-            made.zero,
-            KINDS[made.kind],
+            out[:, : layout.shape[1]],
+            block_scaled.packed,
+            block_scaled.scale,
+            block_scaled.zero,
+            KINDS[block_scaled.kind],
             rows.start,
-            *of.block,
+            *layout.block,
         )
-    return made is not None
+    return block_scaled is not None
 
 
 # --- the state
@@ -166,13 +177,13 @@ class PackedState:
     """The part of a packed weight that is not its bytes.
 
     shape    of the weight as a product sees it
-    word     `fp8 int8 int4 nvfp4 mxfp4 gguf`, as `precision.base` has it
+    dtype_name  `fp8 int8 int4 nvfp4 mxfp4 gguf`, as `precision.base` has it
     tensors  scales, zero points and the like, by the file's names
     """
 
-    def __init__(self, layout: Layout, word: str, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, layout: Layout, dtype_name: str, tensors: dict[str, Tensor]) -> None:
         self.layout = layout
-        self.word = word
+        self.dtype_name = dtype_name
         self.tensors = tensors
         self.shape = torch.Size(layout.shape)
 
@@ -189,31 +200,33 @@ class PackedState:
 
     def widen_rows(self, packed: Tensor, rows: slice, out: Tensor) -> Tensor:
         """Writes these rows, whose first is a multiple of `layout.align`, into `out`."""
-        of = self.layout
+        layout = self.layout
         columns = self.shape[1]
-        name, dtype, shape = of.main
-        t = {**self.tensors, name: packed.reshape(-1).view(dtype).view(shape)}
-        if _by_a_kernel(t, rows, of, out):
+        name, dtype, shape = layout.main
+        tensors = {**self.tensors, name: packed.reshape(-1).view(dtype).view(shape)}
+        if _widen_by_kernel(tensors, rows, layout, out):
             return out
         wide = torch.promote_types(torch.float32, out.dtype)
-        decode: Callable[..., Tensor] = getattr(formats, of.format)
-        step = max(1, piece_of(packed) // (columns * of.align)) * of.align
+        decode: Callable[..., Tensor] = getattr(formats, layout.format)
+        step = max(1, elements_per_piece(packed) // (columns * layout.align)) * layout.align
         for start in range(rows.start, rows.stop, step):
             piece = slice(start, min(start + step, rows.stop))
-            out[piece.start - rows.start : piece.stop - rows.start] = decode(t, piece, wide, of)
+            out[piece.start - rows.start : piece.stop - rows.start] = decode(
+                tensors, piece, wide, layout
+            )
         return out
 
-    def mapped(self, make: Callable[[Tensor], Tensor]) -> Self:
-        """The same with each tensor as `make` gives it."""
-        made = copy.copy(self)
-        made.tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
-        return made
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same with each tensor as `function` gives it."""
+        state = copy.copy(self)
+        state.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return state
 
-    def moved(self, device: torch.device) -> Self:
+    def to_device(self, device: torch.device) -> Self:
         """On this device, in the same dtypes: nothing casts a scale."""
         if all(tensor.device == device for tensor in self.tensors.values()):
             return self
-        return self.mapped(lambda tensor: tensor.to(device))
+        return self.map_tensors(lambda tensor: tensor.to(device))
 
 
 class StackState(PackedState):
@@ -230,14 +243,14 @@ class StackState(PackedState):
     def __init__(
         self,
         layout: Layout,
-        word: str,
+        dtype_name: str,
         tensors: dict[str, Tensor],
         *,
         experts: int,
         pieces: int,
         transposed: bool,
     ) -> None:
-        super().__init__(layout, word, tensors)
+        super().__init__(layout, dtype_name, tensors)
         self.experts = experts
         self.pieces = pieces
         self.transposed = transposed
@@ -265,25 +278,25 @@ class StackState(PackedState):
         pieces = packed.view(self.experts, self.pieces, -1)
         for expert in range(experts.start, experts.start if packed.is_meta else experts.stop):
             for piece in range(self.pieces):
-                one = PackedState(
+                piece_state = PackedState(
                     self.layout,
-                    self.word,
+                    self.dtype_name,
                     {name: tensor[expert, piece] for name, tensor in self.tensors.items()},
                 )
-                own = out[expert - experts.start, piece * rows : (piece + 1) * rows]
-                one.widen_rows(pieces[expert, piece], slice(0, rows), own)
+                piece_out = out[expert - experts.start, piece * rows : (piece + 1) * rows]
+                piece_state.widen_rows(pieces[expert, piece], slice(0, rows), piece_out)
         return out
 
 
-def _like_4bit(
+def _fake_widen_4bit(
     packed: Tensor,
     absmax: Tensor,
     code: Tensor,
-    a: Any,
-    b: Any,
-    c: Any,
-    d: int,
-    e: int,
+    inner_absmax: Any,
+    inner_code: Any,
+    offset: Any,
+    blocksize: int,
+    inner_blocksize: int,
     shape: Any,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -294,7 +307,7 @@ def _like_4bit(
     "widen_4bit(Tensor packed, Tensor absmax, Tensor code, Tensor? inner_absmax, Tensor?"
     " inner_code, Tensor? offset, int blocksize, int inner_blocksize, SymInt[] shape, ScalarType"
     " dtype) -> Tensor",
-    fake=_like_4bit,
+    fake=_fake_widen_4bit,
 )
 def _widen_4bit(
     packed: Tensor,
@@ -373,26 +386,26 @@ def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     return widen_4bit(packed, state, dtype)
 
 
-def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
+def pack_weight(weight: Tensor, dtype_name: str) -> tuple[Tensor, PackedState]:
     """A float weight [O K] packed as `fp8` or `int8` with a fp32 scale a row: (its bytes, its
     state).
 
     The largest magnitude of a row becomes the largest number of the format.
     """
     rows, columns = weight.shape
-    dtype, largest = (torch.float8_e4m3fn, 448.0) if word == "fp8" else (torch.int8, 127.0)
+    dtype, largest = (torch.float8_e4m3fn, 448.0) if dtype_name == "fp8" else (torch.int8, 127.0)
     packed = torch.empty(rows, columns, dtype=dtype, device=weight.device)
     scale = weight.new_empty(rows, 1, dtype=torch.float32)
-    step = rows if weight.is_meta else max(1, piece_of(weight) // columns)
+    step = rows if weight.is_meta else max(1, elements_per_piece(weight) // columns)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
         values = weight[piece].float()
-        most = values.abs().amax(1, keepdim=True)
-        scale[piece] = torch.where(most > 0, most / largest, 1.0)
+        largest_value = values.abs().amax(1, keepdim=True)
+        scale[piece] = torch.where(largest_value > 0, largest_value / largest, 1.0)
         values = (values / scale[piece]).clamp_(-largest, largest)
-        packed[piece] = values.to(dtype) if word == "fp8" else values.round_().to(dtype)
+        packed[piece] = values.to(dtype) if dtype_name == "fp8" else values.round_().to(dtype)
     layout = Layout("scaled", (rows, columns), ("weight", dtype, (rows, columns)), (1, columns))
-    return packed, PackedState(layout, word, {"weight_scale": scale})
+    return packed, PackedState(layout, dtype_name, {"weight_scale": scale})
 
 
 # --- GPTQ's and AWQ's words run down the columns, so that a row cannot be widened without the words
@@ -400,58 +413,68 @@ def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
 # that the file has
 
 
-def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
+def pack_along_rows(weight: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
     """The main tensor and the state as `formats.packed_rows` takes them; as they are for other
     formats, and for columns in an order of their own (act-order).
 
-    words  int32, `qweight`
+    weight  int32, `qweight`
     ->     int32[O ceil(K bits / 32)], zero points int16[O G] less half of their range
     """
-    of = state.layout
-    t = state.tensors
-    if of.format not in ("gptq", "awq") or "g_idx" in t:
-        return words, state
-    (rows, columns), per_word = of.shape, 32 // of.bits
-    made = words.new_empty(rows, -(-columns // per_word))
+    layout = state.layout
+    source = state.tensors
+    if layout.format not in ("gptq", "awq") or "g_idx" in source:
+        return weight, state
+    (rows, columns), per_word = layout.shape, 32 // layout.bits
+    packed = weight.new_empty(rows, -(-columns // per_word))
     for start in range(
-        0, 0 if words.is_meta else rows, step := max(1, piece_of(words) // (8 * columns)) * 8
+        0,
+        0 if weight.is_meta else rows,
+        step := max(1, elements_per_piece(weight) // (8 * columns)) * 8,
     ):
         piece = slice(start, min(start + step, rows))
-        made[piece] = _joined(_numbers({"qweight": words}, "qweight", piece, of), of.bits)
-    zero = _numbers(t, "qzeros", slice(0, rows), of) + of.first_zero - 2 ** (of.bits - 1)
-    own = {
-        "weight_scale": t["scales"].t().contiguous(),
+        packed[piece] = _pack_words(
+            _unpack_rows({"qweight": weight}, "qweight", piece, layout), layout.bits
+        )
+    zero = (
+        _unpack_rows(source, "qzeros", slice(0, rows), layout)
+        + layout.first_zero
+        - 2 ** (layout.bits - 1)
+    )
+    tensors = {
+        "weight_scale": source["scales"].t().contiguous(),
         "weight_zero_point": zero.to(torch.int16).contiguous(),
     }
-    layout = Layout(
+    new_layout = Layout(
         "packed_rows",
-        of.shape,
-        ("weight_packed", torch.int32, tuple(made.shape)),
-        of.block,
-        of.bits,
+        layout.shape,
+        ("weight_packed", torch.int32, tuple(packed.shape)),
+        layout.block,
+        layout.bits,
     )
-    return made, PackedState(layout, state.word, own)
+    return packed, PackedState(new_layout, state.dtype_name, tensors)
 
 
-def _numbers(t: Tensors, name: str, rows: slice, of: Layout) -> Tensor:
+def _unpack_rows(tensors: Tensors, name: str, rows: slice, layout: Layout) -> Tensor:
     """int32[rows K], or [rows G] of the zero points."""
     numbers: Tensor
-    if name == "qweight" and of.format == "gptq":
-        numbers = unpacked(t[name][:, rows], of.bits, 0).t()
+    if name == "qweight" and layout.format == "gptq":
+        numbers = unpack_words(tensors[name][:, rows], layout.bits, 0).t()
     else:
-        words = t[name][:, rows.start * of.bits // 32 : -(-rows.stop * of.bits // 32)]
-        numbers = unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[
-            : rows.stop - rows.start
+        word_rows = tensors[name][
+            :, rows.start * layout.bits // 32 : -(-rows.stop * layout.bits // 32)
         ]
+        numbers = unpack_words(
+            word_rows, layout.bits, 1, AWQ_ORDER if layout.format == "awq" else range(8)
+        ).t()[: rows.stop - rows.start]
     return numbers
 
 
-def _joined(numbers: Tensor, bits: int) -> Tensor:
+def _pack_words(numbers: Tensor, bits: int) -> Tensor:
     """Words of 32 bits along a row, the lowest bits first; the last is filled with zeros."""
     per_word = 32 // bits
-    whole: Tensor = (
+    padded: Tensor = (
         F.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
     )
     shifts = torch.arange(0, 32, bits, device=numbers.device)
-    words: Tensor = (whole << shifts).sum(-1).to(torch.int32)
+    words: Tensor = (padded << shifts).sum(-1).to(torch.int32)
     return words

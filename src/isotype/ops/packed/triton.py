@@ -28,7 +28,7 @@ def small_float(magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNI
 
 
 @triton.jit
-def decoded(
+def decode(
     q,
     KIND: tl.constexpr,
     E4M3: tl.constexpr,
@@ -80,15 +80,15 @@ def widen_kernel(
         byte = tl.load(packed + row * packed_stride + i, mask=2 * i < columns, other=0).to(
             tl.int32
         )  # [BLOCK]
-        low_fp32 = decoded(byte & 15, KIND, E4M3, E5M2, INT8, FP4)
-        high_fp32 = decoded(byte >> 4, KIND, E4M3, E5M2, INT8, FP4)
+        low_fp32 = decode(byte & 15, KIND, E4M3, E5M2, INT8, FP4)
+        high_fp32 = decode(byte >> 4, KIND, E4M3, E5M2, INT8, FP4)
         group = block + 2 * i // width
         inside = 2 * i < columns
     else:
         byte = tl.load(packed + row * packed_stride + i, mask=i < columns, other=0).to(
             tl.int32
         )  # [BLOCK]
-        low_fp32 = decoded(byte, KIND, E4M3, E5M2, INT8, FP4)
+        low_fp32 = decode(byte, KIND, E4M3, E5M2, INT8, FP4)
         high_fp32 = low_fp32
         group = block + i // width
         inside = i < columns
@@ -173,9 +173,9 @@ def widen_4bit_kernel(
     # them
     run = tl.arange(0, BLOCK // 8) * 8
     i = run[:, None] + tl.arange(0, 8)[None, :]
-    left = tl.minimum(size - first, BLOCK).to(tl.int32)
-    byte = tl.load(packed + first + i, mask=i < left, other=0).to(tl.int32)  # [BLOCK / 8, 8]
-    inside = run < left
+    count = tl.minimum(size - first, BLOCK).to(tl.int32)
+    byte = tl.load(packed + first + i, mask=i < count, other=0).to(tl.int32)  # [BLOCK / 8, 8]
+    inside = run < count
     scale = (first + run) // SCALED
     if NESTED:
         q = tl.load(absmax + scale, mask=inside, other=0).to(tl.int32)
@@ -189,9 +189,13 @@ def widen_4bit_kernel(
     # a byte's high half comes first
     high_fp32 = tl.load(code + (byte >> 4)).to(tl.float32) * scale_fp32  # [BLOCK / 8, 8]
     low_fp32 = tl.load(code + (byte & 15)).to(tl.float32) * scale_fp32  # [BLOCK / 8, 8]
-    both = tl.arange(0, 2 * BLOCK)
+    pair_index = tl.arange(0, 2 * BLOCK)
     values_fp32 = tl.reshape(tl.join(high_fp32, low_fp32), (2 * BLOCK,))
-    tl.store(out + 2 * first + both, values_fp32.to(out.dtype.element_ty), mask=both < 2 * left)
+    tl.store(
+        out + 2 * first + pair_index,
+        values_fp32.to(out.dtype.element_ty),
+        mask=pair_index < 2 * count,
+    )
 
 
 @on_tensor_device

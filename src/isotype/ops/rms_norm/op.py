@@ -61,7 +61,7 @@ _PARTIAL_SUMS = 64
 _ROWS = 16
 
 
-def _like_forward(
+def _fake_forward(
     x: Tensor,
     residual: Tensor | None,
     weight_H: Tensor,
@@ -77,7 +77,7 @@ def _like_forward(
 @library_op(
     "rms_norm_forward_cpp(Tensor x, Tensor? residual, Tensor weight, float eps, bool unit_offset,"
     " ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-    fake=_like_forward,
+    fake=_fake_forward,
 )
 def _cpp_forward(
     x: Tensor,
@@ -88,39 +88,39 @@ def _cpp_forward(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, 1 / rms of each row, x + residual, empty where there is none)"""
-    y, scale, total = _like_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+    y, scale, total = _fake_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     # rows of adjacent values; the weight in fp32
     x_TH = x.reshape(-1, x.shape[-1])
     w_H = weight_H.to(torch.float32).contiguous()
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     w_H = w_H + 1.0 if unit_offset else w_H
-    other_TH = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    if other_TH is not None and other_TH.stride(1) != 1:
-        other_TH = other_TH.contiguous()
+    residual_TH = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    if residual_TH is not None and residual_TH.stride(1) != 1:
+        residual_TH = residual_TH.contiguous()
     KERNELS(
         "forward",
         x.dtype,
         out_dtype,
         x_TH,
-        other_TH,
+        residual_TH,
         w_H,
         y,
         scale,
         total,
         *x_TH.shape,
         x_TH.stride(0),
-        0 if other_TH is None else other_TH.stride(0),
+        0 if residual_TH is None else residual_TH.stride(0),
         eps,
     )
     return y, scale, total
 
 
-def _like_backward(
+def _fake_backward(
     x: Tensor,
     weight_H: Tensor,
     scale: Tensor,
     dy: Tensor,
-    more: Tensor | None,
+    added_grad: Tensor | None,
     unit_offset: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -130,16 +130,16 @@ def _like_backward(
 
 
 @library_op(
-    "rms_norm_backward_cpp(Tensor x, Tensor weight, Tensor scale, Tensor dy, Tensor? more, bool"
+    "rms_norm_backward_cpp(Tensor x, Tensor weight, Tensor scale, Tensor dy, Tensor? added_grad, bool"
     " unit_offset, bool want_dweight) -> (Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_fake_backward,
 )
 def _cpp_backward(
     x: Tensor,
     weight_H: Tensor,
     scale: Tensor,
     dy: Tensor,
-    more: Tensor | None,
+    added_grad: Tensor | None,
     unit_offset: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -151,9 +151,9 @@ def _cpp_backward(
     w_H = w_H + 1.0 if unit_offset else w_H
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     dy_TH = dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()
-    more_TH = None if more is None else more.reshape(-1, columns)
-    if more_TH is not None and more_TH.stride(1) != 1:
-        more_TH = more_TH.contiguous()
+    added_grad_TH = None if added_grad is None else added_grad.reshape(-1, columns)
+    if added_grad_TH is not None and added_grad_TH.stride(1) != 1:
+        added_grad_TH = added_grad_TH.contiguous()
     rows = x_TH.shape[0]
     block = max(_ROWS, -(-rows // _PARTIAL_SUMS))
     if want_dweight:
@@ -168,14 +168,14 @@ def _cpp_backward(
         w_H,
         scale.contiguous(),
         dy_TH,
-        more_TH,
+        added_grad_TH,
         dx,
         partial_BH,
         rows,
         columns,
         x_TH.stride(0),
         dy_TH.stride(0),
-        0 if more_TH is None else more_TH.stride(0),
+        0 if added_grad_TH is None else added_grad_TH.stride(0),
         block,
     )
     # summed in fp32, and narrowed once
@@ -196,14 +196,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y, 1 / rms of each row, x + residual or None)"""
     if path == "cpp":
-        y, scale, made = _cpp_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
-        return y, scale, None if residual is None else made
+        y, scale, summed = _cpp_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+        return y, scale, None if residual is None else summed
     if path == "triton":
         from . import triton
 
         # a longer row runs as plain PyTorch: no model has one, and a kernel with a loop would read
         # it twice
-        if triton.fits(x):
+        if triton.fits_in_registers(x):
             return triton.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     total = None if residual is None else x + residual
     h = cast_output(x if total is None else total, arithmetic_dtype(x.dtype, weight_H.dtype))
@@ -218,29 +218,33 @@ def _backward(
     weight_H: Tensor,
     scale: Tensor,
     dy: Tensor,
-    more: Tensor | None,
+    added_grad: Tensor | None,
     unit_offset: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and weight; `more` is added to that of x."""
+    """Gradients of x and weight; `added_grad` is added to that of x."""
     if path == "cpp":
-        dx, dweight_H = _cpp_backward(x, weight_H, scale, dy, more, unit_offset, want_dweight)
+        dx, dweight_H = _cpp_backward(x, weight_H, scale, dy, added_grad, unit_offset, want_dweight)
         return dx, dweight_H if want_dweight else None
     if path == "triton":
         from . import triton
 
-        if triton.fits(x):
-            return triton.rms_norm_backward(x, weight_H, scale, dy, more, unit_offset, want_dweight)
+        if triton.fits_in_registers(x):
+            return triton.rms_norm_backward(
+                x, weight_H, scale, dy, added_grad, unit_offset, want_dweight
+            )
     dtype = scale.dtype
     w = weight_H.to(dtype) + 1.0 if unit_offset else weight_H.to(dtype)
     normed = x.to(dtype) * scale
-    d = dy.to(dtype)
-    g = d * w
+    dy_wide = dy.to(dtype)
+    g = dy_wide * w
     dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
-    dx = (dx if more is None else dx + more.to(dtype)).to(x.dtype)
+    dx = (dx if added_grad is None else dx + added_grad.to(dtype)).to(x.dtype)
     # summed in the wide dtype, and narrowed once
     return dx, (
-        (d * normed).reshape(-1, x.shape[-1]).sum(0).to(weight_H.dtype) if want_dweight else None
+        (dy_wide * normed).reshape(-1, x.shape[-1]).sum(0).to(weight_H.dtype)
+        if want_dweight
+        else None
     )
 
 
@@ -323,14 +327,14 @@ class AddRmsNorm(torch.autograd.Function):
         out_dtype: torch.dtype,
         path: Path,
     ) -> tuple[Tensor, Tensor]:
-        y, scale, made = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
-        total = x if made is None else made
+        y, scale, summed = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
+        total = x if summed is None else summed
         ctx.save_for_backward(total, weight_H, scale)
         ctx.path = path
         ctx.unit_offset = unit_offset
         # PyTorch lets leaves keep what they are given through a view: of one tensor, each would
         # accumulate into the other's .grad
-        ctx.apart = (
+        ctx.copies_gradient = (
             residual is not None
             and x.is_leaf
             and residual.is_leaf
@@ -353,7 +357,7 @@ class AddRmsNorm(torch.autograd.Function):
             dx, dweight_H = _backward(
                 ctx.path, total, weight_H, scale, dy, dtotal, ctx.unit_offset, needs_weight
             )
-        dresidual = dx.clone() if ctx.apart and dx is not None else dx
+        dresidual = dx.clone() if ctx.copies_gradient and dx is not None else dx
         return (
             dx if needs_x else None,
             dresidual if needs_residual else None,

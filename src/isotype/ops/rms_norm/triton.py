@@ -17,12 +17,12 @@ from ..launch import multiprocessors, on_tensor_device, warps
 
 # Values a tile has at least, so that every thread has 16: a row of 128 alone leaves threads with
 # one load of 2 bytes
-TILE = 2048
+MIN_TILE_ELEMENTS = 2048
 # A longer row does not fit in registers: at 32,768 columns the backward spills 20 to 120 values a
 # thread
-LONGEST = 16384
+MAX_COLUMNS = 16384
 # Programs a multiprocessor that sum the weight's gradient
-PROGRAMS = 4
+PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @triton.jit
@@ -71,14 +71,14 @@ def rms_norm_backward_kernel(
     weight,
     scale,
     dy,
-    more,
+    added_grad,
     dx,
     partial,
     rows,
     hidden,
     tiles_each,
     OFFSET: tl.constexpr,
-    MORE: tl.constexpr,
+    HAS_ADDED_GRAD: tl.constexpr,
     DWEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,8 +105,8 @@ def rms_norm_backward_kernel(
         g_fp32 = d_fp32 * w_fp32[None, :]
         mean_fp32 = (tl.sum(g_fp32 * normed_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
         dx_fp32 = scale_fp32 * (g_fp32 - normed_fp32 * mean_fp32)
-        if MORE:
-            dx_fp32 += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_ADDED_GRAD:
+            dx_fp32 += tl.load(added_grad + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, dx_fp32.to(dx.dtype.element_ty), mask=inside)
         if DWEIGHT:
             dw_fp32 += d_fp32 * normed_fp32
@@ -114,15 +114,15 @@ def rms_norm_backward_kernel(
         tl.store(partial + program * hidden + h, tl.sum(dw_fp32, 0), mask=h < hidden)
 
 
-def fits(x: Tensor) -> bool:
+def fits_in_registers(x: Tensor) -> bool:
     """Whether a row of `x` is short enough for these kernels."""
-    return x.shape[-1] <= LONGEST
+    return x.shape[-1] <= MAX_COLUMNS
 
 
-def tile_of(hidden: int) -> tuple[int, int]:
+def choose_tile(hidden: int) -> tuple[int, int]:
     """(rows, columns) of a tile."""
     block = triton.next_power_of_2(hidden)
-    return max(1, TILE // block), block
+    return max(1, MIN_TILE_ELEMENTS // block), block
 
 
 @on_tensor_device
@@ -142,7 +142,7 @@ def rms_norm_forward(
     total = None if residual is None else torch.empty_like(x)
     if x.numel():
         rows, hidden = scale.numel(), x.shape[-1]
-        rows_each, block = tile_of(hidden)
+        rows_each, block = choose_tile(hidden)
         rms_norm_forward_kernel[(triton.cdiv(rows, rows_each),)](
             x,
             x if residual is None else residual,
@@ -168,20 +168,22 @@ def rms_norm_backward(
     weight_H: Tensor,
     scale: Tensor,
     dy: Tensor,
-    more: Tensor | None,
+    added_grad: Tensor | None,
     unit_offset: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor | None]:
     x, weight_H, dy = x.contiguous(), weight_H.contiguous(), dy.contiguous()
-    more = None if more is None else more.contiguous()
+    added_grad = None if added_grad is None else added_grad.contiguous()
     dx = torch.empty_like(x)
     if not x.numel():
         return dx, torch.zeros_like(weight_H) if want_dweight else None
     rows, hidden = scale.numel(), x.shape[-1]
-    rows_each, block = tile_of(hidden)
+    rows_each, block = choose_tile(hidden)
     tiles = triton.cdiv(rows, rows_each)
     tiles_each = (
-        triton.cdiv(tiles, min(tiles, PROGRAMS * multiprocessors(x.device))) if want_dweight else 1
+        triton.cdiv(tiles, min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x.device)))
+        if want_dweight
+        else 1
     )
     programs = triton.cdiv(tiles, tiles_each)
     partial = (
@@ -196,14 +198,14 @@ def rms_norm_backward(
         weight_H,
         scale,
         dy,
-        x if more is None else more,
+        x if added_grad is None else added_grad,
         dx,
         partial,
         rows,
         hidden,
         tiles_each,
         OFFSET=unit_offset,
-        MORE=more is not None,
+        HAS_ADDED_GRAD=added_grad is not None,
         DWEIGHT=want_dweight,
         ROWS=rows_each,
         BLOCK=block,

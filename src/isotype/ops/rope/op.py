@@ -46,17 +46,17 @@ def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleav
         cos = cos_BSR.unsqueeze(1).to(dtype)
         sin = sin_BSR.unsqueeze(1).to(dtype)
         pairs = cos_BSR.shape[-1]
-        turned = x_BNSD[..., : 2 * pairs].to(dtype)
-        rest = x_BNSD[..., 2 * pairs :]
+        rotated = x_BNSD[..., : 2 * pairs].to(dtype)
+        unrotated = x_BNSD[..., 2 * pairs :]
         if interleaved:
-            a = turned[..., 0::2]
-            b = turned[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+            a = rotated[..., 0::2]
+            b = rotated[..., 1::2]
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
         else:
-            a = turned[..., :pairs]
-            b = turned[..., pairs:]
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-        return torch.cat((turned.to(x_BNSD.dtype), rest), -1)
+            a = rotated[..., :pairs]
+            b = rotated[..., pairs:]
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return torch.cat((rotated.to(x_BNSD.dtype), unrotated), -1)
 
 
 def rope_reference(
@@ -66,9 +66,9 @@ def rope_reference(
 
 
 def _reference(
-    q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+    q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    sin_BSR = -sin_BSR if back else sin_BSR
+    sin_BSR = -sin_BSR if inverse else sin_BSR
     return rotate_reference(q, cos_BSR, sin_BSR, interleaved), rotate_reference(
         k, cos_BSR, sin_BSR, interleaved
     )
@@ -84,16 +84,21 @@ def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 @library_op(
-    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor,"
+    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor,"
     " Tensor)",
     fake=_fake_pair,
 )
-def rotate(
-    q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+def _cpp_rotate(
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    cos_BSR: Tensor,
+    sin_BSR: Tensor,
+    interleaved: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     cos_BSR = cos_BSR.to(torch.float32).contiguous()
     sin_BSR = sin_BSR.to(torch.float32).contiguous()
-    made: list[Tensor] = []
+    outputs: list[Tensor] = []
     for x in (q_BNSD, k_BMSD):
         y = torch.empty_like(x)
         y = y if y.stride(-1) == 1 else empty_rows_like(x)
@@ -111,47 +116,54 @@ def rotate(
             *y.stride()[:3],
             cos_BSR.shape[0],
             interleaved,
-            back,
+            inverse,
         )
-        made.append(y)
-    return made[0], made[1]
+        outputs.append(y)
+    return outputs[0], outputs[1]
 
 
 # --- the op
 
 
 @library_op(
-    "rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor,"
+    "rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor,"
     " Tensor)",
     fake=_fake_pair,
 )
 def _rotate_pair(
-    q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
-) -> tuple[Tensor, Tensor]:
-    from . import triton
-
-    return triton.rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
-
-
-def _rotated(
     q_BNSD: Tensor,
     k_BMSD: Tensor,
     cos_BSR: Tensor,
     sin_BSR: Tensor,
     interleaved: bool,
-    back: bool,
+    inverse: bool,
+) -> tuple[Tensor, Tensor]:
+    from . import triton
+
+    return triton.rotate_pair(
+        q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved=interleaved, inverse=inverse
+    )
+
+
+def _rotate(
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    cos_BSR: Tensor,
+    sin_BSR: Tensor,
+    interleaved: bool,
+    inverse: bool,
     path: Path,
 ) -> tuple[Tensor, Tensor]:
     if path == "cpp":
-        return rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+        return _cpp_rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
     if path == "triton" and q_BNSD.dtype == k_BMSD.dtype:
-        return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+        return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
     if path == "triton":
         # one launch for each, with no heads of the other
-        q, _ = _rotate_pair(q_BNSD, q_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, back)
-        k, _ = _rotate_pair(k_BMSD, k_BMSD[:, :0], cos_BSR, sin_BSR, interleaved, back)
+        q, _ = _rotate_pair(q_BNSD, q_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
+        k, _ = _rotate_pair(k_BMSD, k_BMSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
         return q, k
-    return _reference(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+    return _reference(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
 
 
 class Rotate(torch.autograd.Function):
@@ -167,21 +179,21 @@ class Rotate(torch.autograd.Function):
         cos_BSR: Tensor,
         sin_BSR: Tensor,
         interleaved: bool,
-        back: bool,
+        inverse: bool,
         path: Path,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BSR, sin_BSR)
         ctx.path = path
         ctx.interleaved = interleaved
-        ctx.back = back
-        return _rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back, path)
+        ctx.inverse = inverse
+        return _rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse, path)
 
     @staticmethod
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("rope")
         cos_BSR, sin_BSR = ctx.saved_tensors
-        dq_BNSD, dk_BMSD = _rotated(
-            dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, not ctx.back, ctx.path
+        dq_BNSD, dk_BMSD = _rotate(
+            dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, not ctx.inverse, ctx.path
         )
         return dq_BNSD, dk_BMSD, None, None, None, None, None
 

@@ -15,7 +15,7 @@ from ..launch import on_tensor_device
 
 # Pairs a program has at most: 16 a thread at 4 warps, which is two loads of 16 bytes in bf16 for
 # each half
-TILE = 2048
+MAX_PAIRS = 2048
 
 
 @triton.jit
@@ -39,48 +39,50 @@ def rotate_tile(
 ):
     """HEADS heads of one position, from x to out; cos and sin are [1, BLOCK]."""
     head = tile.to(tl.int64) * HEADS + tl.arange(0, HEADS)
-    here = (head < heads)[:, None]
+    in_heads = (head < heads)[:, None]
     r = tl.arange(0, BLOCK)
     source = x + x_start + head[:, None] * x_head
     target = out + out_start + head[:, None] * out_head
     if INTERLEAVED:
         # a pair's two values are neighbours: loaded and stored as one run, so that a load is 16
         # bytes wide and not 2
-        both = tl.arange(0, 2 * BLOCK)[None, :]
-        turned = here & (both < 2 * pairs)
-        x_fp32 = tl.load(source + both, mask=turned, other=0.0).to(tl.float32)  # [HEADS, 2 BLOCK]
+        pair_index = tl.arange(0, 2 * BLOCK)[None, :]
+        is_rotated = in_heads & (pair_index < 2 * pairs)
+        x_fp32 = tl.load(source + pair_index, mask=is_rotated, other=0.0).to(
+            tl.float32
+        )  # [HEADS, 2 BLOCK]
         a_fp32, b_fp32 = tl.split(tl.reshape(x_fp32, (HEADS, BLOCK, 2)))
         y_fp32 = tl.join(
             a_fp32 * cos_fp32 - b_fp32 * sin_fp32, b_fp32 * cos_fp32 + a_fp32 * sin_fp32
         )
         tl.store(
-            target + both,
+            target + pair_index,
             tl.reshape(y_fp32, (HEADS, 2 * BLOCK)).to(out.dtype.element_ty),
-            mask=turned,
+            mask=is_rotated,
         )
     else:
-        turned = here & (r < pairs)[None, :]
-        a_fp32 = tl.load(source + r[None, :], mask=turned, other=0.0).to(
+        is_rotated = in_heads & (r < pairs)[None, :]
+        a_fp32 = tl.load(source + r[None, :], mask=is_rotated, other=0.0).to(
             tl.float32
         )  # [HEADS, BLOCK]
-        b_fp32 = tl.load(source + pairs + r[None, :], mask=turned, other=0.0).to(
+        b_fp32 = tl.load(source + pairs + r[None, :], mask=is_rotated, other=0.0).to(
             tl.float32
         )  # [HEADS, BLOCK]
         tl.store(
             target + r[None, :],
             (a_fp32 * cos_fp32 - b_fp32 * sin_fp32).to(out.dtype.element_ty),
-            mask=turned,
+            mask=is_rotated,
         )
         tl.store(
             target + pairs + r[None, :],
             (b_fp32 * cos_fp32 + a_fp32 * sin_fp32).to(out.dtype.element_ty),
-            mask=turned,
+            mask=is_rotated,
         )
     if REST:
         # what is not rotated passes through
         d = (2 * pairs + tl.arange(0, REST))[None, :]
-        passing = here & (d < size)
-        tl.store(target + d, tl.load(source + d, mask=passing, other=0.0), mask=passing)
+        is_unrotated = in_heads & (d < size)
+        tl.store(target + d, tl.load(source + d, mask=is_unrotated, other=0.0), mask=is_unrotated)
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def rotate_kernel(
     sin_position,
     sin_pair,
     INTERLEAVED: tl.constexpr,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -129,10 +131,10 @@ def rotate_kernel(
     sin_at = sin + batch * sin_batch + position * sin_position + r * sin_pair
     cos_fp32 = tl.load(cos_at, mask=r < pairs, other=1.0).to(tl.float32)[None, :]  # [1, BLOCK]
     sin_fp32 = tl.load(sin_at, mask=r < pairs, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK]
-    if BACK:
+    if INVERSE:
         sin_fp32 = -sin_fp32
     if tile < q_tiles:
-        start, to = (
+        start, out_start = (
             batch * q_batch + position * q_position,
             batch * q_out_batch + position * q_out_position,
         )
@@ -140,7 +142,7 @@ def rotate_kernel(
             q,
             q_out,
             start,
-            to,
+            out_start,
             q_head,
             q_out_head,
             tile,
@@ -155,7 +157,7 @@ def rotate_kernel(
             REST,
         )
     else:
-        start, to = (
+        start, out_start = (
             batch * k_batch + position * k_position,
             batch * k_out_batch + position * k_out_position,
         )
@@ -163,7 +165,7 @@ def rotate_kernel(
             k,
             k_out,
             start,
-            to,
+            out_start,
             k_head,
             k_out_head,
             tile - q_tiles,
@@ -187,7 +189,7 @@ def rotate_pair(
     sin_BSR: Tensor,
     *,
     interleaved: bool,
-    back: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotates both in one launch; the tables are read in place, with any strides."""
     q_out, k_out = empty_rows_like(q_BNSD), empty_rows_like(k_BMSD)
@@ -196,13 +198,13 @@ def rotate_pair(
     k_heads, pairs = k_BMSD.shape[1], cos_BSR.shape[-1]
     if not batch * positions * size * (q_heads + k_heads):
         return q_out, k_out
-    block, rest = triton.next_power_of_2(max(1, pairs)), size - 2 * pairs
-    heads_each = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, TILE // block))
+    block, unrotated = triton.next_power_of_2(max(1, pairs)), size - 2 * pairs
+    heads_each = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, MAX_PAIRS // block))
     q_tiles, k_tiles = triton.cdiv(q_heads, heads_each), triton.cdiv(k_heads, heads_each)
     tables = [
-        s
+        stride
         for t in (cos_BSR, sin_BSR)
-        for s in (0 if t.shape[0] == 1 else t.stride(0), t.stride(1), t.stride(2))
+        for stride in (0 if t.shape[0] == 1 else t.stride(0), t.stride(1), t.stride(2))
     ]
     rotate_kernel[(batch * positions, q_tiles + k_tiles)](
         q_BNSD,
@@ -211,7 +213,7 @@ def rotate_pair(
         k_out,
         cos_BSR,
         sin_BSR,
-        *(s for t in (q_BNSD, k_BMSD, q_out, k_out) for s in t.stride()[:3]),
+        *(stride for t in (q_BNSD, k_BMSD, q_out, k_out) for stride in t.stride()[:3]),
         q_heads,
         k_heads,
         q_tiles,
@@ -220,10 +222,10 @@ def rotate_pair(
         pairs,
         *tables,
         INTERLEAVED=interleaved,
-        BACK=back,
+        INVERSE=inverse,
         HEADS=heads_each,
         BLOCK=block,
-        REST=triton.next_power_of_2(rest) if rest else 0,
+        REST=triton.next_power_of_2(unrotated) if unrotated else 0,
         num_warps=max(1, min(4, heads_each * block // 512)),
     )
     return q_out, k_out

@@ -31,7 +31,7 @@ from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
 from ...model.packed import pack, packed_owners, parts_of_files, wait_at
 from ...model.packed import quantise as pack_layers
-from ...ops.packed.recognise import OF_ACTIVATIONS
+from ...ops.packed.recognise import SERVING_TENSORS
 from ...optimize import Manifest, optimize
 from ...precision.apply import apply_precision, denoiser_blocks, is_kept_in_fp32, names_kept_in_fp32
 from ...precision.parts import Part
@@ -276,7 +276,7 @@ def _published(
             packed.weight = tensors[weight] = nf4.from_prequantized(
                 tensors[weight], beside, device=device, module=packed
             )
-    tensors = {name: t for name, t in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
+    tensors = {name: t for name, t in tensors.items() if not name.endswith(SERVING_TENSORS)}
     for name, buffer in denoiser.named_buffers():
         if buffer.is_floating_point() and name in tensors:
             # tables of positions stay exact, as in `widen_buffers`

@@ -93,7 +93,7 @@ def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
     if state is None:
         return
     if isinstance(state, PackedState):
-        made.quant_state = state.mapped(make)
+        made.quant_state = state.map_tensors(make)
         return
     new = copy.copy(state)
     new.absmax = make(state.absmax)
