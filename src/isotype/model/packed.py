@@ -522,7 +522,9 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
         plan: dict[str, Layout] | None = vars(module).pop(_PLAN, None)
         for stack, layout in (plan or {}).items():
             own = list(_pieces(module, path, stack))
-            pieces = [[build_state(of, layout, packing.dtype_name, t) for of, t in one] for one in own]
+            pieces = [
+                [build_state(of, layout, packing.dtype_name, t) for of, t in one] for one in own
+            ]
             tensors = {
                 name: torch.stack(
                     [torch.stack([piece.tensors[name] for piece in one]) for one in pieces]
