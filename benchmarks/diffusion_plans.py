@@ -37,10 +37,10 @@ from isotype.tasks.diffusion.families import Asked, Family
 from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage
 from isotype.tasks.diffusion.families.noise import SDXL
 from isotype.tasks.diffusion.loss import picture_losses
-from isotype.training.memory.blocks import as_set, plan_offload
+from isotype.training.memory.blocks import apply_offload, plan_offload
 from isotype.training.memory.outline import quantise_outline
 from isotype.training.memory.plan import held_memory, plan_memory
-from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable
+from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable_layers
 from isotype.training.setup import resolve_precision
 from isotype.training.task import Outline, StepOutline
 
@@ -95,7 +95,7 @@ def outlined(name: str, *settings: str) -> tuple[torch.nn.Module, int, RunConfig
             pack_layers(denoiser, layers, precision.base)
         model, _ = built(denoiser, family, loaded.config, precision, device_type="cuda")
     return (
-        as_set(model, loaded.config.model.offload, torch.device("meta")),
+        apply_offload(model, loaded.config.model.offload, torch.device("meta")),
         total,
         loaded.config,
         precision,
@@ -152,7 +152,7 @@ def least(name: str, base: str, offload: str) -> str:
             / divisor
         )
 
-    blocks, tokens = len(checkpointable(model)), (SIDE // family.downscale) ** 2
+    blocks, tokens = len(checkpointable_layers(model)), (SIDE // family.downscale) ** 2
     plan = plan_memory(
         Outline(model.train(), 0, total), config.train, precision, StepOutline(rows=1, length=tokens, batch=batch, loss_sum=loss_sum),
         checkpointing=Checkpointing(LAYERS, tuple(range(blocks)), blocks), device_type="cuda",

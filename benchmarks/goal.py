@@ -109,11 +109,11 @@ def isotype_step(a: argparse.Namespace, length: int, model: nn.Module) -> tuple[
 
 
 def checkpointing_of(a: argparse.Namespace, model: nn.Module) -> Any:
-    from isotype.training.memory.recomputation import Checkpointing, checkpointable
+    from isotype.training.memory.recomputation import Checkpointing, checkpointable_layers
 
     if a.recompute == "none":
         return Checkpointing("none")
-    layers = len(checkpointable(model))
+    layers = len(checkpointable_layers(model))
     return Checkpointing(a.recompute, tuple(range(layers)), layers, "asked", **KEPT[a.keep])
 
 

@@ -38,7 +38,12 @@ from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.console import silence_library_warnings
-from isotype.training.memory.plan import MemoryPlan, make_fake, plan_memory, without_data
+from isotype.training.memory.plan import (
+    MemoryPlan,
+    plan_memory,
+    replace_with_fakes,
+    simulate_device,
+)
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
@@ -244,8 +249,8 @@ def recorded(
     """
     device = torch.device("meta")
     apply_checkpointing(made.model, checkpointing)
-    with without_data("cuda"), silence_library_warnings():
-        make_fake(made.model, device)
+    with simulate_device("cuda"), silence_library_warnings():
+        replace_with_fakes(made.model, device)
         accumulator = GradientAccumulator(
             made.model.parameters(), dtype=precision.grads, reduce=precision.reduce
         )

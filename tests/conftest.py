@@ -196,7 +196,9 @@ def subject(configured, tmp_path):
         task = task_of(loaded.config)
         prepared = prepare(task, loaded.sources, RunFolder(folder).base)
         plan = RunSchedule.from_config(loaded.config, rows=task.rows, eval_rows=task.eval_rows)
-        return Subject(config=loaded.config, task=task, prepared=prepared, plan=plan, folder=folder)
+        return Subject(
+            config=loaded.config, task=task, prepared=prepared, schedule=plan, folder=folder
+        )
 
     return make
 

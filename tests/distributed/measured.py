@@ -23,7 +23,7 @@ from isotype.config.load import load
 from isotype.distributed.world import World, join
 from isotype.tasks.choose import task_of
 from isotype.training.memory.device import return_freed_blocks
-from isotype.training.memory.plan import plan_part
+from isotype.training.memory.plan import plan_process_memory
 from isotype.training.setup import prepare
 
 
@@ -61,7 +61,7 @@ def steps(world: World, file: str, folder: Path) -> object:
     def trained(count):
         task = task_of(loaded.config)
         prepared = prepare(task, loaded.sources, folder / "base", world)
-        batch = task.collate(task.largest(prepared.batching.rows))
+        batch = task.collate(task.largest_rows(prepared.batching.rows))
         prepared.model.train()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -83,7 +83,7 @@ def steps(world: World, file: str, folder: Path) -> object:
     task, prepared = trained(2)
     measured = world.gather(kilobytes("status", "VmHWM") - before)
     precision = prepared.resolved.precision
-    plan = plan_part(
+    plan = plan_process_memory(
         task.outline(precision, device_type="cpu"), loaded.config.train, precision, task.step_outline(precision),
         checkpointing=prepared.checkpointing, device_type="cpu", parts=world.size,
     )  # fmt: skip

@@ -279,7 +279,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from isotype.runs.checkpoint.atomic_folder import SEAL, seal
     from isotype.runs.checkpoint.store import CheckpointStore
     from isotype.runs.folder import LOCK, Metrics, RunFolder
-    from isotype.training.preflight.check import skipped_before
+    from isotype.training.preflight.check import read_skipped
 
     place = folder / "run"
     shutil.copytree(
@@ -297,7 +297,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
             from isotype.report.page import render
 
             render(read_run(place))
-        skipped_before(place / "preflight.json")
+        read_skipped(place / "preflight.json")
         Metrics(run.metrics).cut_after(6)
         store = CheckpointStore(run.checkpoints)
         for step in store.steps():

@@ -12,7 +12,7 @@ from tests.results import read, same_tensors
 from tests.training.interrupted import cut_back
 
 from isotype.config.load import load
-from isotype.tasks.choose import plan, train
+from isotype.tasks.choose import plan_run, train
 
 KINDS: dict[str, dict[str, Any]] = {
     "packed and weighted": {"packing": True, "max_length": 96, "weighted": True},
@@ -111,12 +111,12 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
 
 
 def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
-    made = plan(configured(data={"packing": True, "max_length": 128}, train={"steps": None}))
+    made = plan_run(configured(data={"packing": True, "max_length": 128}, train={"steps": None}))
     assert made.data["packed_from"] > made.data["train_rows"]
     assert made.schedule["steps"] == -(-made.data["train_rows"] // 4)
     assert 96 < made.memory.length == made.data["longest"] + -made.data["longest"] % 8 <= 128
     assert made.memory.not_simulated is None
-    assert f"training rows packed from {made.data['packed_from']}" in made.as_text()
+    assert f"training rows packed from {made.data['packed_from']}" in made.to_text()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -21,7 +21,7 @@ from isotype.model.adapter import attach_adapter
 from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training import optimizer as optimizer_module
-from isotype.training.optimizer import averages_in_place, build_optimizer, state_bytes
+from isotype.training.optimizer import build_optimizer, state_bytes, use_averages
 
 PACKAGES = {
     "schedule-free": "schedulefree",
@@ -144,7 +144,7 @@ def test_schedule_free_shows_its_averages_and_restores_every_bit():
         optimizer.step()
         visited.append(optimizer.state[model.weight]["z"].clone())
     trained = model.weight.detach().clone()
-    with averages_in_place(optimizer):
+    with use_averages(optimizer):
         # at a constant rate x is the mean of what z was: Defazio et al. 2024
         torch.testing.assert_close(model.weight.detach(), torch.stack(visited).mean(0))
     assert torch.equal(model.weight, trained)

@@ -10,7 +10,7 @@ from tests.commands import ask
 from isotype.config.schema import RunConfig
 from isotype.distributed.world import World
 from isotype.errors import UsageError
-from isotype.training.setup import REPLICATE, SHARD, by_plan, parallel_as_configured
+from isotype.training.setup import REPLICATE, SHARD, choose_by_plan, configured_parallel
 
 GIB = 1 << 30
 
@@ -39,11 +39,11 @@ def test_what_cannot_be_shared_is_refused_in_one_line(subtests):
     ):
         with subtests.test(why):
             with pytest.raises(UsageError, match=why) as refused:
-                parallel_as_configured(config(kind, **train), where)
+                configured_parallel(config(kind, **train), where)
             assert "\n" not in refused.value.message
             assert refused.value.fix
     assert (
-        parallel_as_configured(
+        configured_parallel(
             config("shard", optimizer="schedule-free", schedule="constant"), world(2)
         ).kind
         == SHARD
@@ -54,16 +54,16 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
     def never():
         raise AssertionError("the bound is enough")
 
-    below = by_plan(GIB, 80 * GIB, never, config=RunConfig())
+    below = choose_by_plan(GIB, 80 * GIB, never, config=RunConfig())
     assert str(below) == "replicate (auto: a process cannot take more than 1.00 GiB of 80.00 GiB)"
-    near = by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, config=RunConfig())
+    near = choose_by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, config=RunConfig())
     assert (near.kind, near.reason) == (REPLICATE, "auto: a process takes 60.00 GiB of 80.00 GiB")
-    over = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, config=RunConfig())
+    over = choose_by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, config=RunConfig())
     assert (over.kind, over.reason) == (
         SHARD,
         "auto: the whole model would take 75.00 GiB of 80.00 GiB",
     )
-    kept = by_plan(
+    kept = choose_by_plan(
         90 * GIB, 80 * GIB, lambda: 75 * GIB, config=config("auto", optimizer="adamw8bit")
     )
     assert kept.kind == REPLICATE

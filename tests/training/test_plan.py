@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from isotype.environment.hardware import detect
-from isotype.tasks.choose import plan
+from isotype.tasks.choose import plan_run
 from isotype.training import plan as module
 
 
@@ -13,7 +13,7 @@ def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
 ):
     loaded = configured(train={"warmup": 2, "steps": 5, "gradient_checkpointing": "none"})
     monkeypatch.chdir(tmp_path)
-    made = plan(loaded)
+    made = plan_run(loaded)
     content = json.loads(json.dumps(made.to_dict()))
     assert content["precision"]["roles"]["base"]["reason"] == "preset fp32"
     assert (content["schedule"]["steps"], content["schedule"]["warmup"]) == (5, 2)
@@ -29,12 +29,12 @@ def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
         > content["memory"]["activations"]
         > 0
     )
-    text = made.as_text()
+    text = made.to_text()
     for word in ("precision   fp32", "5 steps of 4 rows", "activations of 4 x", "frozen weights"):
         assert word in text
     assert text.count("preset fp32") == 1, "a reason that all roles share is said once"
     assert [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
     monkeypatch.setattr(module, "detect", lambda device: replace(detect("cpu"), memory=64 << 20))
-    small = plan(loaded)
+    small = plan_run(loaded)
     assert small.fits is False
-    assert "will not fit into 64.0 MiB" in small.as_text()
+    assert "will not fit into 64.0 MiB" in small.to_text()

@@ -199,10 +199,10 @@ def plan(
     loaded = _loaded(
         settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache
     )
-    from ..tasks.choose import plan as make
+    from ..tasks.choose import plan_run as make
 
     run_plan = make(loaded, device=device, gpus=gpus)
-    print(json.dumps(run_plan.to_dict(), indent=1) if json_output else run_plan.as_text())
+    print(json.dumps(run_plan.to_dict(), indent=1) if json_output else run_plan.to_text())
 
 
 @contextmanager

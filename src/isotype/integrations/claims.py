@@ -27,7 +27,7 @@ from ..precision.precision import PRESETS, Precision
 from ..precision.quantised_base import Quantisation, check_base, detect_quantisation
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips
-from ..training.preflight.static import TYPICAL, stuck_share
+from ..training.preflight.static import TYPICAL_UPDATE, stuck_share
 from .attachment import Claim, is_running, models_of, trained_in
 from .weights import check_pure
 
@@ -296,7 +296,7 @@ def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
     trainer does not report them.
     """
     low = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
-    update = trainer.args.learning_rate * TYPICAL
+    update = trainer.args.learning_rate * TYPICAL_UPDATE
     total = sum(p.numel() for p in low)
     if not total or not update:
         return ""

@@ -44,8 +44,8 @@ from ..tasks.language.checks import (
 )
 from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
-from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
-from ..training.preflight.static import vanishing_updates
+from ..training.preflight.rehearsal import rehearse_evaluation, rehearse_samples, rehearse_step
+from ..training.preflight.static import check_update_sizes
 from ..training.schedule import RunSchedule
 from ..training.setup import Prepared, Subject
 from ..training.step import LossScale, gradient_norm
@@ -214,14 +214,16 @@ class TrainerStepper:
             )
             return loss
 
-    def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
+    def explain_non_finite(
+        self, batches: Sequence[TrainerBatch], *, step: int, quantity: str
+    ) -> RunError:
         passes: list[Callable[[], object]] = [partial(self._loss, batch) for batch in batches]
         args = self.trainer.args
         return non_finite_error(
             self.model,
             passes,
             step=step,
-            quantity=what,
+            quantity=quantity,
             gradient=self.accumulator.gradient,
             learning_rate=args.learning_rate,
             clip=args.max_grad_norm or None,
@@ -233,7 +235,7 @@ class TrainerTask:
     """The task of an attached trainer: answers what the checks ask of a task.
 
     data           the rows as tokens, empty where they are none
-    largest_rows   of the largest batch, as the dataset has them; largest_eval_rows: of an
+    longest_batch  rows of the largest batch, as the dataset has them; largest_eval_rows: of an
                    evaluation's
     why_no_tokens  "" where rows are tokens
     """
@@ -254,7 +256,7 @@ class TrainerTask:
             self.why_no_tokens = ""
         else:
             self.why_no_tokens = why or "the rows are no plain tokens with labels"
-        self.largest_rows = _largest(rows, args.per_device_train_batch_size)
+        self.longest_batch = _largest(rows, args.per_device_train_batch_size)
         self.largest_eval_rows = _largest(eval_rows, args.per_device_eval_batch_size)
         # else every token is learnt: no answers that should end
         answered = any(IGNORED in row.labels for row in train)
@@ -279,8 +281,8 @@ class TrainerTask:
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
-    def largest(self, count: int) -> Sequence[Any]:
-        return self.largest_rows
+    def largest_rows(self, count: int) -> Sequence[Any]:
+        return self.longest_batch
 
     def collate(self, rows: Sequence[Any]) -> TrainerBatch:
         return TrainerBatch(self.trainer.data_collator(list(rows)))
@@ -355,7 +357,7 @@ def subject_of(attached: Attachment, folder: Path, *, resuming: bool) -> Subject
         folder=folder,
         resuming=resuming,
         prepared=cast(Prepared, prepared),
-        plan=RunSchedule(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
+        schedule=RunSchedule(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )
 
 
@@ -375,16 +377,16 @@ def run_preflight(
         subject = replace(
             subject_of(attached, folder, resuming=resuming),
             observer=observer,
-            violation=Severity.WARNING,
+            violation_severity=Severity.WARNING,
         )
         _run(attached, subject, skip)
-    return subject.seen
+    return subject.observations
 
 
 def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
     trainer = attached.trainer
     task = cast(TrainerTask, subject.task)
-    checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
+    checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), check_update_sizes),)}
     why_not = _why_not_rehearsed(task)
     unmeasured = f", which does not run: {why_not}" if why_not else ""
     skipped = {
@@ -416,9 +418,9 @@ def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Out
         ("data", ("PF009",), untrained_new_tokens, unknown or without),
         ("data", ("PF023",), places_learnt, unknown or blind),
         ("static", ("PF024",), names_that_do_not_load, unknown),
-        ("real", ("PF012", "PF013", "PF014", "PF015"), rehearsed_step, why_not),
-        ("real", ("PF017",), rehearsed_samples, why_not),
-        ("real", ("PF016",), rehearsed_evaluation, why_not or unplanned),
+        ("real", ("PF012", "PF013", "PF014", "PF015"), rehearse_step, why_not),
+        ("real", ("PF017",), rehearse_samples, why_not),
+        ("real", ("PF016",), rehearse_evaluation, why_not or unplanned),
     ):
         if why:
             skipped |= dict.fromkeys(codes, why)
@@ -448,7 +450,7 @@ def _why_not_rehearsed(task: TrainerTask) -> str:
             f"{hook} runs in backward: what it does there, as an update of the weights, could not"
             " be put back"
         )
-    return "" if task.largest_rows else task.why_no_tokens
+    return "" if task.longest_batch else task.why_no_tokens
 
 
 @contextmanager

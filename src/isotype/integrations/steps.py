@@ -28,7 +28,7 @@ from ..optimize.deferred_values import answered
 from ..optimize.generation import from_training
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
-from ..training.step import sampled_elements, share_changed
+from ..training.step import choose_sampled_elements, share_changed
 from .attachment import Attachment, Methods, trainers_that_run
 from .preflight import in_trainers_words
 
@@ -160,7 +160,7 @@ class Guards(TrainerCallback):
                 setattr(arguments, name, value)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._sampled = sampled_elements(
+        self._sampled = choose_sampled_elements(
             [p for p in self.trainer.model.parameters() if p.requires_grad]
         )
 

@@ -11,7 +11,7 @@ from ..config.schema import RunConfig
 from ..training.callbacks import Callback, Objective
 from ..training.console import RunConsole
 from ..training.plan import Plan
-from ..training.plan import plan as plan_task
+from ..training.plan import plan_run as plan_task
 from ..training.run import train as train_task
 from ..training.task import Task
 
@@ -50,7 +50,7 @@ def train(
     )
 
 
-def plan(loaded: LoadedConfig, *, device: str | None = None, gpus: int | None = None) -> Plan:
+def plan_run(loaded: LoadedConfig, *, device: str | None = None, gpus: int | None = None) -> Plan:
     """What `train` would do, here or on another `device`, on so many `gpus` too.
 
     Raises  UsageError as it would

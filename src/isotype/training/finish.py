@@ -24,7 +24,7 @@ from ..runs.folder import rows_in
 from ..wording import pluralise
 from .console import RunConsole, format_duration
 from .loop import Loop
-from .optimizer import FOLDER_SUFFIX, SCHEDULE_FREE, averages_in_place
+from .optimizer import FOLDER_SUFFIX, SCHEDULE_FREE, use_averages
 from .setup import Prepared
 from .task import Evaluation, Task, fix_random_state
 
@@ -63,10 +63,10 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
     task = loop.task
     result_step = _load_best_weights(loop, world) if saves_best(config) else progress.step
     kind = "model" if config.adapter.kind == "none" else "adapter"
-    with averages_in_place(loop.stepper.optimizer):
+    with use_averages(loop.stepper.optimizer):
         saved_results = [_save_result(loop, loop.folder.path / kind, world)]
     if loop.ema is not None:
-        with loop.ema.in_place():
+        with loop.ema.use_averages():
             saved_results.append(
                 _save_result(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world)
             )
@@ -88,7 +88,7 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
             progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None
         ),
         "best_step": progress.best_step,
-        task.words.units: progress.units,
+        task.metric_names.units: progress.units,
         "trained_seconds": round(progress.trained_seconds, 2),
         "check": {
             "rows": min(CHECKED_ROWS, task.eval_rows or task.rows),
@@ -146,7 +146,7 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
     """
     tensors = loop.write_result(target)
     if world.first:
-        loop.observe_saved(target)
+        loop.observe_saved_files(target)
     dtype = to_torch(loop.saved_dtype)
     with fix_random_state():
         evaluation = loop.task.evaluate(
@@ -186,8 +186,11 @@ def _free_model(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
     loop.mapped_files.close()
-    loop.observer = loop.stepper = loop.model = loop.ema = loop.carried = loop.frozen_weights = None  # type: ignore[assignment]  # nothing reads them again
-    prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
+    # nothing reads these again
+    for name in ("observer", "stepper", "model", "ema", "continuity", "frozen_weights"):
+        setattr(loop, name, None)
+    for name in ("stepper", "model"):
+        setattr(prepared, name, None)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

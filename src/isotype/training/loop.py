@@ -58,7 +58,7 @@ from .callbacks import Callback, Moment, run_callbacks
 from .console import Interrupt, RunConsole
 from .finite import first_non_finite_trained, smaller_update_advice
 from .memory.device import trim_freed_blocks
-from .optimizer import Ema, adopt_states, averages_in_place, group_numbers
+from .optimizer import Ema, convert_states, group_counters, use_averages
 from .schedule import Pace, RunSchedule, learning_rate
 from .setup import Prepared
 from .step import LossScale, peak_memory
@@ -101,7 +101,7 @@ class Loop:
                 "run.save: best: there are no evaluation rows to choose by",
                 fix="data.eval, or a share in data.eval_split; run.save: last",
             )
-        self.plan = RunSchedule.from_config(config, rows=task.rows, eval_rows=task.eval_rows)
+        self.schedule = RunSchedule.from_config(config, rows=task.rows, eval_rows=task.eval_rows)
         self.store = CheckpointStore(folder.checkpoints, keep=config.run.keep)
         self.metrics = Metrics(folder.metrics)
         self.trackers: Trackers | None = None
@@ -111,20 +111,20 @@ class Loop:
         self.progress = Progress()
         self.pace = Pace()
         self.saved_step = -1
-        self.stop_asked = False  # by a callback
+        self.stop_requested = False  # by a callback
         if config.train.ema is None:
             self.ema = None
         else:
             self.ema = Ema(self.model, config.train.ema, precision.ema)
         averages = self.ema.averages if self.ema is not None else None
-        self.carried = self.stepper.carried = Continuity(
+        self.continuity = self.stepper.continuity = Continuity(
             self.model, self.stepper.optimizer, averages
         )
-        self.stepper.judge_difference = self._judge_difference
+        self.stepper.report_outside_change = self._report_outside_change
         self.frozen_weights, self.mapped_files = FrozenWeights(self.model), MappedFiles()
 
     @property
-    def ended_early(self) -> bool:
+    def is_stopped_early(self) -> bool:
         """Whether early stopping ends the run here: also true of the checkpoint of a run that it
         has ended.
         """
@@ -134,67 +134,70 @@ class Loop:
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
-        self.carried.take_sample(
+        self.continuity.take_sample(
             f"the load of step {self.progress.step}"
             if self.progress.step
             else "the preparation of the run"
         )
         if self.progress.step == 0:
-            with self._errors_told():
-                self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
-        while self.progress.step < self.plan.total and not self.ended_early:
+            with self._explain_errors():
+                self._evaluate_sample_save(
+                    evaluate=True, sample=bool(self.schedule.sample_every), save=False
+                )
+        while self.progress.step < self.schedule.total and not self.is_stopped_early:
             step = self.progress.step + 1
-            with self._errors_told():
+            with self._explain_errors():
                 self._step(step)
-                stopping = self._between(
-                    evaluating=self.plan.is_due(self.plan.eval_every, step),
-                    sampling=self.plan.is_due(self.plan.sample_every, step),
-                    saving=self.plan.is_due(self.plan.save_every, step) or step == self.plan.total,
+                stopping = self._evaluate_sample_save(
+                    evaluate=self.schedule.is_due(self.schedule.eval_every, step),
+                    sample=self.schedule.is_due(self.schedule.sample_every, step),
+                    save=self.schedule.is_due(self.schedule.save_every, step)
+                    or step == self.schedule.total,
                 )
             interrupted, stopped = (
-                count > 0 for count in self.world.sum([interrupt.requested, self.stop_asked])
+                count > 0 for count in self.world.sum([interrupt.requested, self.stop_requested])
             )
-            if interrupted and step < self.plan.total:
+            if interrupted and step < self.schedule.total:
                 self.console.end_live_line()
                 self.save()
                 return False
-            if self.plan.is_adapter_due(step):
-                with self._errors_told():
+            if self.schedule.is_adapter_due(step):
+                with self._explain_errors():
                     self.save_adapter()
             if stopping or stopped:
                 # one that a callback ended is sampled there, as at its planned end; it is not
                 # evaluated, so that the metrics of a resumed run are those of the run left alone
                 sampling = (
                     not stopping
-                    and bool(self.plan.sample_every)
-                    and not self.plan.is_due(self.plan.sample_every, step)
+                    and bool(self.schedule.sample_every)
+                    and not self.schedule.is_due(self.schedule.sample_every, step)
                 )
-                with self._errors_told():
-                    self._between(
-                        evaluating=False, sampling=sampling, saving=self.saved_step != step
+                with self._explain_errors():
+                    self._evaluate_sample_save(
+                        evaluate=False, sample=sampling, save=self.saved_step != step
                     )
                 break
         self.console.end_live_line()
         return True
 
     @contextmanager
-    def _errors_told(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """An error names the process that is lost, and the last good checkpoint."""
         try:
             with self.world.exchanging():
                 yield
         except (RunError, UsageError) as error:  # a stream meets its broken rows here
-            raise self.with_last_good(error) from error
+            raise self.add_last_good_checkpoint(error) from error
 
     @property
-    def _sharing(self) -> World:
+    def model_world(self) -> World:
         """The processes that share the model, whose forward is one of all."""
         if self.stepper.sharding is not None:
             return self.world
         return ALONE
 
-    def _logged(self, step: int) -> bool:
-        return step % self.config.run.log_every == 0 or step in (1, self.plan.total)
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.run.log_every == 0 or step in (1, self.schedule.total)
 
     def _step(self, step: int) -> None:
         train = self.config.train
@@ -202,88 +205,97 @@ class Loop:
         self.world.at(step, "a step")
         self.pace.start()
         self.model.train()
-        together = self.stepper.sharding is not None
+        is_shared = self.stepper.sharding is not None
         batches = [
             batch.to(self.device)
             for batch in load_local_batches(
-                self.task, self.stream, self.batching, is_shared=together
+                self.task, self.stream, self.batching, is_shared=is_shared
             )
         ]
         batches = list(
-            self.task.before_step(
+            self.task.prepare_step(
                 self.model, batches, self.world, dtype=self.resolved.precision.loss
             )
         )
         # the share that an update changes is known one step later
-        logging = self._logged(step)
-        watched = self._logged(step + 1)
-        rate = learning_rate(train, step, self.plan.total)
-        self.carried.compare()
-        drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
-        if drawn or self.observer.has_changed():
-            result, promotions = self._observed_step(batches, step, rate, watched)
+        is_logged = self._is_logged(step)
+        watches_changes = self._is_logged(step + 1)
+        rate = learning_rate(train, step, self.schedule.total)
+        self.continuity.compare()
+        is_observed_step = is_observed(
+            step, every=run.observe_every, seed=train.seed, total=self.schedule.total
+        )
+        if is_observed_step or self.observer.has_changed():
+            result, promotions = self._observed_step(batches, step, rate, watches_changes)
         else:
-            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched)
+            result = self.stepper(
+                batches, step=step, learning_rate=rate, watch_changes=watches_changes
+            )
             promotions = None
         if self.ema is not None and not result.overflow:
             self.ema.update(step)
-        self.carried.take_sample(f"the update of step {step}")
+        self.continuity.take_sample(f"the update of step {step}")
         seconds = self.pace.lap()
         self.progress.step = step
         self.progress.position += self.batching.rows * self.batching.total
         self.progress.trained_seconds += seconds
         self.progress.units += result.units
-        if not logging:
+        if not is_logged:
             return
-        words = self.task.words
+        names = self.task.metric_names
         row = {
             "step": step,
             "loss": result.loss,
-            **words.named(dict(zip(words.measures, result.measures))),
+            **names.derive(dict(zip(names.measures, result.measures))),
             "learning_rate": rate,
             "grad_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
             "share_changed": result.share_changed,
-            f"{words.units}_per_second": result.units / seconds,
+            f"{names.units}_per_second": result.units / seconds,
             "seconds": seconds,
-            words.units: self.progress.units,
-            words.weight: result.weight,
+            names.units: self.progress.units,
+            names.weight: result.weight,
             "epoch": self.stream.epochs,
             "memory_bytes": peak_memory(self.device),
             "promotions": promotions,
             "overflow": result.overflow or None,
             "loss_scale": result.loss_scale,
         }
-        self._write(row)
+        self._write_metrics(row)
         self.console.print_progress(
             step,
-            self.plan.total,
+            self.schedule.total,
             row | {"grad_norm": result.gradient_norm},
-            self.pace.eta(self.plan, step),
-            words,
+            self.pace.eta(self.schedule, step),
+            names,
         )
-        self._tell("step", row)
+        self._run_callbacks("step", row)
 
     def _observed_step(
-        self, batches: Sequence[Batch], step: int, rate: float, watched: bool
+        self, batches: Sequence[Batch], step: int, rate: float, watches_changes: bool
     ) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator = self.stepper.accumulator
         optimizer = self.stepper.optimizer
-        with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
-            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched)
+        with self.observer.watch(
+            step, optimizer=optimizer, gradient=accumulator.gradient
+        ) as observation:
+            result = self.stepper(
+                batches, step=step, learning_rate=rate, watch_changes=watches_changes
+            )
         if self.stepper.loss_dtype is not None:
-            self.observer.observe_loss(seen, self.stepper.loss_dtype)
-        self.observer.observe_sums(seen, accumulator.sent)
+            self.observer.observe_loss(observation, self.stepper.loss_dtype)
+        self.observer.observe_sums(observation, accumulator.sent)
         self.observer.observe_task_tensors(
-            seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])]
+            observation,
+            [*self.task.observed_dtypes(), *(self.ema.observed_dtypes() if self.ema else [])],
         )
         report_narrow_values(
-            seen, self.carried.find_narrow_updates(), f"after the update of step {step}"
+            observation, self.continuity.find_narrow_updates(), f"after the update of step {step}"
         )
-        self.precision_record.add(seen)
+        self.precision_record.add(observation)
         self._refuse_changed_base(step)
         trim_freed_blocks()
-        return result, sum(seen.promotions.values())
+        return result, sum(observation.promotions.values())
 
     def _refuse_changed_base(self, step: int) -> None:
         """Raises RunError CK004 where a file that the run reads, or a frozen weight, is not what it
@@ -301,15 +313,19 @@ class Loop:
                 fix="find what writes into it (a callback, a program), then resume",
             )
 
-    def _judge_difference(self, step: int) -> None:
+    def _report_outside_change(self, step: int) -> None:
         """Raises DtypeError DT003 where weights, states or averages are not what the last update
         left, or a buffer was rounded since.
         """
-        seen = Observation(step)
+        observation = Observation(step)
         report_differences(
-            seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True
+            observation,
+            self.continuity.differences(),
+            self.continuity.moment,
+            f"step {step}",
+            strict=True,
         )
-        self.precision_record.add(seen)
+        self.precision_record.add(observation)
 
     @property
     def saved_dtype(self) -> str:
@@ -319,44 +335,48 @@ class Loop:
             return precision.save_model
         return precision.save_adapter
 
-    def observe_saved(self, folder: Path) -> None:
+    def observe_saved_files(self, folder: Path) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
-        seen = Observation(self.progress.step)
-        self.observer.observe_files(seen, folder, self.saved_dtype)
-        self.precision_record.add(seen)
+        observation = Observation(self.progress.step)
+        self.observer.observe_files(observation, folder, self.saved_dtype)
+        self.precision_record.add(observation)
 
-    def _tell(self, name: str, row: Mapping[str, Any]) -> None:
+    def _run_callbacks(self, name: str, row: Mapping[str, Any]) -> None:
         if self.callbacks and self.world.first:
-            moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
-            self.stop_asked |= run_callbacks(self.callbacks, name, moment, self.stepper.optimizer)
+            moment = Moment(
+                self.progress.step, self.schedule.total, row, self.model, self.folder.path
+            )
+            self.stop_requested |= run_callbacks(
+                self.callbacks, name, moment, self.stepper.optimizer
+            )
             self.stepper.accumulator.zero()  # a backward of a callback's own left gradients
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write_metrics(self, row: dict[str, Any]) -> None:
         if self.world.first:
             self.metrics.write(**row)
             if self.trackers is not None:
                 self.trackers.row(row)
 
-    def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
+    def _evaluate_sample_save(self, *, evaluate: bool, sample: bool, save: bool) -> bool:
         """Evaluates, samples and saves after a step; returns True when the run should stop early."""
-        best = stop = False
-        if evaluating and self.task.eval_rows:
+        is_best = should_stop = False
+        if evaluate and self.task.eval_rows:
             self.world.at(self.progress.step, "an evaluation")
-            with self.pace.pause("evaluation"), averages_in_place(self.stepper.optimizer):
-                best, stop = self._evaluate()
-        if sampling and self.task.samples and (self.world.first or self._sharing.size > 1):
+            with self.pace.pause("evaluation"), use_averages(self.stepper.optimizer):
+                is_best, should_stop = self._evaluate()
+        if sample and self.task.samples and (self.world.first or self.model_world.size > 1):
             self.world.at(self.progress.step, "samples")
-            with self.pace.pause("samples"), averages_in_place(self.stepper.optimizer):
+            with self.pace.pause("samples"), use_averages(self.stepper.optimizer):
                 self._sample()
-        if saving or best or stop:
+        if save or is_best or should_stop:
             with self.pace.pause("checkpoint"):
-                self.save(best=best)
-        return stop
+                self.save(is_best=is_best)
+        return should_stop
 
     @cached_property
     def _evaluation_rows(self) -> str:
-        on = self.config.train.stop_on
-        return self.task.fingerprints()["evaluation"] + (f" {on}" if on else "")
+        stop_metric = self.config.train.stop_on
+        return self.task.fingerprints()["evaluation"] + (f" {stop_metric}" if stop_metric else "")
 
     def _evaluate(self) -> tuple[bool, bool]:
         result = self.task.evaluate(
@@ -370,91 +390,98 @@ class Loop:
                 code="NF001",
                 fix="resume from the last good checkpoint",
             )
-        on = self.config.train.stop_on
-        compared = result.loss if on is None else result.parts[on]
-        best = compared < progress.best_loss
-        if best:
-            progress.best_loss = compared
+        stop_metric = self.config.train.stop_on
+        compared_loss = result.loss if stop_metric is None else result.parts[stop_metric]
+        is_best = compared_loss < progress.best_loss
+        if is_best:
+            progress.best_loss = compared_loss
             progress.best_step = progress.step
             progress.without_gain = 0
         else:
             progress.without_gain += 1
-        words = self.task.words
+        names = self.task.metric_names
         row = {
             "step": progress.step,
             "event": "evaluation",
             "eval_loss": result.loss,
-            f"eval_{words.evaluated or words.units}": result.weight,
+            f"eval_{names.eval_weight or names.units}": result.weight,
             **{f"eval_loss_{name}": loss for name, loss in result.parts.items()},
             **{f"eval_{name}": value for name, value in result.measures.items()},
         }
-        self._write(row)
+        self._write_metrics(row)
         self.console.end_live_line()
         self.console.print_line(
-            f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
+            f"step {progress.step}/{self.schedule.total}  evaluation loss {result.loss:.4f}"
             + "".join(
                 f"  {name} {loss:.4f}"
                 for name, loss in result.parts.items()
                 if isinstance(self.config.data.eval, dict)
             )
-            + (f" (best{'' if on is None else f' of {on}'})" if best and progress.step else "")
+            + (
+                f" (best{'' if stop_metric is None else f' of {stop_metric}'})"
+                if is_best and progress.step
+                else ""
+            )
             + "".join(
                 f"  {name} {result.measures[name]:.3g}"
-                for name in words.live
+                for name in names.live
                 if name in result.measures
             )
         )
-        self._tell("evaluation", row)
-        if stop := self.ended_early:
+        self._run_callbacks("evaluation", row)
+        if should_stop := self.is_stopped_early:
             self.console.print_line(
                 f"no better evaluation for {progress.without_gain}: stopping early (train.patience)"
             )
-        return best and progress.step > 0, stop
+        return is_best and progress.step > 0, should_stop
 
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run
         # does as an uninterrupted one
-        watched = (
+        watching = (
             self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         )
-        with watched as seen:
-            samples = list(self.task.sample(self.model, self.device, world=self._sharing))
-        if seen is not None:
-            self.precision_record.add(seen)
+        with watching as observation:
+            samples = list(self.task.sample(self.model, self.device, world=self.model_world))
+        if observation is not None:
+            self.precision_record.add(observation)
         if self.ema is not None:
-            with self.ema.in_place():
+            with self.ema.use_averages():
                 samples += map(
-                    AveragedSample, self.task.sample(self.model, self.device, world=self._sharing)
+                    AveragedSample,
+                    self.task.sample(self.model, self.device, world=self.model_world),
                 )
         if not self.world.first:
             return
         step = self.progress.step
-        made = self.folder.write_samples(step, [(one.to_dict(), one.file) for one in samples])
+        records = self.folder.write_samples(
+            step, [(sample.to_dict(), sample.file) for sample in samples]
+        )
         if self.trackers is not None:
             self.trackers.samples(step, samples)
         self.console.end_live_line()
         self.console.print_samples(step, samples)
-        self._tell("samples", {"samples": made})
+        self._run_callbacks("samples", {"samples": records})
 
-    def save(self, *, best: bool = False) -> None:
+    def save(self, *, is_best: bool = False) -> None:
         """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001
         when the disk refuses.
         """
-        if self.saved_step == self.progress.step and not best:
+        if self.saved_step == self.progress.step and not is_best:
             return
         self._refuse_non_finite()
         self._refuse_changed_base(self.progress.step)
         self.world.at(self.progress.step, "a checkpoint")
         random_tensors, random_json = gathered_random_state(self.world)
-        optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
+        optimizer, optimizer_numbers = optimizer_tensors(self.model, self.stepper.optimizer)
         state = {
             "progress": asdict(self.progress),
             "share_changed": None if self.stepper.changed is None else float(self.stepper.changed),
             "stream": self.stream.state(),
             **random_json,
-            "optimizer": plain,
+            "optimizer": optimizer_numbers,
             "optimizer_is": self.config.train.optimizer,
-            "optimizer_groups": group_numbers(self.stepper.optimizer),
+            "optimizer_groups": group_counters(self.stepper.optimizer),
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
             "precision": self.resolved.text,
         }
@@ -464,20 +491,28 @@ class Loop:
         self.world.first_does(self.metrics.sync)
         if sharding is None:
             self.world.first_does(
-                lambda: self.store.save(Checkpoint(self.progress.step, tensors, state), best=best)
+                lambda: self.store.save(
+                    Checkpoint(self.progress.step, tensors, state), best=is_best
+                )
             )
         else:
-            own = Checkpoint(self.progress.step, parts_here(tensors, first=self.world.first), state)
+            local_checkpoint = Checkpoint(
+                self.progress.step, parts_here(tensors, first=self.world.first), state
+            )
             self.store.save_together(
-                own, self.world, part=self.world.rank, parts=sharding.parts, best=best
+                local_checkpoint,
+                self.world,
+                part=self.world.rank,
+                parts=sharding.parts,
+                best=is_best,
             )
         self.saved_step = self.progress.step
-        self._tell("save", {"folder": str(self.store.path(self.progress.step))})
+        self._run_callbacks("save", {"folder": str(self.store.path(self.progress.step))})
 
     def _refuse_non_finite(self) -> None:
-        if bad := first_non_finite_trained(self.model):
+        if name := first_non_finite_trained(self.model):
             raise RunError(
-                f"step {self.progress.step}: parameter {bad} is not finite after the update: not"
+                f"step {self.progress.step}: parameter {name} is not finite after the update: not"
                 " saved",
                 code="NF001",
                 fix=(
@@ -493,13 +528,13 @@ class Loop:
         self._refuse_non_finite()
         self.world.at(self.progress.step, "an adapter")
         target = self.folder.adapters / f"step_{self.progress.step}"
-        with self.pace.pause("checkpoint"), averages_in_place(self.stepper.optimizer):
-            if self._sharing.size > 1:
+        with self.pace.pause("checkpoint"), use_averages(self.stepper.optimizer):
+            if self.model_world.size > 1:
                 self.write_result(target)
             else:
                 self.world.first_does(lambda: self.write_result(target), patiently=True)
-        if self.world.first and (keep := self.config.run.adapters_keep) is not None:
-            for step in self.folder.adapter_steps()[:-keep]:
+        if self.world.first and (kept_count := self.config.run.adapters_keep) is not None:
+            for step in self.folder.adapter_steps()[:-kept_count]:
                 shutil.rmtree(self.folder.adapters / f"step_{step}")
 
     def write_result(self, target: Path) -> dict[str, Tensor]:
@@ -532,7 +567,7 @@ class Loop:
                     scored=train.objective == "reward",
                 )
 
-        self._sharing.first_does(lambda: write_folder(target, fill), patiently=True)
+        self.model_world.first_does(lambda: write_folder(target, fill), patiently=True)
         return tensors
 
     def restore(self, checkpoint: Checkpoint) -> int:
@@ -547,7 +582,7 @@ class Loop:
                 restore_optimizer(
                     self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"]
                 )
-                adopt_states(self.stepper.optimizer, state.get("optimizer_groups", []))
+                convert_states(self.stepper.optimizer, state.get("optimizer_groups", []))
             else:
                 self.console.print_line(
                     "resume    the checkpoint has the states of another optimizer"
@@ -577,50 +612,54 @@ class Loop:
             AttributeError,
             OverflowError,
         ) as error:
-            where = self.store.path(checkpoint.step)
+            path = self.store.path(checkpoint.step)
             raise RunError(
-                f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}:"
+                f"checkpoint {path}: whole, but not a state of this run: {type(error).__name__}:"
                 f" {error}",
                 code="CK002",
-                fix=f"remove {where} and resume: the one before is taken",
+                fix=f"remove {path} and resume: the one before is taken",
             ) from error
         self.precision_record.restore(self.progress.step)
-        self._judge_loaded(checkpoint)
+        self._compare_loaded_state(checkpoint)
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
         return processes
 
-    def _judge_loaded(self, checkpoint: Checkpoint) -> None:
+    def _compare_loaded_state(self, checkpoint: Checkpoint) -> None:
         """Compares the loaded weights, states and averages with the file's, their dtypes included.
         Raises DtypeError DT003.
         """
-        self.carried.take_sample("the load")
+        self.continuity.take_sample("the load")
         # a resume may ask for another one
         if checkpoint.state.get("precision") != self.resolved.text:
             return
-        seen = Observation(checkpoint.step)
-        held = self.carried.compare_with(lambda key: checkpoint.tensors.get(tensor_of(key)))
-        report_differences(seen, held, "the save", "the load", strict=True)
+        observation = Observation(checkpoint.step)
+        differences = self.continuity.compare_with(
+            lambda key: checkpoint.tensors.get(checkpoint_key(key))
+        )
+        report_differences(observation, differences, "the save", "the load", strict=True)
         if checkpoint.step > 1:
             report_narrow_values(
-                seen,
-                self.carried.find_narrow_loads(),
+                observation,
+                self.continuity.find_narrow_loads(),
                 f"after the load of step {checkpoint.step}",
             )
-        self.precision_record.add(seen)
+        self.precision_record.add(observation)
 
-    def with_last_good(self, error: IsotypeError) -> RunError:
+    def add_last_good_checkpoint(self, error: IsotypeError) -> RunError:
         """Adds to the error the checkpoint from which the run can be resumed."""
         step, _ = self.store.newest_whole()
         if step is not None:
-            good = f"last good checkpoint: {self.store.path(step)}"
+            checkpoint_text = f"last good checkpoint: {self.store.path(step)}"
         else:
-            good = "there is no checkpoint yet"
-        return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)
+            checkpoint_text = "there is no checkpoint yet"
+        return RunError(
+            f"{error.message}\n  saved     {checkpoint_text}", code=error.code, fix=error.fix
+        )
 
 
-def tensor_of(key: Key) -> str:
+def checkpoint_key(key: Key) -> str:
     """The name in a checkpoint of what `Continuity` keeps under this key."""
     kind, *rest = key
     return ".".join(

@@ -35,7 +35,7 @@ MUON = "muon"
 SCHEDULE_FREE = "schedule-free"
 PRODIGY = "prodigy"
 # optimizer -> (package, class, extra of isotype)
-_ELSEWHERE = {
+_EXTERNAL = {
     "adamw8bit": ("bitsandbytes", "optim.AdamW8bit", "quant"),
     "adamw8bit-paged": ("bitsandbytes", "optim.PagedAdamW8bit", "quant"),
     "lion": ("bitsandbytes", "optim.Lion", "quant"),
@@ -43,7 +43,7 @@ _ELSEWHERE = {
     SCHEDULE_FREE: ("schedulefree", "AdamWScheduleFree", "optimizers"),
     PRODIGY: ("prodigyopt", "Prodigy", "optimizers"),
 }
-_NOT_READ = {
+_UNUSED_SETTINGS = {
     "lion": ("epsilon",),
     "lion8bit": ("epsilon",),
     "adafactor": ("beta1", "beta2", "epsilon"),
@@ -167,25 +167,27 @@ class Muon(MixedAdamW):
         )
 
 
-def matrices_of(model: nn.Module) -> dict[nn.Parameter, Matrices]:
+def find_matrices(model: nn.Module) -> dict[nn.Parameter, Matrices]:
     """The trained matrices of a model, stacks of experts among them, without embeddings and head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()  # a denoiser has none
-    apart: set[nn.Module] = set() if head is None else set(head.modules())
-    apart |= {part for m in model.modules() if isinstance(m, nn.Embedding) for part in m.modules()}
-    found_matrices: dict[nn.Parameter, Matrices] = {}
+    excluded: set[nn.Module] = set() if head is None else set(head.modules())
+    excluded |= {
+        part for m in model.modules() if isinstance(m, nn.Embedding) for part in m.modules()
+    }
+    matrices: dict[nn.Parameter, Matrices] = {}
 
     def visit(module: nn.Module, experts: int) -> None:
-        if module in apart or isinstance(module, nn.modules.conv._ConvNd):
+        if module in excluded or isinstance(module, nn.modules.conv._ConvNd):
             return
         for name, p in module.named_parameters(recurse=False):
             if p.requires_grad and p.ndim in (2, 3) and "embedding" not in name:
-                found_matrices[p] = torch.unbind if p.ndim == 3 else _one
+                matrices[p] = torch.unbind if p.ndim == 3 else _whole_matrix
         for name, child in module.named_children():
             if name in ("lora_A", "lora_B") and experts > 1:
                 split = functools.partial(
-                    _experts_of_a if name == "lora_A" else _experts_of_b, experts
+                    _split_experts_a if name == "lora_A" else _split_experts_b, experts
                 )
-                found_matrices.update((p, split) for p in child.parameters() if p.requires_grad)
+                matrices.update((p, split) for p in child.parameters() if p.requires_grad)
             elif not name.startswith("lora_embedding"):
                 visit(
                     child,
@@ -193,19 +195,19 @@ def matrices_of(model: nn.Module) -> dict[nn.Parameter, Matrices]:
                 )
 
     visit(model, 1)
-    return found_matrices
+    return matrices
 
 
-def _one(matrix: Tensor) -> Sequence[Tensor]:
+def _whole_matrix(matrix: Tensor) -> Sequence[Tensor]:
     return (matrix,)
 
 
-def _experts_of_a(experts: int, a: Tensor) -> Sequence[Tensor]:
+def _split_experts_a(experts: int, a: Tensor) -> Sequence[Tensor]:
     """a [(E R) in], as PEFT stacks it."""
     return a.view(experts, -1, a.shape[1]).unbind(0)
 
 
-def _experts_of_b(experts: int, b: Tensor) -> Sequence[Tensor]:
+def _split_experts_b(experts: int, b: Tensor) -> Sequence[Tensor]:
     """b [out (R E)]."""
     return b.view(b.shape[0], -1, experts).unbind(2)
 
@@ -215,13 +217,13 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
     would do nothing.
     """
     train, name = config.train, config.train.optimizer
-    package, _, extra = _ELSEWHERE.get(name, ("", "", ""))
+    package, _, extra = _EXTERNAL.get(name, ("", "", ""))
     key = f"train.optimizer: {name}"
-    free = name == SCHEDULE_FREE
-    given = [
-        f"train.{one}"
-        for one in _NOT_READ.get(name, ())
-        if sources.get(f"train.{one}", "default") != "default"
+    is_schedule_free = name == SCHEDULE_FREE
+    unused_settings = [
+        f"train.{setting}"
+        for setting in _UNUSED_SETTINGS.get(name, ())
+        if sources.get(f"train.{setting}", "default") != "default"
     ]
     refuse_where(
         (
@@ -229,24 +231,27 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
             f"{key} needs {package}",
             f"pip install 'isotype[{extra}]'",
         ),
-        *((True, f"{one} has no effect with {key}", f"remove {one}") for one in given),
+        *(
+            (True, f"{setting} has no effect with {key}", f"remove {setting}")
+            for setting in unused_settings
+        ),
         (
             name == "adamw8bit-paged" and device_type == "cpu",
             f"{key} on a CPU, where nothing is paged",
             "train.optimizer: adamw8bit",
         ),
         (
-            free and train.schedule != "constant",
+            is_schedule_free and train.schedule != "constant",
             f"{key} with train.schedule: {train.schedule}, which its average replaces",
             f"{key} and train.schedule: constant",
         ),
         (
-            free and train.ema is not None,
+            is_schedule_free and train.ema is not None,
             f"{key} with train.ema: it averages the weights itself",
             f"{key} without train.ema",
         ),
         (
-            free and train.beta1 == 0,
+            is_schedule_free and train.beta1 == 0,
             f"{key} with train.beta1: 0, which leaves nothing to average",
             f"{key} and train.beta1: 0.9",
         ),
@@ -311,14 +316,18 @@ def build_optimizer(
     eps = train.epsilon
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=rate, foreach=False)
-    if name in _ELSEWHERE:
-        package, path, _ = _ELSEWHERE[name]
+    if name in _EXTERNAL:
+        package, path, _ = _EXTERNAL[name]
         made: Any = functools.reduce(getattr, path.split("."), import_module(package))
         # warm-up is on by default: Prodigy's estimate of its rate must not count it; foreach would
         # copy all gradients
         own = {PRODIGY: {"safeguard_warmup": True}, SCHEDULE_FREE: {"foreach": False}}.get(name, {})
         elsewhere: torch.optim.Optimizer = made(
-            groups, lr=rate, betas=betas, **({} if name in _NOT_READ else {"eps": eps}), **own
+            groups,
+            lr=rate,
+            betas=betas,
+            **({} if name in _UNUSED_SETTINGS else {"eps": eps}),
+            **own,
         )
         if name == SCHEDULE_FREE:
             elsewhere.train()  # type: ignore[attr-defined]  # its own method
@@ -338,7 +347,7 @@ def build_optimizer(
         "seed": train.seed,
     }
     if name == MUON:
-        matrices = matrices_of(model)
+        matrices = find_matrices(model)
         if not matrices:
             raise UsageError(
                 "train.optimizer: muon: no matrix is trained but embeddings and head",
@@ -350,10 +359,10 @@ def build_optimizer(
 
 def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
     """The optimizer's states of a model's trained weights, without step counts."""
-    matrices = matrices_of(model) if train.optimizer == MUON else {}
-    moment = to_torch(precision.optimizer).itemsize
+    matrices = find_matrices(model) if train.optimizer == MUON else {}
+    moment_size = to_torch(precision.optimizer).itemsize
 
-    def of(p: nn.Parameter) -> int:
+    def parameter_bytes(p: nn.Parameter) -> int:
         elements = p.numel()
         moments = {
             MUON: 1 if p in matrices else 2,
@@ -363,21 +372,21 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
         }.get(train.optimizer, 2)
         if train.optimizer in EIGHT_BIT_OPTIMIZERS:
             if elements < _SMALLEST_8BIT:
-                each = 4 * elements
+                moment_bytes = 4 * elements
             else:
-                each = elements + 4 * -(-elements // _BLOCK_8BIT)
-            return moments * each
+                moment_bytes = elements + 4 * -(-elements // _BLOCK_8BIT)
+            return moments * moment_bytes
         if train.optimizer == "adafactor" and p.ndim > 1:
-            return moment * (elements // p.shape[-1] + elements // p.shape[-2])
+            return moment_size * (elements // p.shape[-1] + elements // p.shape[-2])
         if train.optimizer != "adafactor":
-            return moments * moment * elements
-        return moment * elements
+            return moments * moment_size * elements
+        return moment_size * elements
 
-    return sum(of(p) for p in model.parameters() if p.requires_grad)
+    return sum(parameter_bytes(p) for p in model.parameters() if p.requires_grad)
 
 
 @contextmanager
-def averages_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def use_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The model has the averages of a schedule-free optimizer within this block; another optimizer
     leaves it as it is.
 
@@ -386,7 +395,7 @@ def averages_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not hasattr(optimizer, "eval"):
         yield
         return
-    with weights_restored(p for group in optimizer.param_groups for p in group["params"]):
+    with preserve_weights(p for group in optimizer.param_groups for p in group["params"]):
         optimizer.eval()
         yield
     for group in optimizer.param_groups:
@@ -394,18 +403,18 @@ def averages_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def weights_restored(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def preserve_weights(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Restores the bits of these weights on exit. Nothing records within this block."""
     with torch.no_grad():
-        kept = [(p, p.detach().clone()) for p in parameters]
+        copies = [(p, p.detach().clone()) for p in parameters]
         try:
             yield
         finally:
-            for p, value in kept:
+            for p, value in copies:
                 p.copy_(value)
 
 
-PREFIX = "ema."
+EMA_PREFIX = "ema."
 FOLDER_SUFFIX = "_ema"
 """Of the folder of the averaged result beside the trained one's: `adapter_ema`."""
 
@@ -436,26 +445,26 @@ class Ema:
         ]
         torch._foreach_lerp_(averages, weights, 1 - share)
 
-    def observed(self) -> list[tuple[str, str, str]]:
+    def observed_dtypes(self) -> list[tuple[str, str, str]]:
         """(role, tensor, dtype), in which a task reports the dtypes of its own roles."""
         return [("ema", name, dtype_name(average.dtype)) for name, average in self.averages.items()]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """The model has the averages within this block, in its weights' own dtype."""
-        with weights_restored(self.parameters.values()):
+        with preserve_weights(self.parameters.values()):
             for name, p in self.parameters.items():
                 p.copy_(self.averages[name])
             yield
 
     def tensors(self) -> dict[str, Tensor]:
         """For a checkpoint."""
-        return {f"{PREFIX}{name}": average for name, average in self.averages.items()}
+        return {f"{EMA_PREFIX}{name}": average for name, average in self.averages.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises  RunError CK003 for a checkpoint without these averages."""
         for name, average in self.averages.items():
-            saved = tensors.get(f"{PREFIX}{name}")
+            saved = tensors.get(f"{EMA_PREFIX}{name}")
             if saved is None or saved.shape != average.shape or saved.dtype != average.dtype:
                 raise RunError(
                     f"this checkpoint has no average of {name} in {self.dtype}",
@@ -465,7 +474,7 @@ class Ema:
             average.copy_(saved)
 
 
-def group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     """What an optimizer counts of each of its groups, for a checkpoint: Prodigy's rate, the weights
     of schedule-free averages.
     """
@@ -475,13 +484,15 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     ]
 
 
-def adopt_states(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, float]]) -> None:
+def convert_states(
+    optimizer: torch.optim.Optimizer, counters: Sequence[Mapping[str, float]]
+) -> None:
     """Makes restored states those that this optimizer keeps: its dtype of the moments, its kind of
     step count, its paged memory. A resume may change the first two with consent.
 
-    numbers  `group_numbers` of the checkpoint
+    counters  `group_counters` of the checkpoint
     """
-    for group, values in zip(optimizer.param_groups, numbers, strict=False):
+    for group, values in zip(optimizer.param_groups, counters, strict=False):
         group.update(values)
     dtype = optimizer.state_dtype if isinstance(optimizer, MixedAdamW) else torch.float32
     for parameter, state in optimizer.state.items():

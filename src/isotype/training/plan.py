@@ -1,4 +1,4 @@
-"""`plan`: what `isotype train` would do, without weights and without a folder: precision,
+"""`plan_run`: what `isotype train` would do, without weights and without a folder: precision,
 parameters, data, memory, schedule.
 """
 
@@ -16,16 +16,25 @@ from ..precision.resolve import Resolved
 from ..wording import format_binary_bytes, pluralise
 from .console import quiet_libraries
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
-from .memory.device import less_memory
+from .memory.device import memory_saving_advice
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, Checkpointing
 from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
-from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
+from .setup import (
+    HYBRID,
+    REPLICATE,
+    SHARD,
+    DeviceSetup,
+    Parallel,
+    choose_by_plan,
+    planned_checkpointing,
+    prepare_data,
+)
 from .start import attention_line
 from .step import peak_memory
 from .task import Outline, Task, micro_batch
 
-KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back
+RETAINED_MEMORY = "up to 340 MiB"  # measured beyond the plan where nothing is given back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,7 @@ class Plan:
             "data": self.data,
             "schedule": self.schedule,
             "checkpointing": {
-                **self.checkpointing.as_settings(),
+                **self.checkpointing.to_settings(),
                 "of": self.checkpointing.of,
                 "reason": self.checkpointing.reason,
             },
@@ -96,12 +105,12 @@ class Plan:
             **({} if self.processes is None else {"processes": self.processes.to_dict()}),
         }
 
-    def as_text(self) -> str:
-        s = self.schedule
+    def to_text(self) -> str:
+        schedule = self.schedule
         # a reason that is the preset's own is said once, above the roles
-        why = self.resolved.why_preset
+        preset_reason = self.resolved.why_preset
         roles = [
-            (role, value, "" if why.startswith(reason) else reason)
+            (role, value, "" if preset_reason.startswith(reason) else reason)
             for role, value, reason in self.resolved.rows()
         ]
         name_width = max(10, *(len(role) + 1 for role, _, _ in roles))
@@ -124,16 +133,16 @@ class Plan:
             f"data        {self.data_lines[0]}",
             *[f"  {line}" for line in self.data_lines[1:]],
             (
-                f"schedule    {pluralise(s['steps'], 'step')} of"
-                f" {pluralise(s['rows_per_step'], self.row)} ({s['epochs']:.3g} epochs), learning"
-                f" rate {s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at"
-                f" {s['last_learning_rate']:.2g}"
+                f"schedule    {pluralise(schedule['steps'], 'step')} of"
+                f" {pluralise(schedule['rows_per_step'], self.row)} ({schedule['epochs']:.3g} epochs), learning"
+                f" rate {schedule['learning_rate']:g} {schedule['shape']}, {schedule['warmup']} of them warm-up, ends at"
+                f" {schedule['last_learning_rate']:.2g}"
             ),
             (
-                f"  {_every('evaluation', s['eval_every'])},"
-                f" {_every('checkpoint', s['save_every'])}, {_every('samples', s['sample_every'])}"
+                f"  {_format_interval('evaluation', schedule['eval_every'])},"
+                f" {_format_interval('checkpoint', schedule['save_every'])}, {_format_interval('samples', schedule['sample_every'])}"
             ),
-            *([f"  {s['note']}"] if s["note"] else []),
+            *([f"  {schedule['note']}"] if schedule["note"] else []),
             *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
             *([] if self.offload is None else [f"offload     {self.offload}"]),
@@ -145,39 +154,41 @@ class Plan:
         return "\n".join(lines)
 
     def _memory_lines(self) -> list[str]:
-        m = self.memory
+        memory = self.memory
         parts = [
-            ("frozen weights", m.frozen),
-            ("trained weights", m.trained),
-            ("gradients", m.gradients),
-            ("optimizer", m.optimizer),
-            (f"activations of {m.rows} x {m.length}", m.activations),
-            ("loss and backward", m.working),
-            ("update", m.update),
-            ("evaluation", m.evaluation),
-            ("a sample", m.sampling or 0),
+            ("frozen weights", memory.frozen),
+            ("trained weights", memory.trained),
+            ("gradients", memory.gradients),
+            ("optimizer", memory.optimizer),
+            (f"activations of {memory.rows} x {memory.length}", memory.activations),
+            ("loss and backward", memory.working),
+            ("update", memory.update),
+            ("evaluation", memory.evaluation),
+            ("a sample", memory.sampling or 0),
             ("this process, without a model", self.process),
         ]
-        has = f" of {format_binary_bytes(self.hardware.memory)}" if self.hardware.memory else ""
+        limit_text = (
+            f" of {format_binary_bytes(self.hardware.memory)}" if self.hardware.memory else ""
+        )
         # above half of what there is, `train` makes malloc give freed blocks back
-        plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
-        if plenty:
-            kept = (
-                f"; a process was seen to keep {KEPT} more of what was freed, since there is plenty"
-            )
+        has_plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
+        if has_plenty:
+            retained_note = f"; a process was seen to keep {RETAINED_MEMORY} more of what was freed, since there is plenty"
         else:
-            kept = ""
-        lines = [f"memory      {format_binary_bytes(self.peak)}{has} at the peak{kept}"]
+            retained_note = ""
+        lines = [
+            f"memory      {format_binary_bytes(self.peak)}{limit_text} at the peak{retained_note}"
+        ]
         lines += [f"  {name:<34}{format_binary_bytes(size):>10}" for name, size in parts if size]
-        if m.not_simulated:
+        if memory.not_simulated:
             lines.append(
                 "  without activations: this architecture could not be simulated"
-                f" ({m.not_simulated})"
+                f" ({memory.not_simulated})"
             )
         return lines
 
 
-def plan(
+def plan_run(
     task: Task, sources: Mapping[str, str], *, device: str | None = None, gpus: int | None = None
 ) -> Plan:
     """Works out everything that can be known before the weights are loaded. Raises UsageError as
@@ -188,12 +199,12 @@ def plan(
     """
     batching = None
     if gpus is not None:
-        batching = batching_of(task, gpus)
-        evaluated = micro_batch(task.config.train)
+        batching = split_step(task, gpus)
+        eval_rows = micro_batch(task.config.train)
         rows = {
             "batch_size": batching.rows,
             "accumulate": batching.total,
-            "eval_batch_size": evaluated,
+            "eval_batch_size": eval_rows,
         }
         task.config = task.config.model_copy(
             update={"train": task.config.train.model_copy(update=rows)}
@@ -204,36 +215,38 @@ def plan(
         hardware = detect(config.model.device if device is None else "cpu")
     else:
         hardware = lookup_hardware(str(device))
-    basis = settle(task, sources, hardware)
-    precision = basis.resolved.precision
-    made = task.outline(precision, device_type=basis.device.type)
-    architecture, notes = task.model_notes(made, precision)
-    process = peak_memory(basis.device) if basis.device.type == "cpu" else 0
+    device_setup = prepare_data(task, sources, hardware)
+    precision = device_setup.resolved.precision
+    outline = task.outline(precision, device_type=device_setup.device.type)
+    architecture, notes = task.model_notes(outline, precision)
+    process = peak_memory(device_setup.device) if device_setup.device.type == "cpu" else 0
     checkpointing, memory = planned_checkpointing(
-        task, basis, made, has=hardware.memory, besides=process
+        task, device_setup, outline, available=hardware.memory, overhead=process
     )
     peak = memory.peak + process
     if hardware.memory and peak > hardware.memory:
-        how = less_memory(config, checkpointing.kind)
-        notes = [*notes, f"this will not fit into {format_binary_bytes(hardware.memory)}: {how}"]
+        advice = memory_saving_advice(config, checkpointing.kind)
+        notes = [*notes, f"this will not fit into {format_binary_bytes(hardware.memory)}: {advice}"]
     return Plan(
         processes=(
             None
             if gpus is None or batching is None
-            else plan_processes(task, basis, made, batching, gpus, whole=(checkpointing, memory))
+            else plan_processes(
+                task, device_setup, outline, batching, gpus, whole_model=(checkpointing, memory)
+            )
         ),
         config=config,
         hardware=hardware,
-        resolved=basis.resolved,
+        resolved=device_setup.resolved,
         architecture=architecture,
         attention=attention_line(
-            made.model, config.model.attention, precision, device_type=basis.device.type
+            outline.model, config.model.attention, precision, device_type=device_setup.device.type
         ),
-        trainable=made.trainable,
-        total=made.total,
+        trainable=outline.trainable,
+        total=outline.total,
         data=task.plan_facts(),
         data_lines=task.plan_lines(),
-        schedule=_schedule(
+        schedule=_schedule_facts(
             config,
             rows=task.rows,
             eval_rows=task.eval_rows,
@@ -244,47 +257,47 @@ def plan(
         checkpointing=checkpointing,
         process=process,
         offload=plan_offload(
-            made.model,
+            outline.model,
             hardware,
             micro_batches=config.train.accumulate if batching is None else len(batching.own),
             compute=precision.compute,
             flops=task.step_outline(precision).block_flops,
         ),
         notes=tuple(notes),
-        row=task.words.row,
+        row=task.metric_names.row,
     )
 
 
-def _every(what: str, steps: int) -> str:
+def _format_interval(event: str, steps: int) -> str:
     if steps > 1:
-        return f"{what} every {steps} steps"
+        return f"{event} every {steps} steps"
     if steps:
-        return f"{what} every step"
-    return f"no {what}"
+        return f"{event} every step"
+    return f"no {event}"
 
 
-def _schedule(
+def _schedule_facts(
     config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int
 ) -> dict[str, Any]:
     train = config.train
-    when = RunSchedule.from_config(config, rows=rows, eval_rows=eval_rows)
-    per_step = train.batch_size * train.accumulate
+    schedule = RunSchedule.from_config(config, rows=rows, eval_rows=eval_rows)
+    rows_per_step = train.batch_size * train.accumulate
     return {
-        "steps": when.total,
-        "rows_per_step": per_step,
-        "epochs": when.total * per_step / rows,
+        "steps": schedule.total,
+        "rows_per_step": rows_per_step,
+        "epochs": schedule.total * rows_per_step / rows,
         "learning_rate": train.learning_rate,
-        "last_learning_rate": learning_rate(train, when.total, when.total),
+        "last_learning_rate": learning_rate(train, schedule.total, schedule.total),
         "shape": train.schedule,
-        "warmup": warmup_steps(train, when.total),
-        "eval_every": when.eval_every,
-        "save_every": when.save_every,
-        "sample_every": when.sample_every if samples else 0,
-        "note": None if stream else repeated_rows_warning(per_step, rows),
+        "warmup": warmup_steps(train, schedule.total),
+        "eval_every": schedule.eval_every,
+        "save_every": schedule.save_every,
+        "sample_every": schedule.sample_every if samples else 0,
+        "note": None if stream else repeated_rows_warning(rows_per_step, rows),
     }
 
 
-OF_A_MACHINE = 8  # GPUs
+GPUS_PER_MACHINE = 8
 
 
 @dataclass(frozen=True)
@@ -299,7 +312,7 @@ class ProcessesPlan:
     micro_batches: int
     rows: int
     kinds: Mapping[str, tuple[Checkpointing, MemoryPlan]]
-    taken: Parallel
+    parallel: Parallel
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -308,41 +321,41 @@ class ProcessesPlan:
             "micro_batches": self.micro_batches,
             "rows": self.rows,
             "kinds": {
-                kind: {"memory": m.to_dict(), "checkpointing": c.as_settings()}
+                kind: {"memory": m.to_dict(), "checkpointing": c.to_settings()}
                 for kind, (c, m) in self.kinds.items()
             },
-            "auto": {"kind": self.taken.kind, "reason": self.taken.reason},
+            "auto": {"kind": self.parallel.kind, "reason": self.parallel.reason},
         }
 
     def lines(self) -> list[str]:
         if self.nodes == 1:
-            where = "one machine"
+            machines = "one machine"
         else:
-            where = f"{self.nodes} machines of {self.processes // self.nodes}"
+            machines = f"{self.nodes} machines of {self.processes // self.nodes}"
         return [
             (
-                f"processes   {self.processes} on {where}, each {self.micro_batches} x {self.rows}"
-                f" rows of each step: {self.taken}"
+                f"processes   {self.processes} on {machines}, each {self.micro_batches} x {self.rows}"
+                f" rows of each step: {self.parallel}"
             ),
             f"  {'kind':<11}{'memory a process':>18}   recomputed",
             *(
-                f"  {kind:<11}{format_binary_bytes(memory.peak):>18}   {chosen.kind}"
-                for kind, (chosen, memory) in self.kinds.items()
+                f"  {kind:<11}{format_binary_bytes(memory.peak):>18}   {checkpointing.kind}"
+                for kind, (checkpointing, memory) in self.kinds.items()
             ),
         ]
 
 
-def batching_of(task: Task, processes: int) -> Batching:
+def split_step(task: Task, processes: int) -> Batching:
     """Raises  UsageError for a number of processes that cannot share a step, or that fills no whole
     machines
     """
-    if processes > OF_A_MACHINE and processes % OF_A_MACHINE:
+    if processes > GPUS_PER_MACHINE and processes % GPUS_PER_MACHINE:
         raise UsageError(
-            f"--gpus {processes}: machines of {OF_A_MACHINE} are planned for, and the last one"
+            f"--gpus {processes}: machines of {GPUS_PER_MACHINE} are planned for, and the last one"
             " would not be full",
             fix=(
-                f"--gpus {processes // OF_A_MACHINE * OF_A_MACHINE} or"
-                f" {(processes // OF_A_MACHINE + 1) * OF_A_MACHINE}"
+                f"--gpus {processes // GPUS_PER_MACHINE * GPUS_PER_MACHINE} or"
+                f" {(processes // GPUS_PER_MACHINE + 1) * GPUS_PER_MACHINE}"
             ),
         )
     return Batching.of(task.config.train, size=processes)
@@ -350,29 +363,31 @@ def batching_of(task: Task, processes: int) -> Batching:
 
 def plan_processes(
     task: Task,
-    basis: Basis,
-    made: Outline,
+    device_setup: DeviceSetup,
+    outline: Outline,
     batching: Batching,
     processes: int,
     *,
-    whole: tuple[Checkpointing, MemoryPlan],
+    whole_model: tuple[Checkpointing, MemoryPlan],
 ) -> ProcessesPlan:
     """task its configuration has `batching.rows` as `train.batch_size`
-    whole  the plan of a process that has the whole model
+    whole_model  the plan of a process that has the whole model
     """
-    has = basis.hardware.memory
-    nodes = max(1, processes // OF_A_MACHINE)
-    kinds = {REPLICATE: whole}
+    available = device_setup.hardware.memory
+    nodes = max(1, processes // GPUS_PER_MACHINE)
+    kinds = {REPLICATE: whole_model}
     config = task.config
-    peak = whole[1].peak
+    peak = whole_model[1].peak
     for kind in (
         () if config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,)
     ):
         parts = processes // nodes if kind == HYBRID else processes
-        kinds[kind] = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
-    given = config.parallel.kind
-    if given == AUTO:
-        taken = by_plan(peak, has, lambda: peak, config=config)
+        kinds[kind] = planned_checkpointing(
+            task, device_setup, outline, available=available, overhead=0, parts=parts
+        )
+    kind_setting = config.parallel.kind
+    if kind_setting == AUTO:
+        parallel = choose_by_plan(peak, available, lambda: peak, config=config)
     else:
-        taken = Parallel(given, "parallel.kind")
-    return ProcessesPlan(processes, nodes, len(batching.own), batching.rows, kinds, taken)
+        parallel = Parallel(kind_setting, "parallel.kind")
+    return ProcessesPlan(processes, nodes, len(batching.own), batching.rows, kinds, parallel)

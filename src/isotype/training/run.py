@@ -26,19 +26,19 @@ from .callbacks import Callback, Objective, objective_name
 from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, print_result
 from .loop import Loop
-from .memory.device import less_memory
+from .memory.device import memory_saving_advice
 from .preflight.check import RECORD, preflight
 from .setup import Prepared, Subject, prepare
 from .start import (
-    Changed,
+    RunChange,
     compare_base,
     compare_data,
     compare_objectives,
-    compare_with_before,
+    compare_settings,
     header_rows,
     record_resume,
     refuse_fewer_steps,
-    restore,
+    restore_checkpoint,
     write_start,
 )
 from .task import Task
@@ -72,7 +72,7 @@ def train(
     """
     world = join(loaded.config.model.device, timeout=loaded.config.parallel.timeout)
     try:
-        return _Run(
+        return _TrainingRun(
             loaded, task, world, console or RunConsole(), resume, skips or {}, callbacks, objective
         ).run()
     except BaseException as error:
@@ -84,7 +84,7 @@ def train(
         world.close()
 
 
-class _Run:
+class _TrainingRun:
     """One call of `train`: `run` holds the folder and explains errors, `_train` does the work."""
 
     def __init__(
@@ -132,9 +132,9 @@ class _Run:
             if not self.resuming and folder.is_run:
                 fix = f"isotype train --resume {folder.path}, or give another folder"
                 raise UsageError(f"run.folder: {folder.path} has a run already", fix=fix)
-            changes: list[Changed] = []
+            changes: list[RunChange] = []
             if self.resuming:
-                changes += compare_with_before(self.loaded, self.task, folder, console)
+                changes += compare_settings(self.loaded, self.task, folder, console)
                 changes += compare_objectives(
                     self.loaded, objective_name(self.objective), folder, console
                 )
@@ -144,7 +144,7 @@ class _Run:
                 console.end_live_line()
                 world.failed(KeyboardInterrupt())
                 status = INTERRUPTED
-                result = self._stopped_at_once()
+                result = self._record_immediate_stop()
             except PreflightError:
                 # nothing was started: the folder holds only the record, and the same command may be
                 # given again
@@ -159,7 +159,7 @@ class _Run:
                 raise
             except Exception as error:
                 console.end_live_line()
-                explained = self._explained(error)
+                explained = self._explain_error(error)
                 if folder.is_run and world.first:
                     # on a full disk the error itself matters more than its record
                     with contextlib.suppress(RunError):
@@ -171,14 +171,14 @@ class _Run:
                                 "folder": str(folder.path),
                             },
                         )
-                    self._report()
+                    self._write_report()
                 if explained is error:
                     raise
                 raise explained from error
         console.report_result(result)
         return status
 
-    def _train(self, changes: list[Changed]) -> tuple[int, dict[str, Any]]:
+    def _train(self, changes: list[RunChange]) -> tuple[int, dict[str, Any]]:
         loaded = self.loaded
         config = self.config
         task = self.task
@@ -201,10 +201,10 @@ class _Run:
         if self.resuming and world.first:
             changes = [*changes, *compare_base(loaded, prepared, folder, console)]
         if self.callbacks and prepared.sharding is not None:
-            what = (
+            message = (
                 "callbacks are called by the first process, which has only a part of a shared model"
             )
-            raise UsageError(what, fix="parallel.kind: replicate")
+            raise UsageError(message, fix="parallel.kind: replicate")
         if self.objective is not None:
             objective = self.objective
             prepared.stepper.loss_sum = lambda model, batch, divisor=1: (
@@ -216,65 +216,79 @@ class _Run:
             config=config,
             task=task,
             prepared=prepared,
-            plan=loop.plan,
+            schedule=loop.schedule,
             folder=folder.path,
             resuming=self.resuming,
             micro_batch=prepared.batching.rows,
             observer=loop.observer,
         )
         with world.exchanging():
-            checked = preflight(subject, self.skips, world=world)
+            outcome = preflight(subject, self.skips, world=world)
         if self.resuming:
-            step, passed = world.first_does(loop.store.newest_whole)
+            step, unusable_checkpoints = world.first_does(loop.store.newest_whole)
             refuse_fewer_steps(loop, step)
-            known = [
+            all_changes = [
                 *changes,
                 *(compare_data(task, folder, console, changes) if world.first else []),
             ]
-            world.first_does(lambda: record_resume(folder, step, known))
-        name = objective_name(self.objective)
+            world.first_does(lambda: record_resume(folder, step, all_changes))
+        loss_name = objective_name(self.objective)
         world.first_does(
             lambda: write_start(
-                loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming
+                loaded,
+                task,
+                prepared,
+                loop.schedule,
+                folder,
+                world,
+                loss_name,
+                resuming=self.resuming,
             )
         )
         console.start_log(folder.path / LOG)
-        if name is None:
+        if loss_name is None:
             rows = []
         else:
             rows = [
-                ("objective", f"{name} instead of the loss of the task, which evaluation keeps")
+                (
+                    "objective",
+                    f"{loss_name} instead of the loss of the task, which evaluation keeps",
+                )
             ]
         console.print_header(
-            [*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()]
+            [
+                *header_rows(task, prepared, loop.schedule, folder, world),
+                *rows,
+                *outcome.header_rows(),
+            ]
         )
         with world.exchanging():
             dtype = prepared.resolved.precision.loss
             console.print_header(
-                task.before_training(
+                task.prepare_training(
                     prepared.model, prepared.device, folder.path, world, dtype=dtype
                 )
             )
-        loop.precision_record.watched(list(subject.seen))
-        del subject, checked  # its observer holds the model, which `finish` frees
+        loop.precision_record.watched(list(subject.observations))
+        del subject, outcome  # its observer holds the model, which `finish` frees
         if self.resuming:
-            for reason in passed:
+            for reason in unusable_checkpoints:
                 console.print_line(f"resume    {reason}: passed over")
-            restore(loop, step, console)
+            restore_checkpoint(loop, step, console)
         if world.first and config.run.trackers:
             loop.trackers = Trackers(
                 config.run.trackers, folder.path, config.model_dump(), console.print_line
             )
         status = 1
         try:
-            status, result = self._to_the_end(loop, prepared)
+            status, result = self._train_to_end(loop, prepared)
         finally:
             loop.mapped_files.close()
             if loop.trackers is not None:
                 loop.trackers.close(status)
         return status, result
 
-    def _to_the_end(self, loop: Loop, prepared: Prepared) -> tuple[int, dict[str, Any]]:
+    def _train_to_end(self, loop: Loop, prepared: Prepared) -> tuple[int, dict[str, Any]]:
         """Trains to the end and writes the result, or says how to resume after an interrupt."""
         folder = self.folder
         console = self.console
@@ -290,20 +304,20 @@ class _Run:
                 )
                 # a second one: the run is saved, and the report can be made again
                 with contextlib.suppress(KeyboardInterrupt):
-                    self._report()
+                    self._write_report()
             return INTERRUPTED, result
         try:
             result = finish(loop, prepared)
         except RunError as error:
-            raise loop.with_last_good(error) from error
+            raise loop.add_last_good_checkpoint(error) from error
         if first:
             folder.write_json("result.json", result)
             print_result(result, console)
-            if page := self._report():
+            if page := self._write_report():
                 result["report"] = page
         return 0, result
 
-    def _stopped_at_once(self) -> dict[str, Any]:
+    def _record_immediate_stop(self) -> dict[str, Any]:
         """The result of a stop without a save: before step 1, by a second Ctrl-C, or by a
         KeyboardInterrupt that a callback raised.
         """
@@ -316,14 +330,16 @@ class _Run:
             )
         else:
             if step is not None:
-                where = f"the last checkpoint is step {step}"
+                checkpoint_text = f"the last checkpoint is step {step}"
             else:
-                where = "there was no checkpoint yet"
+                checkpoint_text = "there was no checkpoint yet"
             if self.interrupt.training:
-                what = "interrupted at once, without a save"
+                message = "interrupted at once, without a save"
             else:
-                what = "interrupted before it went on"
-            console.print_line(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
+                message = "interrupted before it went on"
+            console.print_line(
+                f"{message}: {checkpoint_text}. Go on with: isotype train --resume {folder.path}"
+            )
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         # a result that is there is of the part that is resumed, or of this one, which has ended
         if folder.is_run and self.world.first and not (folder.path / "result.json").exists():
@@ -332,20 +348,20 @@ class _Run:
                 folder.write_json("result.json", result)
         return result
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explain_error(self, error: Exception) -> Exception:
         """An error for want of memory or of the disk as one that says what to do: CK001 in the
         run's folder, a usage error elsewhere. Another one as it is.
         """
-        if (missing := out_of_memory(error)) is not None:
-            how = less_memory(self.config, self.config.train.gradient_checkpointing)
-            return RunError(f"out of memory: {missing}", fix=how)
+        if (missing_memory := out_of_memory(error)) is not None:
+            advice = memory_saving_advice(self.config, self.config.train.gradient_checkpointing)
+            return RunError(f"out of memory: {missing_memory}", fix=advice)
         folder = self.folder
         reason = refused(error)
         fix = "start it again; a folder that was renamed: isotype train --resume ITS_NEW_NAME"
-        gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix=fix)
+        missing_folder = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix=fix)
         if isinstance(error, IsotypeError):
             if error.code == "CK001" and not folder.path.is_dir():
-                return gone
+                return missing_folder
             return error
         if reason is None:
             return error
@@ -353,20 +369,20 @@ class _Run:
         if name and not Path(name).absolute().is_relative_to(folder.path.absolute()):
             return UsageError(f"{name[:200]}: {reason}")
         if not folder.path.is_dir():
-            return gone
+            return missing_folder
         step, _ = CheckpointStore(folder.checkpoints).newest_whole()
         if step is not None:
-            good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}"
+            checkpoint_text = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}"
         else:
-            good = "there is no checkpoint yet"
+            checkpoint_text = "there is no checkpoint yet"
         message = f"{name}: {reason}" if name else reason
         return RunError(
-            f"{message}\n  saved     {good}",
+            f"{message}\n  saved     {checkpoint_text}",
             code="CK001",
             fix=f"{writable_again(reason)}, then resume",
         )
 
-    def _report(self) -> str | None:
+    def _write_report(self) -> str | None:
         """Writes the report. An error is only printed: the run is done and verified, or a full disk
         must not hide why it ended.
         """

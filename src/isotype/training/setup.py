@@ -1,7 +1,7 @@
 """Prepares a run from its configuration: device, precision, data, how processes share the work,
 model, recomputation, optimizer.
 
-`settle` is the part that needs no weights; `run` and `plan` both begin with it.
+`prepare_data` is the part that needs no weights; `run` and `plan` both begin with it.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from .base import fingerprint_of_base
 from .memory.blocks import (
     BLOCKS,
     KEY,
-    blocks_of,
     check_offload,
-    recomputing,
+    effective_train_settings,
+    get_frozen_blocks,
     refuse_without_host_memory,
 )
 from .memory.device import (
-    WITHIN,
-    auto_checkpointing,
-    memory_there,
-    other_memory,
+    PLAN_TOLERANCE,
+    available_memory,
+    choose_checkpointing_by_plan,
+    overhead_memory,
     return_freed_blocks,
 )
-from .memory.plan import MemoryPlan, plan_part
+from .memory.plan import MemoryPlan, plan_process_memory
 from .memory.recomputation import (
     AUTO,
     NONE,
     Checkpointing,
     apply_checkpointing,
-    as_configured,
     check_settings,
-    checkpointable,
+    checkpointable_layers,
+    configured_checkpointing,
 )
 from .optimizer import build_optimizer, check_optimizer
 from .schedule import RunSchedule
@@ -100,7 +100,7 @@ ONE_PROCESS = Parallel(REPLICATE)
 
 
 @dataclass
-class Basis:
+class DeviceSetup:
     """The parts of a run that are prepared before a model is loaded."""
 
     hardware: Hardware
@@ -109,7 +109,7 @@ class Basis:
 
 
 @dataclass
-class Prepared(Basis):
+class Prepared(DeviceSetup):
     """Everything that the loop needs, except its own state."""
 
     model: nn.Module
@@ -123,13 +123,13 @@ class Prepared(Basis):
     base: str = ""  # a fingerprint of the frozen weights, by which a resume compares them
 
 
-def settle(
+def prepare_data(
     task: Task,
     sources: Mapping[str, str],
     hardware: Hardware | None = None,
     *,
     world: World = ALONE,
-) -> Basis:
+) -> DeviceSetup:
     """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is
     found in seconds. Raises UsageError.
 
@@ -149,25 +149,27 @@ def settle(
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     world.at(0, "reading the data")
     world.first_before_others(task.load_data)  # what it tokenised, the others find in the cache
-    return Basis(hardware, device, resolved)
+    return DeviceSetup(hardware, device, resolved)
 
 
 def check_adapters(config: RunConfig) -> None:
     """Raises  UsageError for adapters on the way that would not be written."""
     run = config.run
     adapter = config.adapter
-    none = "has no effect with adapter.kind: none"
-    unset = AdapterSection()
+    no_effect = "has no effect with adapter.kind: none"
+    defaults = AdapterSection()
 
-    def given(*keys: str) -> list[str]:
-        return [key for key in keys if getattr(adapter, key) != getattr(unset, key)]
+    def changed_keys(*keys: str) -> list[str]:
+        return [key for key in keys if getattr(adapter, key) != getattr(defaults, key)]
 
-    of_new_ones = given("dora", "rank_pattern", "alpha_pattern", "start", "train_tokens")
-    lokr = adapter.kind == "lokr"
+    new_adapter_keys = changed_keys(
+        "dora", "rank_pattern", "alpha_pattern", "start", "train_tokens"
+    )
+    is_lokr = adapter.kind == "lokr"
     refuse_where(
         (
             run.adapters_every is not None and adapter.kind == "none",
-            f"run.adapters_every: {none}",
+            f"run.adapters_every: {no_effect}",
             "run.save_every: checkpoints hold every weight",
         ),
         (
@@ -178,10 +180,10 @@ def check_adapters(config: RunConfig) -> None:
         *(
             (
                 adapter.kind == "none",
-                f"adapter.{key}: {none}",
+                f"adapter.{key}: {no_effect}",
                 f"remove adapter.{key}, or adapter.kind: lora",
             )
-            for key in [*of_new_ones, *given("plus", "start_from")]
+            for key in [*new_adapter_keys, *changed_keys("plus", "start_from")]
         ),
         *(
             (
@@ -192,23 +194,23 @@ def check_adapters(config: RunConfig) -> None:
                 ),
                 f"remove adapter.{key}",
             )
-            for key in of_new_ones
+            for key in new_adapter_keys
         ),
         (
-            lokr and kind_of(config) != DIFFUSION,
+            is_lokr and kind_of(config) != DIFFUSION,
             "adapter.kind: lokr is offered for pictures",
             "adapter.kind: lora",
         ),
         *(
             (
-                lokr,
+                is_lokr,
                 f"adapter.{key}: has no effect with adapter.kind: lokr",
                 f"remove adapter.{key}, or adapter.kind: lora",
             )
-            for key in given("dropout", "rslora", "dora", "plus", "start")
+            for key in changed_keys("dropout", "rslora", "dora", "plus", "start")
         ),
         (
-            not lokr and adapter.factor is not None,
+            not is_lokr and adapter.factor is not None,
             f"adapter.factor: has no effect with adapter.kind: {adapter.kind}",
             "remove adapter.factor, or adapter.kind: lokr",
         ),
@@ -223,7 +225,7 @@ def check_adapters(config: RunConfig) -> None:
                 f"adapter.{key}: prodigy has one rate for all weights",
                 f"remove adapter.{key}, or another train.optimizer",
             )
-            for key in given("plus", "text_encoder_rate")
+            for key in changed_keys("plus", "text_encoder_rate")
         ),
     )
 
@@ -232,20 +234,22 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     """folder  where the task keeps a base model that it makes itself. Raises UsageError."""
     config = task.config
     batching = Batching.of(config.train, rank=world.rank, size=world.size)
-    basis = settle(task, sources, world=world)
-    precision = basis.resolved.precision
-    parallel = choose_parallel(task, basis, world)
+    device_setup = prepare_data(task, sources, world=world)
+    precision = device_setup.resolved.precision
+    parallel = choose_parallel(task, device_setup, world)
     world.at(0, "encoding the data")
     # what it put into the cache, the others find there
-    world.first_before_others(lambda: task.encode(basis.device))
+    world.first_before_others(lambda: task.encode(device_setup.device))
     world.at(0, "building the model")
     if config.model.offload == BLOCKS:
-        found = blocks_of(task.outline(precision, device_type=basis.device.type).model)
+        found = get_frozen_blocks(
+            task.outline(precision, device_type=device_setup.device.type).model
+        )
         needed = 0 if found is None else sum(block.bytes for block in found.blocks)
         refuse_without_host_memory(needed, detect("cpu").memory, world.local_size)
     with world.exchanging():
         if parallel.shares:
-            mesh = mesh_of(world, basis.device, nodes=parallel.nodes)
+            mesh = mesh_of(world, device_setup.device, nodes=parallel.nodes)
         else:
             mesh = None
 
@@ -259,7 +263,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     part = None if mesh is None else part_of(mesh, look)
 
     def build() -> tuple[nn.Module, Manifest]:
-        return task.build_model(precision, basis.device, folder, part)
+        return task.build_model(precision, device_setup.device, folder, part)
 
     def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
         if config.model.init == "random":
@@ -268,7 +272,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
             model, manifest = build()
         checkpointing = choose_checkpointing(
             task,
-            basis,
+            device_setup,
             model,
             parts=parallel.parts(world.size),
             source=sources.get(_CHECKPOINTING, ""),
@@ -317,9 +321,9 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding
     )
     return Prepared(
-        basis.hardware,
-        basis.device,
-        basis.resolved,
+        device_setup.hardware,
+        device_setup.device,
+        device_setup.resolved,
         model,
         manifest,
         stepper,
@@ -332,7 +336,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     )
 
 
-def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
+def configured_parallel(config: RunConfig, world: World) -> Parallel | None:
     """What the configuration says, or None where it leaves that to the plan.
 
     Raises  UsageError for a kind that this run or this number of machines cannot have
@@ -344,26 +348,27 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
         if kind == AUTO:
             return None
         return Parallel(REPLICATE, "parallel.kind")
-    if why := why_not_shared(config):
+    if reason := sharing_blocker(config):
         raise UsageError(
-            f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate"
+            f"parallel.kind: {kind} with {reason}",
+            fix="leave that away, or parallel.kind: replicate",
         )
     if kind == SHARD:
         return Parallel(SHARD, "parallel.kind")
     if world.nodes == 1 or world.nodes == world.size or world.size % world.nodes:
         if world.nodes == 1:
-            why = "one machine"
+            reason = "one machine"
         else:
-            why = f"{world.nodes} machines with {world.size} processes"
+            reason = f"{world.nodes} machines with {world.size} processes"
         raise UsageError(
             "parallel.kind: hybrid shares the model between the processes of each of several"
-            f" machines, and this run has {why}",
+            f" machines, and this run has {reason}",
             fix="parallel.kind: shard",
         )
     return Parallel(HYBRID, "parallel.kind", world.nodes)
 
 
-_OF_WHOLE_WEIGHTS = {
+_WHOLE_WEIGHT_OPTIMIZERS = {
     **dict.fromkeys(
         EIGHT_BIT_OPTIMIZERS, "its states have a scale every 256 elements of a whole weight"
     ),
@@ -374,7 +379,7 @@ _OF_WHOLE_WEIGHTS = {
 }
 
 
-def why_not_shared(config: RunConfig) -> str | None:
+def sharing_blocker(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     adapter = config.adapter
     optimizer = config.train.optimizer
@@ -384,8 +389,8 @@ def why_not_shared(config: RunConfig) -> str | None:
             f"{KEY}: a shared model gathers its weights from the other devices",
         ),
         (
-            optimizer in _OF_WHOLE_WEIGHTS,
-            f"train.optimizer: {optimizer}: {_OF_WHOLE_WEIGHTS.get(optimizer)}",
+            optimizer in _WHOLE_WEIGHT_OPTIMIZERS,
+            f"train.optimizer: {optimizer}: {_WHOLE_WEIGHT_OPTIMIZERS.get(optimizer)}",
         ),
         (
             adapter.start in OFF_THE_BASE,
@@ -395,62 +400,68 @@ def why_not_shared(config: RunConfig) -> str | None:
         (adapter.train_tokens, "adapter.train_tokens: they are rows of a whole embedding"),
         (config.train.ema is not None, "train.ema: averages of shared weights are not offered yet"),
     )
-    return next((why for is_so, why in cases if is_so), None)
+    return next((reason for applies, reason in cases if applies), None)
 
 
-def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
+def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Parallel:
     """The configured kind. `auto` plans the step as one process would compute it. All processes
     take what the first one decides.
     """
     config = task.config
-    precision = basis.resolved.precision
-    device = basis.device
-    given = parallel_as_configured(config, world)
-    if given is not None:
-        return given
+    precision = device_setup.resolved.precision
+    device = device_setup.device
+    configured = configured_parallel(config, world)
+    if configured is not None:
+        return configured
 
     def decide() -> list[str]:
-        made = task.outline(precision, device_type=device.type)
-        has = memory_there(basis.hardware.memory, device)
+        outline = task.outline(precision, device_type=device.type)
+        available = available_memory(device_setup.hardware.memory, device)
 
         def peak() -> int:
-            return planned_checkpointing(task, basis, made, has=has, besides=0)[1].peak
+            return planned_checkpointing(
+                task, device_setup, outline, available=available, overhead=0
+            )[1].peak
 
-        found = by_plan(task.most_bytes(made.model, precision), has, peak, config=config)
-        return [found.kind, found.reason]
+        parallel = choose_by_plan(
+            task.max_step_bytes(outline.model, precision), available, peak, config=config
+        )
+        return [parallel.kind, parallel.reason]
 
     kind, reason = world.first_does(decide)
     return Parallel(kind, reason)
 
 
-def by_plan(most: int, has: int, peak: Callable[[], int], *, config: RunConfig) -> Parallel:
+def choose_by_plan(
+    upper_bound: int, available: int, peak: Callable[[], int], *, config: RunConfig
+) -> Parallel:
     """What `auto` takes: the whole model in each process where it fits, since a step then exchanges
     least.
 
-    most  an upper bound of a process's bytes
-    peak  the planned bytes, asked for only where the bound is near what the device `has`
+    upper_bound  of a process's bytes
+    peak         the planned bytes, asked for only where the bound is near the `available` bytes
     """
-    if not has:
+    if not available:
         return Parallel(REPLICATE, "auto: the device's memory is unknown")
-    if most <= has // 2:
+    if upper_bound <= available // 2:
         return Parallel(
             REPLICATE,
-            f"auto: a process cannot take more than {format_binary_bytes(most)} of {format_binary_bytes(has)}",
+            f"auto: a process cannot take more than {format_binary_bytes(upper_bound)} of {format_binary_bytes(available)}",
         )
-    needs = peak()
-    if needs <= has * (1 - WITHIN):
+    required = peak()
+    if required <= available * (1 - PLAN_TOLERANCE):
         return Parallel(
             REPLICATE,
-            f"auto: a process takes {format_binary_bytes(needs)} of {format_binary_bytes(has)}",
+            f"auto: a process takes {format_binary_bytes(required)} of {format_binary_bytes(available)}",
         )
-    why = f"auto: the whole model would take {format_binary_bytes(needs)} of {format_binary_bytes(has)}"
-    if cannot := why_not_shared(config):
-        return Parallel(REPLICATE, f"{why}, and is not shared because of {cannot}")
-    return Parallel(SHARD, why)
+    reason = f"auto: the whole model would take {format_binary_bytes(required)} of {format_binary_bytes(available)}"
+    if blocker := sharing_blocker(config):
+        return Parallel(REPLICATE, f"{reason}, and is not shared because of {blocker}")
+    return Parallel(SHARD, reason)
 
 
 def choose_checkpointing(
-    task: Task, basis: Basis, model: nn.Module, *, parts: int = 1, source: str = ""
+    task: Task, device_setup: DeviceSetup, model: nn.Module, *, parts: int = 1, source: str = ""
 ) -> Checkpointing:
     """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is
     far below the available memory.
@@ -459,80 +470,88 @@ def choose_checkpointing(
     source  of the setting; a resumed run's is the reason for which `auto` chose it in the part
             before
     """
-    train = recomputing(task.config)
-    device = basis.device
-    precision = basis.resolved.precision
-    has = memory_there(basis.hardware.memory, device)
-    besides = other_memory(model, device)
-    most = task.most_bytes(model, precision) + besides
-    near = most > has // 2
-    if near and has and device.type == "cpu":
+    train = effective_train_settings(task.config)
+    device = device_setup.device
+    precision = device_setup.resolved.precision
+    available = available_memory(device_setup.hardware.memory, device)
+    overhead = overhead_memory(model, device)
+    upper_bound = task.max_step_bytes(model, precision) + overhead
+    is_near = upper_bound > available // 2
+    if is_near and available and device.type == "cpu":
         return_freed_blocks()  # else the process would grow past the plan
     if train.gradient_checkpointing != AUTO:
-        chosen = _as_configured(model, task.config)
+        chosen = _configured_checkpointing(model, task.config)
         if source.startswith(f"{AUTO}: "):
             return replace(chosen, reason=source)
         return chosen
     target = None if train.memory is None else bytes_of(train.memory)
-    if not near and (target is None or most - besides <= target):
+    if not is_near and (target is None or upper_bound - overhead <= target):
         return Checkpointing(
             NONE,
-            reason=f"auto: the step cannot take more than {format_binary_bytes(most)} of {format_binary_bytes(has)}",
+            reason=f"auto: the step cannot take more than {format_binary_bytes(upper_bound)} of {format_binary_bytes(available)}",
         )
-    made = task.outline(precision, device_type=device.type)
-    found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides, parts=parts)
-    return found
+    outline = task.outline(precision, device_type=device.type)
+    checkpointing, _ = planned_checkpointing(
+        task, device_setup, outline, available=available, overhead=overhead, parts=parts
+    )
+    return checkpointing
 
 
-def _as_configured(model: nn.Module, config: RunConfig) -> Checkpointing:
-    chosen = as_configured(model, recomputing(config))
+def _configured_checkpointing(model: nn.Module, config: RunConfig) -> Checkpointing:
+    chosen = configured_checkpointing(model, effective_train_settings(config))
     if config.train.gradient_checkpointing == AUTO:
         return replace(chosen, reason=f"{AUTO}: {KEY}")
     return chosen
 
 
 def planned_checkpointing(
-    task: Task, basis: Basis, made: Outline, *, has: int, besides: int, parts: int = 1
+    task: Task,
+    device_setup: DeviceSetup,
+    outline: Outline,
+    *,
+    available: int,
+    overhead: int,
+    parts: int = 1,
 ) -> tuple[Checkpointing, MemoryPlan]:
-    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and
+    """The choice of recomputation on a device with `available` bytes, of which `overhead` are in use, and
     the memory plan of its step.
 
     parts  how many processes share the model
     """
     train, precision, largest = (
-        recomputing(task.config),
-        basis.resolved.precision,
-        task.step_outline(basis.resolved.precision),
+        effective_train_settings(task.config),
+        device_setup.resolved.precision,
+        task.step_outline(device_setup.resolved.precision),
     )
 
     earlier: MemoryPlan | None = None
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
         nonlocal earlier
-        found = plan_part(
-            made,
+        plan = plan_process_memory(
+            outline,
             train,
             precision,
             largest,
             checkpointing=checkpointing,
-            device_type=basis.device.type,
+            device_type=device_setup.device.type,
             parts=parts,
             earlier=earlier,
         )
-        earlier = earlier or (None if found.not_simulated else found)
-        return found
+        earlier = earlier or (None if plan.not_simulated else plan)
+        return plan
 
     if train.gradient_checkpointing != AUTO:
-        checkpointing = _as_configured(made.model, task.config)
+        checkpointing = _configured_checkpointing(outline.model, task.config)
         return checkpointing, simulate(checkpointing)
-    layers = len(checkpointable(made.model))
+    layers = len(checkpointable_layers(outline.model))
     target = None if train.memory is None else bytes_of(train.memory)
-    return auto_checkpointing(
+    return choose_checkpointing_by_plan(
         simulate,
         layers=layers,
-        has=has,
-        besides=besides,
-        device_type=basis.device.type,
+        available=available,
+        overhead=overhead,
+        device_type=device_setup.device.type,
         target=target,
     )
 
@@ -553,41 +572,45 @@ class Subject:
     task         a `training.task.Task`; of an attached trainer what the checks ask of one
     prepared     of an attached trainer the parts that the checks use
     micro_batch  rows of a forward pass; by default train.batch_size
-    observer     watches each rehearsal; `seen` has what it saw, and `violation` is how severe a
+    observer     watches each rehearsal; `observations` has what it saw, and `violation_severity` is how severe a
                  violation is
     """
 
     config: RunConfig
     task: Any
     prepared: Prepared
-    plan: RunSchedule
+    schedule: RunSchedule
     folder: Path
     resuming: bool = False
     micro_batch: int | None = None
     observer: Observer | None = None
-    violation: Severity = Severity.ERROR
-    seen: dict[str, Observation] = field(default_factory=dict)
+    violation_severity: Severity = Severity.ERROR
+    observations: dict[str, Observation] = field(default_factory=dict)
 
     @contextmanager
-    def watched(self, what: str, role: str = "compute") -> Iterator[None]:
+    def watch(self, name: str, role: str = "compute") -> Iterator[None]:
         """Judges what runs in this block. One that raises was not watched."""
         if self.observer is None:
             yield
             return
-        with self.observer.watch(0, role=role) as seen:
+        with self.observer.watch(0, role=role) as observation:
             yield
-        seen.violations = [replace(finding, severity=self.violation) for finding in seen.violations]
-        self.seen[what] = seen
+        observation.violations = [
+            replace(finding, severity=self.violation_severity) for finding in observation.violations
+        ]
+        self.observations[name] = observation
 
-    def violations(self, what: str) -> list[Finding]:
-        return self.seen[what].violations if what in self.seen else []
+    def violations(self, name: str) -> list[Finding]:
+        return self.observations[name].violations if name in self.observations else []
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
         """The rows of the largest batch that the feed could return."""
-        rows: Sequence[Any] = self.task.largest(self.micro_batch or self.config.train.batch_size)
+        rows: Sequence[Any] = self.task.largest_rows(
+            self.micro_batch or self.config.train.batch_size
+        )
         return rows
 
-    def batch_of(self, rows: Sequence[Any]) -> Batch:
+    def make_batch(self, rows: Sequence[Any]) -> Batch:
         batch: Batch = self.task.collate(rows)
         return batch.to(self.prepared.device)

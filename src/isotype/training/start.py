@@ -63,16 +63,16 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Changed:
-    """`of`: settings, rows, evaluation rows, objective or base."""
+class RunChange:
+    """`kind`: settings, rows, evaluation rows, objective or base."""
 
-    of: str
-    what: str
+    kind: str
+    description: str
 
 
-def compare_with_before(
+def compare_settings(
     loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole
-) -> list[Changed]:
+) -> list[RunChange]:
     """The differences from the configuration that the run was started with, printed too. Refuses
     those that would make it another run.
     """
@@ -80,7 +80,10 @@ def compare_with_before(
         loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles
     )
     changes = compare(
-        settings_before(folder), loaded.config, auto=resolved.preset, base=resolved.from_checkpoint
+        read_previous_settings(folder),
+        loaded.config,
+        auto=resolved.preset,
+        base=resolved.from_checkpoint,
     )
     edited = [c.key for c in changes if c.key not in loaded.given]
     if edited and loaded.path == folder.path / RESOLVED:
@@ -96,99 +99,103 @@ def compare_with_before(
                 " accept_changes=True)"
             ),
         )
-    return [_changed(console, SETTINGS, str(change)) for change in changes]
+    return [_report_change(console, SETTINGS, str(change)) for change in changes]
 
 
 def compare_objectives(
-    loaded: LoadedConfig, now: str | None, folder: RunFolder, console: RunConsole
-) -> list[Changed]:
+    loaded: LoadedConfig, objective: str | None, folder: RunFolder, console: RunConsole
+) -> list[RunChange]:
     """The change of a user's objective, printed too; refuses another kind of loss. Only the
     objective's name is compared.
 
-    now  the objective's name; None for the task's own loss
+    objective  the objective's name; None for the task's own loss
     """
     recorded = folder.read_json("plan.json")
-    before = recorded.get(OBJECTIVE)
+    recorded_objective = recorded.get(OBJECTIVE)
     # a run from before this was recorded is not compared
-    if OBJECTIVE not in recorded or before == now:
+    if OBJECTIVE not in recorded or recorded_objective == objective:
         return []
-    if (before is None or now is None) and not loaded.consent:
-        was, become = (
+    if (recorded_objective is None or objective is None) and not loaded.consent:
+        previous_loss, next_loss = (
             f"an objective of your own ({name})" if name else "the loss of the task"
-            for name in (before, now)
+            for name in (recorded_objective, objective)
         )
-        with_it = "isotype.train(resume=..., objective=...) with the same function"
-        without = "leave the objective out, or start a new run"
+        give_objective = "isotype.train(resume=..., objective=...) with the same function"
+        drop_objective = "leave the objective out, or start a new run"
         raise UsageError(
-            f"resuming would be another run: it was trained with {was}, and would go on with"
-            f" {become}",
-            fix=with_it if before else without,
+            f"resuming would be another run: it was trained with {previous_loss}, and would go on with"
+            f" {next_loss}",
+            fix=give_objective if recorded_objective else drop_objective,
         )
-    return [_changed(console, OBJECTIVE, f"objective: {before} -> {now}")]
+    return [_report_change(console, OBJECTIVE, f"objective: {recorded_objective} -> {objective}")]
 
 
 def compare_data(
-    task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[Changed] = ()
-) -> list[Changed]:
+    task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[RunChange] = ()
+) -> list[RunChange]:
     """What has changed since the run was last started, printed too. A run from before this was
     recorded is not compared.
 
     settings  those that this start changes
     """
-    before = folder.read_json("plan.json").get(DATA)
+    previous_fingerprints = folder.read_json("plan.json").get(DATA)
     recorded = folder.read_json("data.json")
-    if not isinstance(before, dict):
+    if not isinstance(previous_fingerprints, dict):
         return []
     facts = task.records().get("data.json", {})
-    now = task.fingerprints()
+    fingerprints = task.fingerprints()
     by_settings = [
-        change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")
+        change.description.partition(":")[0]
+        for change in settings
+        if change.description.startswith(f"{DATA}.")
     ]
-    found: list[Changed] = []
-    for kind, of, follows in _KINDS:
-        files = _changed_files(recorded, facts, evaluation=of == EVALUATION_ROWS)
+    changes: list[RunChange] = []
+    for kind, rows_kind, consequence in _KINDS:
+        files = _changed_files(recorded, facts, evaluation=rows_kind == EVALUATION_ROWS)
         # the rows that were compared are the first ones only
-        streamed = bool(facts.get("stream")) and of == ROWS
-        if now[kind] == before.get(kind) and not (streamed and files):
+        streamed = bool(facts.get("stream")) and rows_kind == ROWS
+        if fingerprints[kind] == previous_fingerprints.get(kind) and not (streamed and files):
             continue
-        if of == EVALUATION_ROWS and not files and found:  # held out of the training files
+        if rows_kind == EVALUATION_ROWS and not files and changes:  # held out of the training files
             files = _changed_files(recorded, facts, evaluation=False)
-        what = (
+        causes = (
             ", ".join([*files[:5], *by_settings])
             or "the files are the same: the tokenizer, its chat template or a library"
         )
-        was = _rows(recorded)
-        are = _rows(facts)
-        if of == ROWS and was != are and not streamed:
-            what += f"; training rows: {was} before, {are} now"
-        found.append(
-            _changed(
-                console, of, f"the {of} are not those of the run's last start ({what}): {follows}"
+        previous_rows = _rows(recorded)
+        current_rows = _rows(facts)
+        if rows_kind == ROWS and previous_rows != current_rows and not streamed:
+            causes += f"; training rows: {previous_rows} before, {current_rows} now"
+        changes.append(
+            _report_change(
+                console,
+                rows_kind,
+                f"the {rows_kind} are not those of the run's last start ({causes}): {consequence}",
             )
         )
-    return found
+    return changes
 
 
 def compare_base(
     loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, console: RunConsole
-) -> list[Changed]:
+) -> list[RunChange]:
     """The change of the base model, printed too; refuses another one."""
     precision = prepared.resolved.precision
     current = describe_base(prepared.base, prepared.model, precision)
     message = compare_bases(folder.read_json("plan.json").get(BASE), current, loaded)
-    return [_changed(console, BASE, message)] if message else []
+    return [_report_change(console, BASE, message)] if message else []
 
 
-def _changed(console: RunConsole, of: str, what: str) -> Changed:
-    console.print_line(f"changed   {what}")
-    return Changed(of, what)
+def _report_change(console: RunConsole, kind: str, description: str) -> RunChange:
+    console.print_line(f"changed   {description}")
+    return RunChange(kind, description)
 
 
 def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
     """The files of the evaluation, or the others, that data.json names with another checksum than
     before.
     """
-    before, after = (
+    previous, current = (
         dict(
             _checksums(
                 facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"}
@@ -197,7 +204,7 @@ def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool
         for facts in (old, new)
     )
     return sorted(
-        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+        path for path in previous.keys() | current.keys() if previous.get(path) != current.get(path)
     )
 
 
@@ -216,7 +223,7 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
         yield from _checksums(part)
 
 
-def settings_before(folder: RunFolder) -> RunConfig:
+def read_previous_settings(folder: RunFolder) -> RunConfig:
     """The settings with which the run was last started, from plan.json; a run from before they were
     kept there has resolved.yaml alone.
     """
@@ -226,19 +233,22 @@ def settings_before(folder: RunFolder) -> RunConfig:
         return load(folder.path / RESOLVED, [], {}).config
 
 
-def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed]) -> None:
+def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[RunChange]) -> None:
     """Records a resume after this step, with what it changes; None where the run begins again, so
     that nothing before it counts.
     """
     if step is None:
         (folder.path / RESUMES).unlink(missing_ok=True)
         return
-    steps, changes = _read(folder)
+    steps, changes = _read_resumes(folder)
     # steps that are done again, since their checkpoint was damaged, have the later settings
     changes = [change | {"after_step": min(change["after_step"], step)} for change in changes]
-    made = ({"after_step": step, **asdict(one)} for one in changed)
-    # those of a resume that was killed at once are there
-    changes += [one for one in made if one not in changes]
+    new_changes = (
+        {"after_step": step, "of": change.kind, "what": change.description}
+        for change in run_changes
+    )
+    # a resume that was killed at once has left its changes in the file
+    changes += [change for change in new_changes if change not in changes]
     folder.write_json(
         RESUMES,
         {"steps": [*(s for s in steps if s <= step), step]}
@@ -246,11 +256,11 @@ def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed
     )
 
 
-def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
+def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     """(steps, changes) as far as the file has them in the form that this module writes."""
-    found = folder.read_json(RESUMES)
-    steps = found.get("steps")
-    changes = found.get("changes")
+    record = folder.read_json(RESUMES)
+    steps = record.get("steps")
+    changes = record.get("changes")
     return (
         [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
         (
@@ -261,18 +271,18 @@ def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     )
 
 
-def refuse_fewer_steps(loop: Loop, made: int | None) -> None:
+def refuse_fewer_steps(loop: Loop, finished_steps: int | None) -> None:
     """Raises UsageError where the run has made more steps than it is to have: its settings would be
     untrue.
     """
-    if made is not None and made > loop.plan.total:
+    if finished_steps is not None and finished_steps > loop.schedule.total:
         raise UsageError(
-            f"train.steps: {loop.plan.total}, and the run has made {pluralise(made, 'step')}",
-            fix=f"more than {made} to go on; for a shorter run, give another folder",
+            f"train.steps: {loop.schedule.total}, and the run has made {pluralise(finished_steps, 'step')}",
+            fix=f"more than {finished_steps} to go on; for a shorter run, give another folder",
         )
 
 
-def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
+def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> None:
     """Restores the checkpoint of this step, the newest whole one, or begins at step 1 where there
     is none. Says which.
     """
@@ -283,20 +293,22 @@ def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
             loop.metrics.cut_after(-1)
         console.print_line("resume    no whole checkpoint: starting from the beginning")
         return
-    wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
+    writing_processes = loop.restore(loop.store.load(step, rows_here(loop.model)))
     if world.first:
         loop.store.tidy(loop.progress.best_step)
-    if wrote != world.size:
-        of_then, now = (pluralise(count, "process", "processes") for count in (wrote, world.size))
-        said = (
-            f"saved by {of_then}, goes on with {now}: the same rows; dropout, where the model has"
+    if writing_processes != world.size:
+        previous_processes, current_processes = (
+            pluralise(count, "process", "processes") for count in (writing_processes, world.size)
+        )
+        message = (
+            f"saved by {previous_processes}, goes on with {current_processes}: the same rows; dropout, where the model has"
             " any, draws differently"
         )
-        console.print_line(f"resume    {said}")
+        console.print_line(f"resume    {message}")
     ended = ""
-    if step >= loop.plan.total:
+    if step >= loop.schedule.total:
         ended = f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
-    elif loop.ended_early:
+    elif loop.is_stopped_early:
         ended = (
             f", where early stopping ended the run: train.patience={2 * loop.progress.without_gain}"
             " goes on"
@@ -308,7 +320,7 @@ def write_start(
     loaded: LoadedConfig,
     task: Task,
     prepared: Prepared,
-    plan: RunSchedule,
+    schedule: RunSchedule,
     folder: RunFolder,
     world: World,
     objective: str | None,
@@ -327,15 +339,17 @@ def write_start(
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     task.begin(folder.path, resuming=resuming)
-    had_other_rows = resuming and any(change.get("of") == ROWS for change in _read(folder)[1])
+    had_other_rows = resuming and any(
+        change.get("of") == ROWS for change in _read_resumes(folder)[1]
+    )
     for name, content in task.records().items():
         if name == "data.json" and had_other_rows:
             content = content | {"notes": [*content.get("notes", []), OTHER_ROWS]}
         folder.write_json(name, content)
     resolved = _resolved_text(loaded, prepared, folder, resuming=resuming)
     trainable, total = trainable_share(prepared.model)
-    described = {
-        **asdict(plan),
+    plan_record = {
+        **asdict(schedule),
         "task": task.kind,
         "parameters": total,
         "trained": trainable,
@@ -350,7 +364,7 @@ def write_start(
     # plan.json's again
     if resuming:
         folder.write_text(RESOLVED, resolved)
-    folder.write_json("plan.json", described)
+    folder.write_json("plan.json", plan_record)
     if not resuming:
         folder.write_text(RESOLVED, resolved)
 
@@ -368,22 +382,30 @@ def _resolved_text(
         "precision.preset": resolved.preset
     }
     if base := resolved.from_checkpoint:
-        loaded = _with(loaded, "precision", "base", base, resolved.reasons["base"])
+        loaded = _replace_setting(loaded, "precision", "base", base, resolved.reasons["base"])
     if loaded.config.model.attention == AUTO and has_attention(model):
         values["model.attention"] = attention_of(model)
         reasons["model.attention"] = attention_of_transformers(model, AUTO)
     if loaded.config.train.gradient_checkpointing == AUTO:
-        settings = prepared.checkpointing.as_settings()
+        settings = prepared.checkpointing.to_settings()
         values |= settings
         reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
-    given = loaded.config.run.folder
+    folder_setting = loaded.config.run.folder
     # it was copied or renamed
-    if resuming and "{name}" not in given and Path(given).resolve() != folder.path.resolve():
-        loaded = _with(loaded, "run", "folder", str(folder.path), "where the run was resumed")
+    if (
+        resuming
+        and "{name}" not in folder_setting
+        and Path(folder_setting).resolve() != folder.path.resolve()
+    ):
+        loaded = _replace_setting(
+            loaded, "run", "folder", str(folder.path), "where the run was resumed"
+        )
     return resolved_yaml(loaded, reasons, values)
 
 
-def _with(loaded: LoadedConfig, section: str, key: str, value: str, source: str) -> LoadedConfig:
+def _replace_setting(
+    loaded: LoadedConfig, section: str, key: str, value: str, source: str
+) -> LoadedConfig:
     """The same with another value of one setting."""
     part = getattr(loaded.config, section).model_copy(update={key: value})
     config = loaded.config.model_copy(update={section: part})
@@ -391,7 +413,7 @@ def _with(loaded: LoadedConfig, section: str, key: str, value: str, source: str)
 
 
 def header_rows(
-    task: Task, prepared: Prepared, plan: RunSchedule, folder: RunFolder, world: World
+    task: Task, prepared: Prepared, schedule: RunSchedule, folder: RunFolder, world: World
 ) -> list[tuple[str, str]]:
     """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
     config = task.config
@@ -399,14 +421,14 @@ def header_rows(
     resolved = prepared.resolved
     train = config.train
     trainable, total = trainable_share(prepared.model)
-    p = resolved.precision
+    precision = resolved.precision
     if config.adapter.kind != "none":
-        how = f"{config.adapter.kind} r={config.adapter.r}"
+        adapter_text = f"{config.adapter.kind} r={config.adapter.r}"
     else:
-        how = "every weight"
+        adapter_text = "every weight"
     weights = sum(local_part(p).numel() * p.element_size() for p in prepared.model.parameters())
     line = attention_line(
-        prepared.model, config.model.attention, p, device_type=prepared.device.type
+        prepared.model, config.model.attention, precision, device_type=prepared.device.type
     )
     measured = "isotype plan estimates the peak, each step shows the measured one"
     if returns_freed_blocks():
@@ -421,7 +443,7 @@ def header_rows(
             "model",
             (
                 f"{task.base_name}  {total:,} parameters, {trainable:,} trained"
-                f" ({trainable / total:.2%}, {how})"
+                f" ({trainable / total:.2%}, {adapter_text})"
             ),
         ),
         ("precision", f"{resolved.text}  ({resolved.why_preset})"),
@@ -437,8 +459,8 @@ def header_rows(
         (
             "schedule",
             (
-                f"{pluralise(plan.total, 'step')} of {train.batch_size} x {train.accumulate}"
-                f" {task.words.row}s, learning rate {train.learning_rate:g} {train.schedule}"
+                f"{pluralise(schedule.total, 'step')} of {train.batch_size} x {train.accumulate}"
+                f" {task.metric_names.row}s, learning rate {train.learning_rate:g} {train.schedule}"
             ),
         ),
         *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings],
@@ -452,25 +474,27 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
             return [("processes", f"1: parallel.kind: {kind} has no effect")]
         return []
     batching = prepared.batching
-    where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
+    machines = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
     each = f"{len(batching.own)} x {batching.rows} rows of each step"
     return [
         (
             "processes",
             (
-                f"{world.size} {where}, started by {world.launcher}, {world.backend}:"
+                f"{world.size} {machines}, started by {world.launcher}, {world.backend}:"
                 f" {prepared.parallel}, each computes {each}"
             ),
         )
     ]
 
 
-def attention_line(model: nn.Module, asked: str, precision: Precision, *, device_type: str) -> str:
+def attention_line(
+    model: nn.Module, implementation: str, precision: Precision, *, device_type: str
+) -> str:
     """The implementation and why it is that one; of diffusers' models the back ends of their
     layers; "" where neither is known.
 
-    asked  `model.attention`
+    implementation  `model.attention`
     """
-    return attention_of_transformers(model, asked) or joint_attention.said(
+    return attention_of_transformers(model, implementation) or joint_attention.said(
         model, precision.compute, device_type=device_type
     )

@@ -9,7 +9,7 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -32,19 +32,23 @@ from .task import Batch, Idle, LossSum
 SAMPLED_PARAMETERS = 32
 SAMPLED_ELEMENTS = 256
 # of dynamic loss scaling
-INITIAL = 2.0**16
+INITIAL_SCALE = 2.0**16
 # steps without overflow before the scale doubles; torch.amp.GradScaler's default
 GROWTH_INTERVAL = 2000
-SMALLEST = 1.0  # below this the gradients themselves do not fit fp16
+SMALLEST_SCALE = 1.0  # below this the gradients themselves do not fit fp16
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over `weight`; measures: the task's other means, in its order; units: tokens or
-    pictures seen; share_changed: of weights, by the update before this step's, None if that was not
-    watched; overflow: fp16 skipped the update; loss_scale: what this step's loss was multiplied by,
-    None without loss scaling.
+    """What one optimizer step gives.
+
+    loss           mean over `weight`
+    units          tokens or pictures of the step
+    share_changed  of weights, by the update before this step's; None if that was not watched
+    overflow       whether the update was skipped, since an fp16 gradient overflowed
+    loss_scale     the factor of this step's loss; None without loss scaling
+    measures       the task's other means, in its order
     """
 
     loss: float
@@ -57,13 +61,31 @@ class StepResult:
     measures: Sequence[float] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReducedStep:
+    """The numbers of a step, reduced over the processes that share it.
+
+    local_loss     of this process's micro-batches
+    loss           of all processes
+    gradient_norm  of the whole gradient, which is still multiplied by the loss scale
+    share_changed  of weights, by the last watched update; None if none was watched
+    measures       the task's other means
+    """
+
+    local_loss: float
+    loss: float
+    gradient_norm: float
+    share_changed: float | None
+    measures: Sequence[float]
+
+
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16: `scale` multiplies the loss, doubles after `quiet` steps
     without overflow, halves on overflow.
     """
 
-    scale: float = INITIAL
+    scale: float = INITIAL_SCALE
     quiet: int = 0
 
     def update(self, *, overflow: bool, step: int) -> None:
@@ -71,7 +93,7 @@ class LossScale:
         if overflow:
             self.scale = self.scale / 2
             self.quiet = 0
-            if self.scale < SMALLEST:
+            if self.scale < SMALLEST_SCALE:
                 raise RunError(
                     f"step {step}: the loss scale collapsed to {self.scale:g}: gradients overflow"
                     " fp16 at any scale",
@@ -118,12 +140,12 @@ class Stepper:
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for the observer
         self.measured: Tensor | None = None
-        # what the last update left, and what is called with the step, before its update, where that
-        # has changed since
-        self.carried: Continuity | None = None
-        self.judge_difference: Callable[[int], None] = lambda step: None
-        self._differed = False
-        self._sampled = sampled_elements(accumulator.parameters)
+        # a sample of what the last update left; where it has changed since,
+        # `report_outside_change` is called with the step before its update
+        self.continuity: Continuity | None = None
+        self.report_outside_change: Callable[[int], None] = lambda step: None
+        self._is_changed_outside = False
+        self._sampled_elements = choose_sampled_elements(accumulator.parameters)
         # the share that the last watched update changed, until the next step reads it with its loss
         self.changed: Tensor | None = None
 
@@ -153,25 +175,28 @@ class Stepper:
             loss = loss.float()
             if for_all and number == len(batches):
                 self.accumulator.begin_sums()
-            (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
+            scaled_loss = loss * self.loss_scale.scale if self.loss_scale else loss
+            scaled_loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step has at least one micro-batch"
         return total
 
     def _loss_sum(self, batch: Batch, divisor: int) -> Tensor:
-        own = batch.batch if isinstance(batch, Idle) else batch
-        loss = self.loss_sum(self.model, own, divisor)
+        inner_batch = batch.batch if isinstance(batch, Idle) else batch
+        loss = self.loss_sum(self.model, inner_batch, divisor)
         return loss * 0.0 if isinstance(batch, Idle) else loss
 
     def __call__(
         self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool
     ) -> StepResult:
-        """Runs one step. Raises, before any weight changes, RunError NF001 for a non-finite loss or
-        (without loss scaling) gradient, and DtypeError DT003 where something changed the weights
-        since the last update (`carried`).
+        """Runs one step.
 
-        watch_changes  the next step's result has the share of weights that this update changed: it
-                       is read with that step's loss
+        Raises, before any weight changes: RunError NF001 for a non-finite loss or (without loss
+        scaling) gradient; DtypeError DT003 where something else changed the weights since the last
+        update (`continuity`).
+
+        watch_changes  measures the share of weights that this update changes; the next step's
+                       result has it, as it is read from the device with that step's loss
         """
         check_placed(self.model)
         weight, units = (
@@ -179,15 +204,18 @@ class Stepper:
             for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)])
         )
         loss_tensor = self.accumulate(batches, weight, for_all=True)
-        own_loss, loss, norm, changed, measures = self._add_up(loss_tensor)
-        if not math.isfinite(loss):
-            raise self.non_finite(batches, step=step, what="the loss", own=own_loss)
+        reduced = self._reduce_across_ranks(loss_tensor)
+        if not math.isfinite(reduced.loss):
+            raise self.explain_non_finite(
+                batches, step=step, quantity="the loss", local_loss=reduced.local_loss
+            )
         scale = self.loss_scale.scale if self.loss_scale else 1.0
+        norm = reduced.gradient_norm
         overflow = not math.isfinite(norm)
         if overflow and self.loss_scale is None:
-            raise self.non_finite(batches, step=step, what="the gradient")
-        if self._differed:
-            self.judge_difference(step)
+            raise self.explain_non_finite(batches, step=step, quantity="the gradient")
+        if self._is_changed_outside:
+            self.report_outside_change(step)
         if not overflow:
             norm /= scale
             clip = min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0
@@ -196,71 +224,84 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 # of B's matrices, with adapter.plus
                 group["lr"] = learning_rate * group.get("rate_factor", 1.0)
-            before = self._look() if watch_changes else []
+            previous_values = self._sample_values() if watch_changes else []
             self.optimizer.step()
-            self.changed = share_changed(before, self._look()) if watch_changes else None
+            self.changed = (
+                share_changed(previous_values, self._sample_values()) if watch_changes else None
+            )
         self.accumulator.zero()
         if self.loss_scale:
             self.loss_scale.update(overflow=overflow, step=step)
         return StepResult(
-            loss,
-            norm,
-            units,
-            weight,
-            changed,
-            overflow,
-            scale if self.loss_scale else None,
-            measures,
+            loss=reduced.loss,
+            gradient_norm=norm,
+            units=units,
+            weight=weight,
+            share_changed=reduced.share_changed,
+            overflow=overflow,
+            loss_scale=scale if self.loss_scale else None,
+            measures=reduced.measures,
         )
 
     def norm(self) -> float:
         """The norm of the whole gradient."""
-        (own,) = read_on_host(gradient_norm(self.accumulator.gradients()))
+        (local_norm,) = read_on_host(gradient_norm(self.accumulator.gradients()))
         if self.sharding is None:
-            return own
-        (square,) = self.world.sum([own**2])
-        return _norm_of_parts(square, self.sharding)
+            return local_norm
+        (square,) = self.world.sum([local_norm**2])
+        return _sharded_norm(square, self.sharding)
 
-    def _add_up(self, loss: Tensor) -> tuple[float, float, float, float | None, list[float]]:
-        """Makes the gradients those of all processes; returns this process's own loss, that of all,
-        the norm of the whole gradient, the share that the last watched update changed, and what the
-        task measures.
-        """
+    def _reduce_across_ranks(self, loss: Tensor) -> ReducedStep:
+        """Sums gradients, loss and measures over all processes."""
         reached: list[bool] = []
         if self.sharding is not None:  # its gradients were summed in the backward
             self.accumulator.sent = self.sharding.sent()
         else:
             reached = self.accumulator.reached()
             self.accumulator.finish_sums()
-        # the one wait for the device in a step; gradients that no process has are zeros here
-        measured = () if self.measured is None else self.measured.unbind()
-        carried = [] if self.carried is None else self.carried.flags
-        last = [] if self.changed is None else [self.changed]
-        self.changed = None
-        own, norm, *measures = read_on_host(
-            loss, gradient_norm(self.accumulator.gradients()), *measured, *carried, *last
-        )
-        changed = measures.pop() if last else None
-        self._differed = any(measures[len(measured) :])
-        measures = measures[: len(measured)]
+        local = self._read_local_step(loss)
         if self.world.size == 1:
-            return own, own, norm, changed, measures
+            return local
         if self.sharding is not None:
-            total, square, *measures = self.world.sum([own, norm**2, *measures])
-            return own, total, _norm_of_parts(square, self.sharding), changed, measures
-        total, *counts = self.world.sum([own, *reached, *measures])
-        self.accumulator.drop_unreached([count > 0 for count in counts[: len(reached)]])
-        return own, total, norm, changed, counts[len(reached) :]
+            total, square, *measures = self.world.sum(
+                [local.loss, local.gradient_norm**2, *local.measures]
+            )
+            norm = _sharded_norm(square, self.sharding)
+            return replace(local, loss=total, gradient_norm=norm, measures=measures)
+        total, *sums = self.world.sum([local.loss, *reached, *local.measures])
+        counts = sums[: len(reached)]
+        self.accumulator.drop_unreached([count > 0 for count in counts])
+        return replace(local, loss=total, measures=sums[len(reached) :])
 
-    def _look(self) -> list[Tensor]:
-        return [local_part(p).detach().flatten()[index] for p, index in self._sampled]
+    def _read_local_step(self, loss: Tensor) -> ReducedStep:
+        """Reads the numbers of this process from the device, in the one wait for it in a step.
+        Gradients that no process has are zeros here.
+        """
+        measured = [] if self.measured is None else list(self.measured.unbind())
+        flags = [] if self.continuity is None else self.continuity.flags
+        changed = [] if self.changed is None else [self.changed]
+        self.changed = None
+        norm = gradient_norm(self.accumulator.gradients())
+        local_loss, local_norm, *others = read_on_host(loss, norm, *measured, *flags, *changed)
+        share_changed = others.pop() if changed else None
+        self._is_changed_outside = any(others[len(measured) :])
+        return ReducedStep(
+            local_loss=local_loss,
+            loss=local_loss,
+            gradient_norm=local_norm,
+            share_changed=share_changed,
+            measures=others[: len(measured)],
+        )
 
-    def non_finite(
-        self, batches: Sequence[Batch], *, step: int, what: str, own: float | None = None
+    def _sample_values(self) -> list[Tensor]:
+        return [local_part(p).detach().flatten()[index] for p, index in self._sampled_elements]
+
+    def explain_non_finite(
+        self, batches: Sequence[Batch], *, step: int, quantity: str, local_loss: float | None = None
     ) -> RunError:
         """NF001 with the module where a non-finite number appears first.
 
-        own  with several processes, this one's loss: the message is that of the first process that
+        local_loss  with several processes, this one's loss: the message is that of the first process that
              holds such a weight, else of the first whose loss is not finite
         """
         weights = bool(non_finite_parameters(self.model))
@@ -269,7 +310,7 @@ class Stepper:
             self.model,
             passes,
             step=step,
-            quantity=what,
+            quantity=quantity,
             gradient=self.accumulator.gradient,
             learning_rate=self.train.learning_rate,
             clip=self.train.clip,
@@ -278,25 +319,34 @@ class Stepper:
         # step 0 is the preflight's, which each process has for itself, unless they share the model
         if self.world.size == 1 or (step == 0 and self.sharding is None):
             return error
-        found = self.world.gather(
-            [weights, own is not None and not math.isfinite(own), error.message, error.fix]
-        )
-        # a weight that is not finite makes every process's loss so
-        rank = next((rank for what in (0, 1) for rank, one in enumerate(found) if one[what]), 0)
-        *here, message, fix = found[rank]
-        return RunError(message + (f" (rank {rank})" if any(here) else ""), code="NF001", fix=fix)
+        report = {
+            "has_bad_weight": weights,
+            "has_bad_loss": local_loss is not None and not math.isfinite(local_loss),
+            "message": error.message,
+            "fix": error.fix,
+        }
+        reports = self.world.gather(report)
+        # a weight that is not finite makes every process's loss so: its process is named first
+        for flag in ("has_bad_weight", "has_bad_loss"):
+            for rank, other in enumerate(reports):
+                if other[flag]:
+                    message = f"{other['message']} (rank {rank})"
+                    return RunError(message, code="NF001", fix=other["fix"])
+        return RunError(reports[0]["message"], code="NF001", fix=reports[0]["fix"])
 
 
 def read_on_host(*scalars: Tensor) -> list[float]:
     """Values of 0-d tensors, which may lie on several devices, in one transfer: the host waits for
     the device once.
     """
-    first, *others = scalars
-    values: list[float] = torch.stack([first, *(other.to(first) for other in others)]).tolist()
+    first, *other_scalars = scalars
+    values: list[float] = torch.stack(
+        [first, *(scalar.to(first) for scalar in other_scalars)]
+    ).tolist()
     return values
 
 
-def _norm_of_parts(square: float, sharding: Sharding) -> float:
+def _sharded_norm(square: float, sharding: Sharding) -> float:
     """`square`: the squares of all processes' norms, summed."""
     if math.isfinite(square):
         return math.sqrt(square / sharding.replicas)
@@ -315,37 +365,38 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+def choose_sampled_elements(
+    parameters: Sequence[nn.Parameter],
+) -> list[tuple[nn.Parameter, Tensor]]:
     """Elements at fixed positions, the same in every run: of some of the model's parameters, and
     spread evenly over each of these, of which a sharded one has only some here.
     """
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
-        for p in spread(parameters, SAMPLED_PARAMETERS)
+        for p in sample_items(parameters, SAMPLED_PARAMETERS)
         if (n := local_part(p).numel())
     ]
 
 
-def spread(things: Sequence[T], most: int) -> list[T]:
-    """At most `most` of them, in their order, drawn with a fixed seed.
+def sample_items(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of them, in their order, drawn with a fixed seed.
 
     Trained tensors repeat from layer to layer, and LoRA's A and B alternate: at a fixed distance
     all of the sample can be of one kind.
     """
     return [
-        things[i]
-        for i in sorted(random.Random(0).sample(range(len(things)), min(most, len(things))))
+        items[i] for i in sorted(random.Random(0).sample(range(len(items)), min(count, len(items))))
     ]
 
 
-def share_changed(before: list[Tensor], after: list[Tensor]) -> Tensor:
+def share_changed(previous: list[Tensor], current: list[Tensor]) -> Tensor:
     """fp32[], on the first tensor's device: the share of sampled elements that differ: 1.0 when
     every update changed its weight, 0.0 when all updates were rounded away.
     """
-    total = sum(b.numel() for b in before)
+    total = sum(b.numel() for b in previous)
     if not total:
         return torch.zeros(())
-    counts = [torch.count_nonzero(b != a) for b, a in zip(before, after)]
+    counts = [torch.count_nonzero(b != a) for b, a in zip(previous, current)]
     return torch.stack([count.to(counts[0].device) for count in counts]).sum() / total
 
 

@@ -42,13 +42,13 @@ class MetricNames:
     weight: str
     row: str = "row"
     """What a row of the data is called."""
-    evaluated: str = ""
+    eval_weight: str = ""
     """What an evaluation's weight is called in metrics.jsonl, if not `units`."""
     measures: tuple[str, ...] = ()
     """Numbers beside the loss, each a mean over `weight`, in the order in which `loss_sum` gives
     their sums.
     """
-    named: Callable[[dict[str, float]], Mapping[str, float]] = dict
+    derive: Callable[[dict[str, float]], Mapping[str, float]] = dict
     """The numbers of metrics.jsonl from the measures by name: the measures themselves."""
     live: tuple[str, ...] = ()
     """Those of these numbers that the live line shows."""
@@ -227,7 +227,7 @@ class StepOutline:
     loss_sum: LossSum
     evaluation: Callable[[nn.Module, torch.device], None] | None = None
     sampling: Callable[[nn.Module, torch.device], None] | None = None
-    beside: int = 0
+    other_model_bytes: int = 0
     """Bytes of other frozen models that the run holds."""
     block_flops: Callable[[nn.Module], Sequence[float]] = lambda model: ()
     """FLOPs of each block's forward on the largest micro-batch, in the order of
@@ -245,7 +245,7 @@ class Task(Protocol):
         """Its name, also that of its folder: `language`."""
 
     @property
-    def words(self) -> MetricNames: ...
+    def metric_names(self) -> MetricNames: ...
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -253,7 +253,7 @@ class Task(Protocol):
         that is followed.
         """
 
-    def observed(self) -> Iterable[tuple[str, str, str]]:
+    def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
         """(role, tensor, dtype) of these roles as the last step had them."""
 
     @property
@@ -302,7 +302,7 @@ class Task(Protocol):
     def feed(self) -> Feed[Any]:
         """The training rows in the order the run sees them."""
 
-    def largest(self, count: int) -> Sequence[Any]:
+    def largest_rows(self, count: int) -> Sequence[Any]:
         """The rows of the largest batch that training could ever see."""
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
@@ -312,7 +312,7 @@ class Task(Protocol):
 
     def step_outline(self, precision: Precision) -> StepOutline: ...
 
-    def most_bytes(self, model: nn.Module, precision: Precision) -> int:
+    def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
         """A cheap bound: more bytes than a step can take with any recomputation."""
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
@@ -320,19 +320,19 @@ class Task(Protocol):
 
     # training
 
-    def before_training(
+    def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
     ) -> list[tuple[str, str]]:
         """Work on the model as the run starts, before a checkpoint is restored; returns rows of the
         header. Raises UsageError.
         """
 
-    def one_shape_each(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    def split_by_shape(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
         """The rows, in parts that `collate` can make one batch of."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
-    def before_step(
+    def prepare_step(
         self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str
     ) -> Iterable[Batch]:
         """Gives the batches of a whole step what they share, without gradient. Every process calls
@@ -437,7 +437,7 @@ def load_local_batches(
               the one that has most
     """
     micro_batches: list[Sequence[Sequence[object]]] = [
-        task.one_shape_each(stream.take(batching.rows)) for _ in range(batching.total)
+        task.split_by_shape(stream.take(batching.rows)) for _ in range(batching.total)
     ]
     local_parts = [rows for number in batching.own for rows in micro_batches[number]]
     batches = [task.collate(rows) for rows in local_parts]

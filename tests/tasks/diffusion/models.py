@@ -21,7 +21,7 @@ from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of
 from isotype.tasks.diffusion.result import save_lora
-from isotype.training.setup import settle
+from isotype.training.setup import prepare_data
 
 SHAPES, COLOURS = ("circle", "square"), {"red": (220, 40, 40), "green": (40, 180, 60)}
 SIDE = 32
@@ -181,7 +181,7 @@ def refused(loaded) -> str:
     """The message of what a run cannot begin with."""
     try:
         refuse_incomplete(loaded)
-        settle(task_of(loaded.config), loaded.sources)
+        prepare_data(task_of(loaded.config), loaded.sources)
     except UsageError as error:
         return error.message
     pytest.fail("it was not refused")
@@ -190,7 +190,7 @@ def refused(loaded) -> str:
 def encoded(loaded):
     """The task of a configuration, its pictures and captions encoded."""
     task = task_of(loaded.config)
-    task.encode(settle(task, loaded.sources).device)
+    task.encode(prepare_data(task, loaded.sources).device)
     return task
 
 

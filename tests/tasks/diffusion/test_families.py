@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from isotype.errors import UsageError
 from isotype.precision.apply import denoiser_blocks
-from isotype.tasks.choose import plan, train
+from isotype.tasks.choose import plan_run, train
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.families import REFUSED
 from isotype.tasks.diffusion.pipeline import PipelineFolder
@@ -310,7 +310,7 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
         )
     (picture,) = task.sample(model, torch.device("cpu"))
     assert picture.size == 32
-    planned = plan(loaded)
+    planned = plan_run(loaded)
     assert planned.memory.not_simulated is None
     assert planned.memory.activations > 0
     assert denoiser_blocks(model)

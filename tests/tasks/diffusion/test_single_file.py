@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures, merge_denoiser
-from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.choose import plan_run, task_of, train
 from isotype.tasks.diffusion import pipeline
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.tasks.diffusion.single_file import dtype_of
-from isotype.training.setup import settle
+from isotype.training.setup import prepare_data
 from tests.published import FORMATS, element, packed
 from tests.training.interrupted import cut_back
 
@@ -176,7 +176,7 @@ def test_a_v_prediction_file_is_trained_as_v(drawn, studio, tmp_path, marker):
     """Its settings are those of its family, which learns epsilon."""
     file = marked(studio, tmp_path, **V_MARKERS[marker])
     task = task_of(drawn(model=file).config)
-    settle(task, {})
+    prepare_data(task, {})
     assert task.objective.kind == "v"
     (line,) = [line for line in task.plan_lines() if line.startswith("noob.safetensors is ")]
     assert "v_prediction" in line
@@ -196,7 +196,7 @@ def test_a_file_with_zero_terminal_snr_trains_and_draws_and_is_merged_so(
         capsys.readouterr().out
     )
     task = task_of(loaded.config)
-    settle(task, {})
+    prepare_data(task, {})
     assert float(task.objective.signal[-1]) == 0.0, "the last step is noise alone"
     pipe = task.folder.pipeline(torch.float32, unet=None, vae=None, text_encoder=None)
     assert pipe.scheduler.config.prediction_type == "v_prediction"
@@ -229,7 +229,7 @@ def test_markers_that_leave_a_doubt_are_refused_and_a_setting_decides(
         file = marked(studio, tmp_path, **markers)
         with subtests.test(objective, markers=markers):
             task = task_of(drawn(model=file, diffusion={"objective": objective}).config)
-            settle(task, {})
+            prepare_data(task, {})
             assert task.objective.kind == objective
 
 
@@ -241,7 +241,7 @@ def test_a_shift_in_a_file_of_flow_matching_is_not_passed_over(drawn, studio, tm
     save_file(weights, file, metadata=metadata)
     assert "flow_shift says shift 5, and its scheduler has 3" in refused(drawn(model=file))
     task = task_of(drawn(model=file, diffusion={"shift": 5.0}).config)
-    settle(task, {})
+    prepare_data(task, {})
     assert any("belongs to a model that learns noise" in line for line in task.plan_lines())
 
 
@@ -466,7 +466,7 @@ def test_tables_of_positions_stay_in_fp32(drawn, studio, tmp_path):
     save_file(tensors | {"pos_embed.pos_embed": kept}, file)
     loaded = drawn(model=tmp_path / "sd3", precision={"preset": "auto"})
     task = task_of(loaded.config)
-    basis = settle(task, loaded.sources)
+    basis = prepare_data(task, loaded.sources)
     table = frozen_denoiser(task.folder, basis.resolved.precision, basis.device).pos_embed.pos_embed
     assert table.dtype == torch.float32
     assert torch.equal(table, kept.float())
@@ -476,10 +476,10 @@ def test_what_is_not_read_is_refused_by_name(drawn, studio, tmp_path):
     publish(studio.flux, tmp_path / "flux", "int8-bnb")
     precision = {"preset": "auto"}
     with pytest.raises(UsageError, match="its weights are int8 already, declared base fp8"):
-        plan(drawn(model=tmp_path / "flux", precision=precision | {"base": "fp8"}))
+        plan_run(drawn(model=tmp_path / "flux", precision=precision | {"base": "fp8"}))
     file = tmp_path / "flux/transformer/config.json"
     tensors = load_file(file.with_name(WEIGHTS))
     del tensors[f"{MEANT}.SCB"]
     save_file(tensors, file.with_name(WEIGHTS))
     with pytest.raises(UsageError, match=rf"{MEANT}.weight is int8 and has no scale beside it"):
-        plan(drawn(model=tmp_path / "flux", precision=precision))
+        plan_run(drawn(model=tmp_path / "flux", precision=precision))

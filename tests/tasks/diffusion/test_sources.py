@@ -12,10 +12,10 @@ from huggingface_hub import constants
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures
-from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.choose import plan_run, task_of, train
 from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.training.setup import settle
+from isotype.training.setup import prepare_data
 from tests.hub import hub
 from tests.tasks.diffusion.models import built, draw, refused
 from tests.tasks.diffusion.test_typed import SMALLER
@@ -124,7 +124,9 @@ def prior(folder, **settings):
 
 def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, studio, tmp_path):
     folder, images = tmp_path / "class", prior(tmp_path / "class")
-    assert "15 class pictures are drawn by the base model" in plan(drawn(images=images)).as_text()
+    assert (
+        "15 class pictures are drawn by the base model" in plan_run(drawn(images=images)).to_text()
+    )
     assert not folder.exists(), "a plan draws nothing"
     settings = {"run": {"samples": [{"prompt": CLASS, "seed": 1}], "sample_every": 4}}
     assert train(drawn("first", images=images, **settings)) == 0
@@ -139,7 +141,7 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     (folder / "drawn_0003.png").unlink()
     loaded = drawn("second", images=images, **settings)
     task = task_of(loaded.config)
-    settle(task, loaded.sources)
+    prepare_data(task, loaded.sources)
     assert len(task.gathered.to_draw) == 1
     task.encode(torch.device("cpu"))
     assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == files, (
@@ -160,7 +162,7 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
         "also where no picture is missing"
     )
     other_steps = drawn(images=images, run={"sample_steps": 3})
-    settle(task_of(other_steps.config), other_steps.sources)
+    prepare_data(task_of(other_steps.config), other_steps.sources)
 
 
 # --- Several resolutions in one run.
@@ -173,7 +175,7 @@ def test_a_picture_comes_in_each_resolution_with_its_own_shift(drawn, studio, tm
         "max_aspect": 2.0,
     }
     loaded = drawn(model=studio.flux, images=images)
-    assert "32 x 32 and 64 x 64 pixels, 64 latent tokens" in plan(loaded).as_text()
+    assert "32 x 32 and 64 x 64 pixels, 64 latent tokens" in plan_run(loaded).to_text()
     task, _ = built(loaded, studio.flux)
     sizes = [row.size for row in task.train_rows]
     assert [sizes.count(size) for size in dict.fromkeys(sizes)] == [9, 9]

@@ -102,7 +102,7 @@ def test_rows_are_drawn_by_position_whatever_the_batch(drawn, studio, tmp_path):
 def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp_path):
     loaded = drawn(images=shaped(studio, tmp_path / "pictures"))
     task, model = built(loaded, studio.sd3)
-    (batch,) = {len(b.latents): b for b in [task.collate(task.largest(2))]}.values()
+    (batch,) = {len(b.latents): b for b in [task.collate(task.largest_rows(2))]}.values()
     plain = replace(batch, mask=None, weights=None)
     shown = torch.zeros_like(batch.latents[:, :1])
     shown[..., :2] = 1

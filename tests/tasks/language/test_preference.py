@@ -25,7 +25,7 @@ from isotype.report.record import read_run
 from isotype.tasks.choose import task_of, train
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.preference import Answers, Preference, answer_log_probs, judged
-from isotype.training.plan import plan
+from isotype.training.plan import plan_run
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny
 from tests.results import metrics, same_result
@@ -712,8 +712,10 @@ def test_losses_are_those_of_whole_logits_and_accumulate(taught, tmp_path):
 def test_the_plan_counts_the_teacher(taught):
     made = {name: taught(name) for name in ("distil", "sft")}
     made["sft"] = taught("sft", train={"objective": "sft"})
-    plans = {name: plan(task_of(loaded.config), loaded.sources) for name, loaded in made.items()}
-    assert "distil.teacher" in plans["distil"].as_text()
+    plans = {
+        name: plan_run(task_of(loaded.config), loaded.sources) for name, loaded in made.items()
+    }
+    assert "distil.teacher" in plans["distil"].to_text()
     assert plans["distil"].memory.frozen - plans["sft"].memory.frozen == 4 * (36576 - 3712 + 9 * 64)
 
 

@@ -23,20 +23,20 @@ from isotype.tasks.choose import task_of
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.memory.blocks import (
-    blocks_of,
     check_offload,
+    get_frozen_blocks,
+    offload_blocks,
     plan_offload,
-    put_blocks,
     refuse_without_host_memory,
 )
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import (
     Checkpointing,
     apply_checkpointing,
-    as_configured,
-    checkpointable,
+    checkpointable_layers,
+    configured_checkpointing,
 )
-from isotype.training.setup import parallel_as_configured, prepare
+from isotype.training.setup import configured_parallel, prepare
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
@@ -62,12 +62,12 @@ def steps(prepared, batches):
 
 def spoil_what_is_away(model):
     """On a CPU a block would find the host's tensors too."""
-    for block in blocks_of(model).blocks:
-        block.host = [
+    for block in get_frozen_blocks(model).blocks:
+        block.host_tensors = [
             torch.full_like(host.view(torch.uint8), 255).view(host.dtype).view(host.shape)
-            for host in block.host
+            for host in block.host_tensors
         ]
-        for tensor, host in zip(block.tensors, block.host):
+        for tensor, host in zip(block.tensors, block.host_tensors):
             tensor.data = host
 
 
@@ -80,14 +80,14 @@ def same(loaded, batches_of, tmp_path):
         task = task_of(loaded.config)
         prepared = prepare(task, loaded.sources, tmp_path / "base")
         if copies is not None:
-            put_blocks(prepared.model, CPU, copies)
+            offload_blocks(prepared.model, CPU, copies)
             apply_checkpointing(prepared.model, prepared.checkpointing)
             spoil_what_is_away(prepared.model)
         models.append(prepared.model)
         found.append(steps(prepared, batches_of(task)))
     assert all(torch.isfinite(t).all() for t in found[0])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return late, [block.bytes for block in blocks_of(prepared.model).order], models
+    return late, [block.bytes for block in get_frozen_blocks(prepared.model).order], models
 
 
 def rows(count=2, length=40):
@@ -159,9 +159,9 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
             denoiser, family, load(None, ["adapter.r=4"]).config, precision, device_type="cpu"
         )
         if away:
-            put_blocks(model, CPU, late)
+            offload_blocks(model, CPU, late)
             spoil_what_is_away(model)
-            blocks = len(checkpointable(model))
+            blocks = len(checkpointable_layers(model))
             apply_checkpointing(model, Checkpointing("layers", tuple(range(blocks)), blocks))
         for _ in range(2):
             losses = picture_losses(
@@ -170,7 +170,7 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
             losses.sum().backward()
         found.append([losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    sizes = [block.bytes for block in blocks_of(model).order]
+    sizes = [block.bytes for block in get_frozen_blocks(model).order]
     assert late.most <= sum(sorted(sizes)[-2:])
     # twice in each pass, but for the last block, and the first of the second pass; a U-Net's first
     # two come before all that is trained and have no backward
@@ -193,7 +193,7 @@ def planned(offload, preset="bf16-lora", **changes):
         device_type="cuda",
     )
     largest = step_outline(config, precision, length=256, device_type="cuda")
-    checkpointing = as_configured(made.model, config.train)
+    checkpointing = configured_checkpointing(made.model, config.train)
     plan = plan_memory(
         made, config.train, precision, largest, checkpointing=checkpointing, device_type="cuda"
     )
@@ -206,7 +206,7 @@ def counted(made, tokens, device="rtx4090", accumulate=1):
 
     def flops(model):
         return [2 * tokens * sum(m.in_features * m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
-                for layer in checkpointable(model)]  # fmt: skip
+                for layer in checkpointable_layers(model)]  # fmt: skip
 
     return plan_offload(
         made.model, lookup_hardware(device), micro_batches=accumulate, compute="bf16", flops=flops
@@ -219,7 +219,7 @@ def test_a_plan_counts_two_blocks_on_the_device(preset):
         pytest.importorskip("bitsandbytes")
     (whole, none, _), (plan, offload, made) = planned("none", preset), planned("blocks", preset)
     assert none is None
-    sizes = [block.bytes for block in blocks_of(made.model).blocks]
+    sizes = [block.bytes for block in get_frozen_blocks(made.model).blocks]
     assert (offload.host, offload.held) == (sum(sizes), 2 * max(sizes))
     assert offload.moved == 2 * (2 * sum(sizes) - 2 * max(sizes)), (
         "twice in each of two passes, but for the first and the last block"
@@ -267,7 +267,7 @@ def test_what_leaves_no_blocks_to_move_or_no_place_for_them_is_refused_in_one_li
         assert "\n" not in refused.value.message
         assert refused.value.fix
     with pytest.raises(UsageError, match=r"parallel.kind: shard with model.offload: blocks"):
-        parallel_as_configured(
+        configured_parallel(
             load(None, ["model.offload=blocks", "parallel.kind=shard"]).config, world(2)
         )
     refuse_without_host_memory(30 << 30, 32 << 30)

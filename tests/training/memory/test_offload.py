@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from isotype.training.memory.offload import BUFFERS, HostMemory
+from isotype.training.memory.offload import CALLS_ON_DEVICE, HostMemory
 
 
 def chain(memory, x, layers):
@@ -89,4 +89,4 @@ def test_copies_that_are_made_as_late_as_a_stream_may():
     gc.collect()
     assert late.too_early == 0
     # six inputs go out; the last two are still here in backward, the other four come back
-    assert late.begun == 6 + (6 - BUFFERS)
+    assert late.begun == 6 + (6 - CALLS_ON_DEVICE)

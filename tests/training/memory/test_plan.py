@@ -14,7 +14,7 @@ from isotype.tasks.choose import task_of
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.memory.plan import LiveBytes, plan_memory
-from isotype.training.memory.recomputation import Checkpointing, as_configured
+from isotype.training.memory.recomputation import Checkpointing, configured_checkpointing
 from isotype.training.setup import prepare
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -26,7 +26,7 @@ def planned(architecture: dict, overrides: list[str], length: int):
     config = load(None, ["train.gradient_checkpointing=none", *overrides]).config
     precision = Precision.preset(config.precision.preset)
     made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
-    checkpointing = as_configured(made.model, config.train)
+    checkpointing = configured_checkpointing(made.model, config.train)
     return made, plan_memory(
         made,
         config.train,
@@ -57,7 +57,7 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
     plans = {}
     for way in ("none", "layers", "layers+offload"):
         made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
-        what = as_configured(
+        what = configured_checkpointing(
             made.model, config.train.model_copy(update={"gradient_checkpointing": way})
         )
         largest = step_outline(config, precision, length=500, device_type="cuda")

@@ -19,14 +19,14 @@ from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
-from isotype.training.memory.device import WITHIN, auto_checkpointing
+from isotype.training.memory.device import PLAN_TOLERANCE, choose_checkpointing_by_plan
 from isotype.training.memory.plan import MemoryPlan
 from isotype.training.memory.recomputation import (
     Checkpointing,
     apply_checkpointing,
-    as_configured,
-    checkpointable,
-    chosen,
+    checkpointable_layers,
+    configured_checkpointing,
+    select_layers,
 )
 
 
@@ -45,7 +45,7 @@ def test_layers_are_chosen_as_written():
         train = train_section(
             "train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}"
         )
-        assert chosen(train.checkpointed_layers, 5) == expected, text
+        assert select_layers(train.checkpointed_layers, 5) == expected, text
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, ids):
     apply_checkpointing(recomputing, what)
     calls = [0, 0]
     for counted, each in enumerate((model, recomputing)):
-        for layer in checkpointable(each):
+        for layer in checkpointable_layers(each):
             layer.input_layernorm.register_forward_pre_hook(
                 lambda *_, at=counted: calls.__setitem__(at, calls[at] + 1)
             )
@@ -90,7 +90,9 @@ def test_generation_in_training_mode_keeps_its_cache(ids):
 
 def test_a_model_without_such_layers_is_refused():
     with pytest.raises(UsageError, match="marks no layers"):
-        as_configured(torch.nn.Linear(2, 2), train_section("train.gradient_checkpointing=layers"))
+        configured_checkpointing(
+            torch.nn.Linear(2, 2), train_section("train.gradient_checkpointing=layers")
+        )
 
 
 # --- What `auto` becomes: nothing where the step fits, else as few layers as will do, then host
@@ -117,9 +119,9 @@ def test_auto_recomputes_as_few_layers_as_needed(subtests):
         (30, "cuda", "layers", 14), (29, "cuda", "layers+offload", 16), (29, "cpu", "layers", 16), (1, "cuda", "layers+offload", 16),
     ):  # fmt: skip
         with subtests.test(has=has, device_type=device_type):
-            there = round(has * MiB / (1 - WITHIN)) + 1
-            found, plan = auto_checkpointing(
-                simulated, layers=LAYERS, has=there, besides=0, device_type=device_type
+            there = round(has * MiB / (1 - PLAN_TOLERANCE)) + 1
+            found, plan = choose_checkpointing_by_plan(
+                simulated, layers=LAYERS, available=there, overhead=0, device_type=device_type
             )
             assert found.kind == kind
             # the estimate may ask for more than the fewest, never for too few
@@ -180,8 +182,13 @@ def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(s
         (18, "layers+offload", 16, False),
     ):  # fmt: skip
         with subtests.test(target=target):
-            found, plan = auto_checkpointing(
-                keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB
+            found, plan = choose_checkpointing_by_plan(
+                keeping,
+                layers=LAYERS,
+                available=0,
+                overhead=0,
+                device_type="cuda",
+                target=target * MiB,
             )
             assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
             assert plan.peak == keeping(found).peak <= target * MiB

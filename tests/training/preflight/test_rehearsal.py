@@ -5,14 +5,14 @@ import torch
 from isotype.finding import Severity
 from isotype.training.preflight import rehearsal
 from isotype.training.preflight.rehearsal import (
-    rehearsed_evaluation,
-    rehearsed_samples,
-    rehearsed_step,
+    rehearse_evaluation,
+    rehearse_samples,
+    rehearse_step,
 )
 
 
 def everything(one):
-    return [*rehearsed_step(one), *rehearsed_evaluation(one), *rehearsed_samples(one)]
+    return [*rehearse_step(one), *rehearse_evaluation(one), *rehearse_samples(one)]
 
 
 def test_rehearsal_restores_all_state(subject):
@@ -53,7 +53,7 @@ def test_a_step_that_fails_leaves_no_trace_and_is_told_with_its_fix(subject, mon
         monkeypatch.setattr(
             torch.optim.AdamW, "step", lambda *a, error=error: (_ for _ in ()).throw(error)
         )
-        (finding,) = rehearsed_step(one)
+        (finding,) = rehearse_step(one)
         assert finding.code == "PF012"
         assert said in finding.message
         assert fix in finding.fix
@@ -68,17 +68,17 @@ def test_a_weight_that_is_nan(subject):
         if n.endswith("layers.0.mlp.up_proj.base_layer.weight")
     )
     weight.data[0, 0] = float("nan")
-    (finding,) = rehearsed_step(one)
+    (finding,) = rehearse_step(one)
     assert finding.code == "PF013"
     assert "up_proj" in finding.render()
-    assert [f.code for f in rehearsed_evaluation(one)] == ["PF016"]
+    assert [f.code for f in rehearse_evaluation(one)] == ["PF016"]
 
 
 def test_a_trained_tensor_that_the_loss_does_not_see(subject):
     one = subject(adapter={"kind": "none"})
     layer = one.prepared.model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, args, out: out.detach())
-    (finding,) = rehearsed_step(one)
+    (finding,) = rehearse_step(one)
     assert finding.code == "PF014"
     assert finding.severity == Severity.WARNING
     assert "layers.0.mlp" in finding.message
@@ -89,7 +89,7 @@ def test_no_gradient_at_all_is_an_error(subject):
     one = subject(adapter={"targets": ["up_proj"]})
     for layer in one.prepared.model.get_base_model().model.layers:
         layer.mlp.register_forward_hook(lambda module, args, out: out * 0)
-    (finding,) = rehearsed_step(one)
+    (finding,) = rehearse_step(one)
     assert finding.severity == Severity.ERROR
     assert "get zeros only" in str(finding.observed)
 
@@ -102,7 +102,7 @@ def test_a_frozen_tensor_with_a_gradient(subject):
         if not p.requires_grad and p.ndim == 2
     )
     frozen.requires_grad_(True)
-    findings = {f.code: f for f in rehearsed_step(one)}
+    findings = {f.code: f for f in rehearse_step(one)}
     assert findings["PF015"].place.symbol == name
     assert frozen.grad is None, "cleared with the rest"
 

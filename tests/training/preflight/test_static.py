@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 from isotype.finding import Severity
 from isotype.tasks.language.outline import step_outline
-from isotype.training.memory.device import other_memory
+from isotype.training.memory.device import overhead_memory
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
 from isotype.training.preflight import static as disk
 from isotype.training.preflight.static import (
+    check_disk,
+    check_memory,
+    check_update_sizes,
     checkpoint_bytes,
-    disk_too_small,
-    memory_too_small,
     result_bytes,
-    vanishing_updates,
 )
 
 FULL = {"kind": "none"}
@@ -23,7 +23,7 @@ NEAREST = {"preset": "bf16-pure", "rounding": "nearest"}
 
 def test_bf16_weights_rounded_to_nearest(subject):
     for rate, severity in ((1e-5, Severity.ERROR), (1e-4, Severity.WARNING)):
-        (finding,) = vanishing_updates(
+        (finding,) = check_update_sizes(
             subject(adapter=FULL, precision=NEAREST, train={"learning_rate": rate})
         )
         assert finding.severity == severity
@@ -38,10 +38,10 @@ def test_bf16_weights_rounded_to_nearest(subject):
 
 
 def test_a_rate_that_only_prodigy_takes_is_warned_of(subject):
-    (finding,) = vanishing_updates(subject(train={"learning_rate": 10.0}))
+    (finding,) = check_update_sizes(subject(train={"learning_rate": 10.0}))
     assert "the learning rate is 10: AdamW moves each weight by about that much" in finding.message
     assert not list(
-        vanishing_updates(
+        check_update_sizes(
             subject(
                 "prodigy",
                 train={"learning_rate": 1.0, "optimizer": "prodigy", "schedule": "constant"},
@@ -51,7 +51,7 @@ def test_a_rate_that_only_prodigy_takes_is_warned_of(subject):
 
 
 def test_updates_below_the_spacing_of_fp32_are_lost(subject):
-    (finding,) = vanishing_updates(subject(adapter=FULL, train={"learning_rate": 1e-11}))
+    (finding,) = check_update_sizes(subject(adapter=FULL, train={"learning_rate": 1e-11}))
     assert "fp32 keeps 24 bits" in str(finding.cause)
     assert finding.fix == "a train.learning_rate above 1e-11"
 
@@ -60,10 +60,10 @@ def test_a_disk_that_is_a_byte_too_small(subject, monkeypatch):
     one = subject()
     needed = 4 * checkpoint_bytes(one) + result_bytes(one)  # keep 2, the best, the one in writing
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    (finding,) = disk_too_small(one)
+    (finding,) = check_disk(one)
     assert "3 kept and 1 in writing" in finding.render()
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
-    assert list(disk_too_small(one)) == []
+    assert list(check_disk(one)) == []
 
 
 # --- PF011: the plan against the memory there is, and the bound that makes it unnecessary.
@@ -79,7 +79,7 @@ def planned(one):
 
 
 def besides(one):
-    return other_memory(one.prepared.model, one.prepared.device)
+    return overhead_memory(one.prepared.model, one.prepared.device)
 
 
 def with_memory(one, size):
@@ -96,13 +96,13 @@ def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
         (1.0, [Severity.WARNING]),
         (0.8, [Severity.ERROR]),
     ):
-        assert [
-            f.severity for f in memory_too_small(with_memory(one, needs * share))
-        ] == severities, share
-    (finding,) = memory_too_small(with_memory(one, needs / 2))
+        assert [f.severity for f in check_memory(with_memory(one, needs * share))] == severities, (
+            share
+        )
+    (finding,) = check_memory(with_memory(one, needs / 2))
     assert "gradient_checkpointing" in str(finding.fix)
     assert "train.batch_size" in str(finding.fix)
-    (finding,) = memory_too_small(
+    (finding,) = check_memory(
         with_memory(
             subject("one row", train={"batch_size": 1, "gradient_checkpointing": "layers"}),
             needs / 9,

@@ -244,7 +244,7 @@ def _published_outline(folder: PipelineFolder, found: Quantisation, precision: P
             denoiser,
             to_torch(precision.compute),
             layers={denoiser.get_submodule(name) for name in layers},
-            double=double,
+            double_quant=double,
         )
     else:
         pack(denoiser, found.packing)

@@ -23,7 +23,7 @@ from ...lora.quantised import PackedLinear
 from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
-from ...training.memory.blocks import as_set
+from ...training.memory.blocks import apply_offload
 from .denoiser import frozen_denoiser, put_under
 from .families import Family
 from .pipeline import PipelineFolder
@@ -140,7 +140,7 @@ def load_result(
     put_under(
         model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part
     )
-    return as_set(model, config.model.offload, device).eval()
+    return apply_offload(model, config.model.offload, device).eval()
 
 
 class NamedAsPeft(nn.Module):

@@ -25,7 +25,7 @@ from ...precision.apply import inner_model
 from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
-from ...training.memory.blocks import as_set
+from ...training.memory.blocks import apply_offload
 from ...training.memory.plan import held_memory
 from ...training.task import (
     Check,
@@ -67,7 +67,7 @@ class DiffusionTask:
     """
 
     kind = "diffusion"
-    words = MetricNames(units="pictures", unit="pic", weight="compared")
+    metric_names = MetricNames(units="pictures", unit="pic", weight="compared")
 
     folder: PipelineFolder
     sizes: RunSizes
@@ -211,7 +211,7 @@ class DiffusionTask:
             self.folder, config, self.precision, loading_device(device, None, config.model.offload)
         )
         put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
-        model = as_set(model, config.model.offload, device)
+        model = apply_offload(model, config.model.offload, device)
         own = [
             {"seed": how.seed + one.number, "size": one.size or config.images.resolution}
             for one in todo
@@ -274,9 +274,9 @@ class DiffusionTask:
         )
         manifest.notes += check_base(self.folder.published, precision, self.base_name)
         watch_time(model, self._observed)
-        return as_set(model, self.config.model.offload, device), manifest
+        return apply_offload(model, self.config.model.offload, device), manifest
 
-    def observed(self) -> Iterable[tuple[str, str, str]]:
+    def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
         return [(role, tensor, dtype) for (role, tensor), dtype in self._observed.items()]
 
     @property
@@ -307,7 +307,7 @@ class DiffusionTask:
         assert self.train_rows is not None, "pictures are encoded before the model is built"
         return self.train_rows
 
-    def largest(self, count: int) -> list[Placed]:
+    def largest_rows(self, count: int) -> list[Placed]:
         most = max(self._encoded(), key=lambda row: row.size.area).size
         rows = [row for row in self._encoded() if row.size == most]
         return [Placed(row, i) for i, row in enumerate((rows * count)[:count])]
@@ -324,7 +324,7 @@ class DiffusionTask:
             model, _ = built(
                 denoiser, self.folder.family, self.config, precision, device_type=device_type
             )
-            as_set(
+            apply_offload(
                 model,
                 self.config.model.offload,
                 torch.device("cpu" if device_type == "cpu" else "meta"),
@@ -387,7 +387,7 @@ class DiffusionTask:
             control=control,
         )
 
-    def most_bytes(self, model: nn.Module, precision: Precision) -> int:
+    def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
         return (
             held_memory(model, train, precision).held
@@ -399,12 +399,12 @@ class DiffusionTask:
 
     # training
 
-    def before_training(
+    def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
     ) -> list[tuple[str, str]]:
         return []
 
-    def one_shape_each(self, rows: Sequence[Placed]) -> list[list[Placed]]:
+    def split_by_shape(self, rows: Sequence[Placed]) -> list[list[Placed]]:
         return list(by_size(rows, lambda placed: placed.row.size).values())
 
     def collate(self, rows: Sequence[Placed]) -> Batch:
@@ -469,7 +469,7 @@ class DiffusionTask:
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum() / divisor
 
-    def before_step(
+    def prepare_step(
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
         return batches

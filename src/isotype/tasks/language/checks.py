@@ -14,7 +14,7 @@ from ...data.tokens import joined
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gather_tensor
-from ...training.preflight.rehearsal import STEP_ERRORS, undone
+from ...training.preflight.rehearsal import STEP_ERRORS, preserve_state
 from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import pluralise
@@ -318,7 +318,7 @@ def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
     if not subject.config.data.packing:
         return
     prepared = subject.prepared
-    with undone(prepared):
+    with preserve_state(prepared):
         prepared.model.eval()
         try:
             leak = leakage(

@@ -45,7 +45,9 @@ class Distil(NextToken):
         super().__init__(config)
         self.settings = config.distil
         measures = ("divergence", "cross_entropy") if self.settings.cross_entropy else ()
-        self.words = MetricNames(units="tokens", unit="tok", weight="supervised", measures=measures)
+        self.metric_names = MetricNames(
+            units="tokens", unit="tok", weight="supervised", measures=measures
+        )
 
     def check(self) -> None:
         if self.config.train.aux_loss:

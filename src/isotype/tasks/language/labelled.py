@@ -80,14 +80,14 @@ class AnswerBatch(OfAnswers):
 class FromLabels(Preference):
     """Learns from labels. A step's loss is the mean over its answers."""
 
-    words = MetricNames(
+    metric_names = MetricNames(
         units="tokens",
         unit="tok",
         weight="answers",
         row="answer",
-        evaluated="answers",
+        eval_weight="answers",
         measures=PARTS,
-        named=named,
+        derive=named,
         live=("rewards/margins", "kl"),
     )
     format: FormatName | None = "labelled"
@@ -133,7 +133,7 @@ class FromLabels(Preference):
         ]
         return torch.stack(sides, 1).flatten()
 
-    def before_step(
+    def prepare_step(
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
         """Gives the batches of a step, or of an evaluation, their reference point."""

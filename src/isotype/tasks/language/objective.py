@@ -51,7 +51,7 @@ class Objective(ABC):
     train, eval  the rows, after `take`
     """
 
-    words: MetricNames
+    metric_names: MetricNames
     format: FormatName | None = None
     each = 1
     scored = False
@@ -81,7 +81,7 @@ class Objective(ABC):
     def feed(self) -> Feed[Any]: ...
 
     @abstractmethod
-    def largest(self, count: int) -> list[Any]: ...
+    def largest_rows(self, count: int) -> list[Any]: ...
 
     @abstractmethod
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
@@ -93,16 +93,16 @@ class Objective(ABC):
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor: ...
 
-    def before_step(
+    def prepare_step(
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
-        """As `Task.before_step`, of a step or of all batches of an evaluation."""
+        """As `Task.prepare_step`, of a step or of all batches of an evaluation."""
         return batches
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return CHECKS
 
-    def before_training(
+    def prepare_training(
         self,
         model: nn.Module,
         device: torch.device,
@@ -118,7 +118,7 @@ class Objective(ABC):
 class NextToken(Objective):
     """`sft`: cross-entropy of every learnt token."""
 
-    words = MetricNames(units="tokens", unit="tok", weight="supervised")
+    metric_names = MetricNames(units="tokens", unit="tok", weight="supervised")
 
     def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
         super().__init__(config)
@@ -132,12 +132,12 @@ class NextToken(Objective):
         """Every model is trained; a mixture with its family's balancing loss."""
         self.balance = coefficient_of(model, self.config.train.aux_loss)
         if self.balance:
-            self.words = replace(self.words, measures=(AUX_LOSS,), live=(AUX_LOSS,))
+            self.metric_names = replace(self.metric_names, measures=(AUX_LOSS,), live=(AUX_LOSS,))
 
     def feed(self) -> Feed[Any]:
         return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
 
-    def largest(self, count: int) -> list[Any]:
+    def largest_rows(self, count: int) -> list[Any]:
         return list(self.data.longest(count))
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch:

@@ -23,7 +23,7 @@ from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
 from ...precision.quantised_base import quantisation_from_config
 from ...training.console import silence_library_warnings
-from ...training.memory.blocks import as_set
+from ...training.memory.blocks import apply_offload
 from ...training.memory.outline import quantise_outline
 from ...training.task import Outline, StepOutline, eval_mode, micro_batch
 from .batches import Batch, padded_length
@@ -79,7 +79,7 @@ def outline(
             quantise_outline(
                 base,
                 to_torch(precision.compute),
-                double=before is None or bool(before.double),
+                double_quant=before is None or bool(before.double),
                 layers=layers_to_quantise(base, kept),
             )
         elif precision.packed and not every_weight:
@@ -96,7 +96,9 @@ def outline(
         optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     apply_precision(model, precision, device_type=device_type)
     model.train()
-    as_set(model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
+    apply_offload(
+        model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta")
+    )
     return Outline(model, trainable, total + (0 if every_weight else trainable))
 
 

@@ -139,12 +139,12 @@ def row_sums(values_BT: Tensor) -> Tensor:
 class Preference(Objective):
     """Learns from pairs. A step's loss is the mean over its pairs."""
 
-    words = MetricNames(
+    metric_names = MetricNames(
         units="tokens",
         unit="tok",
         weight="pairs",
         row="pair",
-        evaluated="pairs",
+        eval_weight="pairs",
         measures=REWARDS + LOGPS,
         live=("rewards/margins", "rewards/accuracies"),
     )
@@ -225,7 +225,7 @@ class Preference(Objective):
             shares=self.shares,
         )
 
-    def largest(self, count: int) -> list[Any]:
+    def largest_rows(self, count: int) -> list[Any]:
         return longest_of(self.train, count)
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
@@ -271,7 +271,7 @@ class Preference(Objective):
         """fp32[2 B]: two values a row of the data."""
         return answer_log_probs(model, batch.answers, dtype=dtype)
 
-    def before_training(
+    def prepare_training(
         self,
         model: nn.Module,
         device: torch.device,
@@ -476,12 +476,12 @@ MEASURES = ("accuracy", "margin", "mean_reward")
 class Reward(Preference):
     """Learns scores from pairs. A step's loss is the mean over its pairs."""
 
-    words = MetricNames(
+    metric_names = MetricNames(
         units="tokens",
         unit="tok",
         weight="pairs",
         row="pair",
-        evaluated="pairs",
+        eval_weight="pairs",
         measures=MEASURES,
         live=("margin", "accuracy"),
     )

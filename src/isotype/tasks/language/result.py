@@ -21,7 +21,7 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
-from ...training.memory.blocks import as_set
+from ...training.memory.blocks import apply_offload
 from ...training.task import Evaluation, Idle, eval_mode
 from .batches import with_and_without_pictures
 from .objective import NextToken, Objective
@@ -88,7 +88,7 @@ def load_result(
     if config.optimize:
         optimize(model, precision, device_type=device.type, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type, part=part)
-    return as_set(model, config.offload, device)
+    return apply_offload(model, config.offload, device)
 
 
 def evaluate(
@@ -114,7 +114,7 @@ def evaluate(
     objective = objective or NextToken(RunConfig())
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
-    total = torch.zeros(1 + len(objective.words.measures), dtype=torch.float64)
+    total = torch.zeros(1 + len(objective.metric_names.measures), dtype=torch.float64)
     weight = 0
 
     def batches() -> Iterator[Any]:
@@ -126,7 +126,7 @@ def evaluate(
                 yield batch if start < len(by_length) else Idle(batch)
 
     with eval_mode(model):
-        for batch in objective.before_step(model, batches(), world, dtype=loss_dtype):
+        for batch in objective.prepare_step(model, batches(), world, dtype=loss_dtype):
             idle = isinstance(batch, Idle)
             sums = (
                 objective.loss_sum(model, batch.batch if idle else batch, dtype=loss_dtype)
@@ -140,5 +140,7 @@ def evaluate(
     return Evaluation(
         loss,
         int(counted),
-        measures=objective.words.named(dict(zip(objective.words.measures, measures))),
+        measures=objective.metric_names.derive(
+            dict(zip(objective.metric_names.measures, measures))
+        ),
     )

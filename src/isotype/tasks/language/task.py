@@ -34,9 +34,9 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, quantisation_from_config
 from ...precision.vision import vision_parts
 from ...runs.folder import RunFolder
-from ...training.memory.blocks import as_set
-from ...training.memory.plan import most_bytes
-from ...training.memory.recomputation import checkpointable
+from ...training.memory.blocks import apply_offload
+from ...training.memory.plan import max_step_bytes
+from ...training.memory.recomputation import checkpointable_layers
 from ...training.task import Batch, Evaluation, MetricNames, Outline, StepOutline, micro_batch
 from ...wording import pluralise
 from .batches import longest_of, padded_length, with_and_without_pictures
@@ -82,14 +82,14 @@ class LanguageTask:
             )
         self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
         self.feed = self.objective.feed
-        self.largest = self.objective.largest
+        self.largest_rows = self.objective.largest_rows
         self.checks = self.objective.checks
-        self.before_step = self.objective.before_step
+        self.prepare_step = self.objective.prepare_step
         self.loss_sum = self.objective.loss_sum
 
     @property
-    def words(self) -> MetricNames:
-        return self.objective.words
+    def metric_names(self) -> MetricNames:
+        return self.objective.metric_names
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -97,7 +97,7 @@ class LanguageTask:
             return {"vision": "compute"}
         return {}
 
-    def observed(self) -> Iterable[tuple[str, str, str]]:
+    def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
         pictures = self.data.pictures
         if pictures is None:
             return []
@@ -169,7 +169,7 @@ class LanguageTask:
         )
         self.objective.check_model(model)
         manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
-        return as_set(model, config.model.offload, device), manifest
+        return apply_offload(model, config.model.offload, device), manifest
 
     @property
     def rows(self) -> int:
@@ -207,30 +207,35 @@ class LanguageTask:
         def block_flops(model: Any) -> list[float]:
             tokens = step.rows * step.length
             config = inner_model(model).config
-            return [tokens * flops_of_a_token(layer, config) / 2 for layer in checkpointable(model)]
+            return [
+                tokens * flops_of_a_token(layer, config) / 2
+                for layer in checkpointable_layers(model)
+            ]
 
         return replace(
             step,
-            beside=self.objective.beside(self.tokenizer, precision, None).bytes,
+            other_model_bytes=self.objective.beside(self.tokenizer, precision, None).bytes,
             block_flops=block_flops,
         )
 
-    def most_bytes(self, model: nn.Module, precision: Precision) -> int:
+    def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)
         rows = {"batch_size": self.config.train.batch_size * self.objective.each}
         train = self.config.train.model_copy(update=rows)
-        return most_bytes(model, train, precision, length=padded_length(length, self.device_type))
+        return max_step_bytes(
+            model, train, precision, length=padded_length(length, self.device_type)
+        )
 
     # training
 
-    def before_training(
+    def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
     ) -> list[tuple[str, str]]:
-        return self.objective.before_training(
+        return self.objective.prepare_training(
             model, device, folder, world, pad_id=self.tokenizer.pad_token_id, dtype=dtype
         )
 
-    def one_shape_each(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+    def split_by_shape(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         return with_and_without_pictures(rows)  # rows of any length are padded
 
     def collate(self, rows: Sequence[Any]) -> Batch:
@@ -345,7 +350,7 @@ class LanguageTask:
     def header(self) -> list[tuple[str, str]]:
         facts = self.data.facts
         data = self.data
-        row = self.words.row
+        row = self.metric_names.row
         if data.stream is not None:
             rows = "a stream of training rows"
         else:
@@ -419,7 +424,7 @@ class LanguageTask:
 
     def plan_lines(self) -> list[str]:
         facts = self.plan_facts()
-        row = self.words.row
+        row = self.metric_names.row
         rows = pluralise(facts["train_rows"], f"training {row}")
         if facts["stream"]:
             rows = f"a stream, begun with {pluralise(facts['train_rows'], 'row')}"

@@ -29,17 +29,19 @@ from ...environment.hardware import Hardware
 from ...errors import UsageError, refuse_where
 from ...precision.apply import inner_model
 from ...wording import format_binary_bytes
-from .offload import SMALLEST, Streamed
-from .outline import scales_of
-from .recomputation import AUTO, ENTER, LAYERS, NONE, checkpointable
+from .offload import SMALLEST, StreamCopier
+from .outline import quantisation_tensors
+from .recomputation import AUTO, LAYERS, NONE, PREPARE_ATTRIBUTE, checkpointable_layers
 
 BLOCKS = "blocks"
 KEY = "model.offload: blocks"
-_STATE = "_isotype_blocks"
-_ALIGNED = 256  # bytes: where a tensor begins in a block's memory, as PyTorch's own allocations do
+_BLOCKS_ATTRIBUTE = "_isotype_blocks"
+_ALIGNMENT = (
+    256  # bytes: where a tensor begins in a block's memory, as PyTorch's own allocations do
+)
 # GB/s one way between host and device: PCIe 3.0, 4.0 and 5.0 x16 as specified, of which pinned
 # copies of large blocks take 85%
-_PCIE = {
+_PCIE_SPEED = {
     "pascal": 16,
     "volta": 16,
     "turing": 16,
@@ -49,9 +51,9 @@ _PCIE = {
     "cdna3": 64,
     "cdna4": 64,
 }
-_PCIE_4 = 32
-_COPY = 0.85
-_PRODUCT = 0.80
+_PCIE_4_SPEED = 32
+_COPY_EFFICIENCY = 0.85
+_MATMUL_EFFICIENCY = 0.80
 
 
 class Block:
@@ -64,58 +66,58 @@ class Block:
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.tensors = tensors
         self.device = device
-        self.starts = list[int]()
+        self.offsets = list[int]()
         self.bytes = 0
         for tensor in tensors:
-            self.starts.append(self.bytes)
-            self.bytes += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
-        self.here: Tensor | None = None
-        self.copied: Any = None
+            self.offsets.append(self.bytes)
+            self.bytes += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        self.device_memory: Tensor | None = None
+        self.pending_copy: Any = None
         if device.type != "meta" and self.bytes:
-            self.memory = pinned(self.bytes, device)
-            self.host = self._parts(self.memory)
-            for tensor, host in zip(tensors, self.host):
+            self.host_memory = allocate_pinned(self.bytes, device)
+            self.host_tensors = self._split(self.host_memory)
+            for tensor, host in zip(tensors, self.host_tensors):
                 tensor.data = host.copy_(tensor.data)
 
-    def _parts(self, memory: Tensor) -> list[Tensor]:
+    def _split(self, memory: Tensor) -> list[Tensor]:
         return [
             memory[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for start, t in zip(self.starts, self.tensors)
+            for start, t in zip(self.offsets, self.tensors)
         ]
 
-    def fetch(self, copies: Callable[[Tensor, Tensor], Any]) -> None:
+    def fetch(self, start_copy: Callable[[Tensor, Tensor], Any]) -> None:
         """Begins the copy to the device."""
-        if self.here is None and self.bytes:
+        if self.device_memory is None and self.bytes:
             # allocated on the compute stream, which frees it too; the copy waits for the memory's
             # last user
-            self.here = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
-            self.copied = copies(self.here, self.memory)
-            for tensor, part in zip(self.tensors, self._parts(self.here)):
+            self.device_memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+            self.pending_copy = start_copy(self.device_memory, self.host_memory)
+            for tensor, part in zip(self.tensors, self._split(self.device_memory)):
                 tensor.data = part
 
-    def arrive(self) -> None:
+    def wait_for_copy(self) -> None:
         """Makes later work wait for the copy."""
-        if self.copied is not None:
-            self.copied.wait()
-            self.copied = None
+        if self.pending_copy is not None:
+            self.pending_copy.wait()
+            self.pending_copy = None
 
-    def leave(self) -> None:
-        if self.here is not None:
+    def evict(self) -> None:
+        if self.device_memory is not None:
             # also where nobody came: the copy may still be writing what the next tensor would get
-            self.arrive()
-            for tensor, host in zip(self.tensors, self.host):
+            self.wait_for_copy()
+            for tensor, host in zip(self.tensors, self.host_tensors):
                 tensor.data = host
-            self.here = None
+            self.device_memory = None
 
     def __del__(self) -> None:
         if self.device.type == "cuda" and hasattr(self, "memory"):
             with suppress(Exception):  # at the interpreter's end CUDA may be gone
                 # a copy that nobody waited for may still read these pages
                 torch.cuda.synchronize(self.device)
-                torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+                torch.cuda.cudart().cudaHostUnregister(self.host_memory.data_ptr())
 
 
-def pinned(size: int, device: torch.device) -> Tensor:
+def allocate_pinned(size: int, device: torch.device) -> Tensor:
     """uint8[size] of pages of its own, pinned where the device is a GPU: PyTorch's pinned memory is
     rounded up to a power of two, half as much again for a block of Flux. Raises UsageError.
     """
@@ -131,40 +133,42 @@ def pinned(size: int, device: torch.device) -> Tensor:
 
 
 class FrozenBlocks:
-    """All blocks of a model. `copies`: begins a copy, as in `HostMemory`; without it a GPU's run on
+    """All blocks of a model. `start_copy`: begins a copy, as in `HostMemory`; without it a GPU's run on
     a stream of their own, and others are made on the spot.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], copies: Callable[[Tensor, Tensor], Any] | None = None
+        self, blocks: Sequence[Block], start_copy: Callable[[Tensor, Tensor], Any] | None = None
     ) -> None:
         self.blocks = blocks
         self.order = list[Block]()
-        self.copies: Callable[[Tensor, Tensor], Any] = copies or (
-            Streamed() if blocks[0].device.type == "cuda" else _at_once
+        self.start_copy: Callable[[Tensor, Tensor], Any] = start_copy or (
+            StreamCopier() if blocks[0].device.type == "cuda" else _copy_now
         )
 
-    def enter(self, block: Block, *_: Any) -> None:
+    def prepare(self, block: Block, *_: Any) -> None:
         """Brings the weights of a block; also as its forward pre-hook."""
         if block not in self.order:
             self.order.append(block)
-        at = self.order.index(block) + (-1 if torch._C._current_graph_task_id() != -1 else 1)
-        following = self.order[at] if 0 <= at < len(self.order) else None
-        for other in self.blocks:
-            if other is not block and other is not following:
-                other.leave()
-        block.fetch(self.copies)
-        block.arrive()
-        if following is not None:
-            following.fetch(self.copies)
+        position = self.order.index(block) + (-1 if torch._C._current_graph_task_id() != -1 else 1)
+        next_block = self.order[position] if 0 <= position < len(self.order) else None
+        for other_block in self.blocks:
+            if other_block is not block and other_block is not next_block:
+                other_block.evict()
+        block.fetch(self.start_copy)
+        block.wait_for_copy()
+        if next_block is not None:
+            next_block.fetch(self.start_copy)
 
 
-def _at_once(to: Tensor, source: Tensor) -> None:
-    to.copy_(source)
+def _copy_now(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
 
 
-def put_blocks(
-    model: nn.Module, device: torch.device, copies: Callable[[Tensor, Tensor], Any] | None = None
+def offload_blocks(
+    model: nn.Module,
+    device: torch.device,
+    start_copy: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> nn.Module:
     """Puts the frozen weights of each block into host memory and everything else on the device;
     returns the model.
@@ -172,57 +176,59 @@ def put_blocks(
     model   on the CPU, frozen where it is, in its precision, before `apply_checkpointing`; or on
             the meta device, for a plan, which counts a step without the blocks and adds the bytes
             of two
-    copies  as in FrozenBlocks
+    start_copy  as in FrozenBlocks
     Raises  UsageError for a model without blocks
     """
-    layers = checkpointable(model)
+    layers = checkpointable_layers(model)
     if not layers:
         raise UsageError(f"{KEY}: this architecture marks no blocks", fix="model.offload: none")
-    uses = Counter(id(p) for layer in layers for p in dict.fromkeys(layer.parameters()))
+    use_counts = Counter(id(p) for layer in layers for p in dict.fromkeys(layer.parameters()))
     blocks = []
     for layer in layers:
         # a shared one stays
-        frozen = [p for p in layer.parameters() if not p.requires_grad and uses[id(p)] == 1]
-        large = [
+        frozen = [p for p in layer.parameters() if not p.requires_grad and use_counts[id(p)] == 1]
+        large_tensors = [
             t
             for p in frozen
-            for t in (p, *scales_of(p))
+            for t in (p, *quantisation_tensors(p))
             if t.is_contiguous() and t.numel() * t.element_size() >= SMALLEST
         ]
-        blocks.append(Block(large, device))
-    away = {id(tensor) for block in blocks for tensor in block.tensors}
-    beside = [t for p in model.parameters() for t in (p, *scales_of(p))]
-    for tensor in (*beside, *model.buffers()):
-        if id(tensor) not in away and device.type != "meta":
+        blocks.append(Block(large_tensors, device))
+    offloaded_ids = {id(tensor) for block in blocks for tensor in block.tensors}
+    tensors = [t for p in model.parameters() for t in (p, *quantisation_tensors(p))]
+    for tensor in (*tensors, *model.buffers()):
+        if id(tensor) not in offloaded_ids and device.type != "meta":
             tensor.data = tensor.data.to(device)
-    inner_model(model).__dict__[_STATE] = found = FrozenBlocks(blocks, copies)
+    inner_model(model).__dict__[_BLOCKS_ATTRIBUTE] = frozen_blocks = FrozenBlocks(
+        blocks, start_copy
+    )
     for layer, block in zip(layers, blocks) if device.type != "meta" else ():
-        layer.__dict__[ENTER] = enters = partial(found.enter, block)
-        layer.register_forward_pre_hook(enters)
+        layer.__dict__[PREPARE_ATTRIBUTE] = prepare = partial(frozen_blocks.prepare, block)
+        layer.register_forward_pre_hook(prepare)
     return model
 
 
-def as_set(model: nn.Module, offload: str, device: torch.device) -> nn.Module:
+def apply_offload(model: nn.Module, offload: str, device: torch.device) -> nn.Module:
     """The model with its blocks in host memory where `model.offload` says so and `device` is a GPU,
     or stands for one.
     """
     if offload == BLOCKS and device.type != "cpu":
-        return put_blocks(model, device)
+        return offload_blocks(model, device)
     return model
 
 
-def blocks_of(model: nn.Module) -> FrozenBlocks | None:
-    """What `put_blocks` made of this model."""
-    found: FrozenBlocks | None = inner_model(model).__dict__.get(_STATE)
-    return found
+def get_frozen_blocks(model: nn.Module) -> FrozenBlocks | None:
+    """What `offload_blocks` made of this model."""
+    frozen_blocks: FrozenBlocks | None = inner_model(model).__dict__.get(_BLOCKS_ATTRIBUTE)
+    return frozen_blocks
 
 
-def away_from(model: nn.Module) -> list[Tensor]:
+def offloaded_tensors(model: nn.Module) -> list[Tensor]:
     """Its tensors that wait in host memory."""
-    found = blocks_of(model)
-    if found is None:
+    frozen_blocks = get_frozen_blocks(model)
+    if frozen_blocks is None:
         return []
-    return [tensor for block in found.blocks for tensor in block.tensors]
+    return [tensor for block in frozen_blocks.blocks for tensor in block.tensors]
 
 
 def check_offload(config: RunConfig, *, device_type: str) -> None:
@@ -231,11 +237,11 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
     """
     if config.model.offload != BLOCKS:
         return
-    train, every = (
+    train, has_all_layers = (
         config.train,
         config.train.gradient_checkpointing != NONE and config.train.checkpointed_layers == "all",
     )
-    given = (
+    settings = (
         f"train.gradient_checkpointing: {train.gradient_checkpointing}, train.checkpointed_layers:"
         f" {train.checkpointed_layers}"
     )
@@ -251,31 +257,35 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
             "model.offload: none",
         ),
         (
-            not every,
-            f"{KEY} with {given}: a block that does not recompute keeps its weights for backward",
+            not has_all_layers,
+            f"{KEY} with {settings}: a block that does not recompute keeps its weights for backward",
             "train.gradient_checkpointing: layers, train.checkpointed_layers: all",
         ),
     )
 
 
-def recomputing(config: RunConfig) -> TrainSection:
+def effective_train_settings(config: RunConfig) -> TrainSection:
     """The settings of training, whose `auto` recomputes all layers where blocks are in host memory."""
     if config.model.offload == BLOCKS and config.train.gradient_checkpointing == AUTO:
         return config.train.model_copy(update={"gradient_checkpointing": LAYERS})
     return config.train
 
 
-def refuse_without_host_memory(needed: int, has: int, processes: int = 1) -> None:
-    """needed  bytes of blocks of one process;  has  bytes of the machine, 0 where unknown. Raises
-    UsageError.
+def refuse_without_host_memory(block_bytes: int, available_bytes: int, processes: int = 1) -> None:
+    """Raises UsageError where the blocks of all processes do not fit.
+
+    block_bytes      of one process
+    available_bytes  of the machine; 0 where unknown
     """
-    if has and needed * processes > has:
+    if available_bytes and block_bytes * processes > available_bytes:
         if processes > 1:
-            each = f"{processes} processes with {format_binary_bytes(needed)} of blocks each"
+            requirement = (
+                f"{processes} processes with {format_binary_bytes(block_bytes)} of blocks each"
+            )
         else:
-            each = f"{format_binary_bytes(needed)} of blocks"
+            requirement = f"{format_binary_bytes(block_bytes)} of blocks"
         raise UsageError(
-            f"{KEY}: {each} do not fit into {format_binary_bytes(has)} of host memory",
+            f"{KEY}: {requirement} do not fit into {format_binary_bytes(available_bytes)} of host memory",
             fix="a base of fewer bits: precision.base: fp8 or nf4",
         )
 
@@ -326,40 +336,46 @@ def plan_offload(
     Norms and what is outside of blocks are counted as no time: they are the same in both, and would
     hide more of the copies.
     """
-    found = blocks_of(model)
-    if found is None:
+    frozen_blocks = get_frozen_blocks(model)
+    if frozen_blocks is None:
         return None
-    sizes = [block.bytes for block in found.blocks]
-    frozen = sum(
+    sizes = [block.bytes for block in frozen_blocks.blocks]
+    frozen_bytes = sum(
         t.numel() * t.element_size()
         for p in model.parameters()
         if not p.requires_grad
-        for t in (p, *scales_of(p))
+        for t in (p, *quantisation_tensors(p))
     )
-    held = held_at_most(model)
-    moved = (2 * sum(sizes) - sizes[0] - sizes[-1]) * micro_batches
-    peak = hardware.peak_tflops.get(compute)
+    held_bytes = resident_bytes(model)
+    moved_bytes = (2 * sum(sizes) - sizes[0] - sizes[-1]) * micro_batches
+    peak_tflops = hardware.peak_tflops.get(compute)
     time = None
-    if peak:
-        work = [one / (peak * 1e12 * _PRODUCT) for one in flops(model)]
-        copies = [size / (_PCIE.get(hardware.generation, _PCIE_4) * 1e9 * _COPY) for size in sizes]
-        forward = sum(map(max, work, [*copies[1:], 0.0]))
+    if peak_tflops:
+        block_seconds = [
+            block_flops / (peak_tflops * 1e12 * _MATMUL_EFFICIENCY) for block_flops in flops(model)
+        ]
+        copy_seconds = [
+            size / (_PCIE_SPEED.get(hardware.generation, _PCIE_4_SPEED) * 1e9 * _COPY_EFFICIENCY)
+            for size in sizes
+        ]
+        forward = sum(map(max, block_seconds, [*copy_seconds[1:], 0.0]))
         backward = sum(
-            max(2 * seconds, copy) for seconds, copy in zip(work, [0.0, *copies[:-1]], strict=True)
+            max(2 * seconds, copy_time)
+            for seconds, copy_time in zip(block_seconds, [0.0, *copy_seconds[:-1]], strict=True)
         )
-        time = (forward + backward) / (3 * sum(work))
+        time = (forward + backward) / (3 * sum(block_seconds))
     return OffloadPlan(
         host=sum(sizes),
-        held=held,
-        share=(frozen - sum(sizes) + held) / frozen,
-        moved=moved,
+        held=held_bytes,
+        share=(frozen_bytes - sum(sizes) + held_bytes) / frozen_bytes,
+        moved=moved_bytes,
         time=time,
     )
 
 
-def held_at_most(model: nn.Module) -> int:
+def resident_bytes(model: nn.Module) -> int:
     """Bytes of the two largest blocks of a model whose blocks are in host memory; 0 of others."""
-    found = blocks_of(model)
-    if found is None:
+    frozen_blocks = get_frozen_blocks(model)
+    if frozen_blocks is None:
         return 0
-    return sum(sorted(block.bytes for block in found.blocks)[-2:])
+    return sum(sorted(block.bytes for block in frozen_blocks.blocks)[-2:])

@@ -25,17 +25,19 @@ from ..step import peak_memory
 from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 
-WITHIN = 0.15  # what the plan is right to: measured beside the peak memory of real CPU runs
+PLAN_TOLERANCE = 0.15  # what the plan is right to: measured beside the peak memory of real CPU runs
 # simulations between "too few layers" and "all of them"; the peak is nearly linear in their number
-_TRIES = 3
+_MAX_SIMULATIONS = 3
 # glibc's malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
-_RETURNED = 128 << 10  # glibc's own threshold before it grows; setting it keeps it from growing
-_returning = False
+_RETURN_THRESHOLD = (
+    128 << 10
+)  # glibc's own threshold before it grows; setting it keeps it from growing
+_is_returning = False
 
-Found = tuple[Checkpointing, MemoryPlan]
+PlannedCheckpointing = tuple[Checkpointing, MemoryPlan]
 
 
 def return_freed_blocks() -> bool:
@@ -46,13 +48,17 @@ def return_freed_blocks() -> bool:
     its tensors. Returning the blocks causes page faults: 3 to 8% of a step's time at a hidden size
     of 768, 19 to 32% at 256. Use it when memory is scarce.
     """
-    global _returning
+    global _is_returning
     with contextlib.suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018  # not there in other C libraries, whose mallopt means something else or nothing
-        options = ((_M_MMAP_THRESHOLD, _RETURNED), (_M_TRIM_THRESHOLD, _RETURNED), (_M_TOP_PAD, 0))
-        _returning = all(libc.mallopt(*option) for option in options)
-    return _returning
+        options = (
+            (_M_MMAP_THRESHOLD, _RETURN_THRESHOLD),
+            (_M_TRIM_THRESHOLD, _RETURN_THRESHOLD),
+            (_M_TOP_PAD, 0),
+        )
+        _is_returning = all(libc.mallopt(*option) for option in options)
+    return _is_returning
 
 
 def trim_freed_blocks() -> None:
@@ -65,20 +71,20 @@ def trim_freed_blocks() -> None:
 
 def returns_freed_blocks() -> bool:
     """Whether `return_freed_blocks` is in force."""
-    return _returning
+    return _is_returning
 
 
-def memory_there(total: int, device: torch.device) -> int:
-    """The bytes that this process may use of a device with `total` bytes: on a GPU without those of
+def available_memory(device_bytes: int, device: torch.device) -> int:
+    """The bytes that this process may use of a device with `device_bytes` bytes: on a GPU without those of
     other processes. 0 if unknown.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return min(total, free + torch.cuda.memory_reserved(device))
-    return total
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return min(device_bytes, free_bytes + torch.cuda.memory_reserved(device))
+    return device_bytes
 
 
-def other_memory(model: nn.Module, device: torch.device) -> int:
+def overhead_memory(model: nn.Module, device: torch.device) -> int:
     """The memory of this process besides the model: libraries and data, which use the same memory
     on a CPU.
     """
@@ -88,87 +94,87 @@ def other_memory(model: nn.Module, device: torch.device) -> int:
     return max(0, peak_memory(device) - weights)
 
 
-def auto_checkpointing(
+def choose_checkpointing_by_plan(
     simulate: Callable[[Checkpointing], MemoryPlan],
     *,
     layers: int,
-    has: int,
-    besides: int,
+    available: int,
+    overhead: int,
     device_type: str,
     target: int | None = None,
-) -> Found:
+) -> PlannedCheckpointing:
     """The choice that `auto` makes, and the memory plan for it.
 
     simulate  the plan of a step under a choice
     layers    how many can recompute
-    has       bytes of the device, 0 where unknown; `besides` of them go to something else than the
+    available  bytes of the device, 0 where unknown; `overhead` of them go to something else than the
               step
     target    bytes that the step's plan shall stay below, `train.memory`
     """
     # the target is of the plan, which needs no margin; a device's end is where a run fails
-    limits = ([int(has * (1 - WITHIN))] if has else []) + (
-        [] if target is None else [target + besides]
+    limits = ([int(available * (1 - PLAN_TOLERANCE))] if available else []) + (
+        [] if target is None else [target + overhead]
     )
     limit = min(limits, default=0)
 
-    def choice(kind: str, n: int, why: str) -> Checkpointing:
-        return Checkpointing(kind, tuple(range(n)), layers, f"{AUTO}: {why}")
+    def choice(kind: str, count: int, reason: str) -> Checkpointing:
+        return Checkpointing(kind, tuple(range(count)), layers, f"{AUTO}: {reason}")
 
-    def over(plan: MemoryPlan) -> int:
-        return plan.peak + besides - limit
+    def excess(plan: MemoryPlan) -> int:
+        return plan.peak + overhead - limit
 
-    without = simulate(choice(NONE, 0, ""))
-    takes = f"the step takes {format_binary_bytes(without.peak + besides)}"
-    if not limit or without.not_simulated or not layers:
+    without_recompute = simulate(choice(NONE, 0, ""))
+    step_text = f"the step takes {format_binary_bytes(without_recompute.peak + overhead)}"
+    if not limit or without_recompute.not_simulated or not layers:
         if not limit:
-            why = "the device's memory is unknown"
+            reason = "the device's memory is unknown"
         elif not layers:
-            why = "no layers that could recompute"
+            reason = "no layers that could recompute"
         else:
-            why = "the step has no plan"
-        return choice(NONE, 0, why), without
-    if target is not None and limit == target + besides:
-        of = f"{format_binary_bytes(target)} (train.memory)"
+            reason = "the step has no plan"
+        return choice(NONE, 0, reason), without_recompute
+    if target is not None and limit == target + overhead:
+        limit_text = f"{format_binary_bytes(target)} (train.memory)"
     else:
-        of = format_binary_bytes(has)
-    if over(without) <= 0:
-        return choice(NONE, 0, f"{takes} of {of}"), without
-    need = f"without it {takes} of {of}"
-    found = choice(LAYERS, layers, need)
-    plan = simulate(found)
-    if over(plan) > 0:
+        limit_text = format_binary_bytes(available)
+    if excess(without_recompute) <= 0:
+        return choice(NONE, 0, f"{step_text} of {limit_text}"), without_recompute
+    need_text = f"without it {step_text} of {limit_text}"
+    checkpointing = choice(LAYERS, layers, need_text)
+    plan = simulate(checkpointing)
+    if excess(plan) > 0:
         if device_type == "cpu":
-            return found, plan
-        found = choice(
+            return checkpointing, plan
+        checkpointing = choice(
             OFFLOAD,
             layers,
-            f"{need}, and recomputing alone {format_binary_bytes(plan.peak + besides)}",
+            f"{need_text}, and recomputing alone {format_binary_bytes(plan.peak + overhead)}",
         )
-        plan = simulate(found)
+        plan = simulate(checkpointing)
     else:
         # what one layer saves, measured at both ends; the layers between are checked
-        saved = max(1.0, (without.peak - plan.peak) / layers)
-        n = 0
-        too_much = over(without)
-        for _ in range(_TRIES):
-            n = max(n + 1, min(layers, n + -int(-too_much // saved)))
-            if n >= layers:
+        saved_per_layer = max(1.0, (without_recompute.peak - plan.peak) / layers)
+        count = 0
+        excess_bytes = excess(without_recompute)
+        for _ in range(_MAX_SIMULATIONS):
+            count = max(count + 1, min(layers, count + -int(-excess_bytes // saved_per_layer)))
+            if count >= layers:
                 break
-            fewer = replace(found, layers=tuple(range(n)))
+            fewer = replace(checkpointing, layers=tuple(range(count)))
             fewer_plan = simulate(fewer)
-            too_much = over(fewer_plan)
-            if too_much <= 0:
-                found = fewer
+            excess_bytes = excess(fewer_plan)
+            if excess_bytes <= 0:
+                checkpointing = fewer
                 plan = fewer_plan
                 break
-    kept = replace(found, keep_attention=True)
-    kept_plan = simulate(kept)
-    if over(kept_plan) <= 0:
-        return (kept, kept_plan)
-    return (found, plan)
+    with_attention = replace(checkpointing, keep_attention=True)
+    with_attention_plan = simulate(with_attention)
+    if excess(with_attention_plan) <= 0:
+        return (with_attention, with_attention_plan)
+    return (checkpointing, plan)
 
 
-def less_memory(config: RunConfig, checkpointing: str) -> str:
+def memory_saving_advice(config: RunConfig, checkpointing: str) -> str:
     """Ways to take less memory that the settings do not have already.
 
     checkpointing  what the run recomputes, or `train.gradient_checkpointing` where that was not

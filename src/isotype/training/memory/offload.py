@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ops.library import library_op
 from .run_again import call_and_recompute
 
-BUFFERS = 2
+CALLS_ON_DEVICE = 2
 SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 
@@ -34,7 +34,7 @@ def _planned_copy(x: Tensor) -> None:
     """
 
 
-class Streamed:
+class StreamCopier:
     """Copies on a separate CUDA stream per device. Each copy begins after the work that the
     device's compute stream has at that time.
     """
@@ -42,21 +42,21 @@ class Streamed:
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __call__(self, to: Tensor, source: Tensor) -> Copied:
+    def __call__(self, target: Tensor, source: Tensor) -> CopyEvent:
         """Begins the copy between the host and a device, and returns its end, for which the
         device's compute stream can wait.
         """
-        device = to.device if to.is_cuda else source.device
+        device = target.device if target.is_cuda else source.device
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
         stream = self.streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            to.copy_(source.detach(), non_blocking=True)
-            return Copied(stream.record_event(), device)
+            target.copy_(source.detach(), non_blocking=True)
+            return CopyEvent(stream.record_event(), device)
 
 
-class Copied:
+class CopyEvent:
     """The end of a copy. An event's own `wait` acts on the stream of the current device, which may
     not be the tensor's device.
     """
@@ -69,24 +69,24 @@ class Copied:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class Kept:
+class SavedCall:
     """What one call keeps, in the order in which it was put away; weak, since a step's graph owns
-    its own. `before`: the call before it.
+    its own. `previous`: the call before it.
     """
 
-    def __init__(self, before: Kept | None) -> None:
-        self.tensors: list[weakref.ref[Away]] = []
-        self._before = weakref.ref(before) if before is not None else None
+    def __init__(self, previous: SavedCall | None) -> None:
+        self.tensors: list[weakref.ref[HostTensor]] = []
+        self._previous = weakref.ref(previous) if previous is not None else None
 
     @property
-    def before(self) -> Kept | None:
-        return self._before() if self._before is not None else None
+    def previous(self) -> SavedCall | None:
+        return self._previous() if self._previous is not None else None
 
-    def alive(self) -> list[Away]:
-        return [away for ref in self.tensors if (away := ref()) is not None]
+    def alive(self) -> list[HostTensor]:
+        return [tensor for ref in self.tensors if (tensor := ref()) is not None]
 
 
-def strides_of(tensor: Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Of a copy that takes no more memory than its elements: the tensor's own, where it takes no
     more, else contiguous.
     """
@@ -98,37 +98,37 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-class Away:
+class HostTensor:
     """One tensor in host memory, with the dtype, shape and order in memory that it must have when
     it is copied back.
     """
 
-    def __init__(self, tensor: Tensor, call: Kept) -> None:
+    def __init__(self, tensor: Tensor, call: SavedCall) -> None:
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.device = tensor.device
         # a transposed tensor's order is kept: a reader needs no copy either
-        self.strides = strides_of(tensor)
+        self.strides = dense_strides(tensor)
         # a memory plan counts the device's bytes: its host tensors have none, whatever their shape
         # says
-        planned = tensor.is_meta or isinstance(tensor, FakeTensor)
-        if planned:
+        is_planned = tensor.is_meta or isinstance(tensor, FakeTensor)
+        if is_planned:
             self.host = torch.empty(0, dtype=tensor.dtype)
         else:
             self.host = torch.empty_strided(
                 self.shape, self.strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
         # the graph would hold what it needs anyway, and more
-        self.here: Tensor | None = tensor.detach()
-        self.copied: Any = None
-        self.spent = False
+        self.on_device: Tensor | None = tensor.detach()
+        self.pending_copy: Any = None
+        self.is_consumed = False
         self.call = call
         call.tensors.append(weakref.ref(self))
 
     def __del__(self) -> None:
-        if self.here is not None and self.copied is not None:
+        if self.on_device is not None and self.pending_copy is not None:
             # a copy may still be writing what the next tensor would get
-            self.copied.wait()
+            self.pending_copy.wait()
 
 
 class HostMemory:
@@ -136,90 +136,90 @@ class HostMemory:
     synchronously.
 
     call    runs a layer under checkpointing
-    copies  begins a copy and returns an object whose `wait()` makes later work wait for it; created
+    start_copy  begins a copy and returns an object whose `wait()` makes later work wait for it; created
             for the first CUDA tensor
     """
 
     def __init__(
         self,
-        copies: Callable[[Tensor, Tensor], Any] | None = None,
+        start_copy: Callable[[Tensor, Tensor], Any] | None = None,
         *,
         call: Callable[..., Any] | None = None,
     ) -> None:
-        self.leaving: deque[list[Away]] = deque()
-        self.kept: Kept | None = None
+        self.pending: deque[list[HostTensor]] = deque()
+        self.current_call: SavedCall | None = None
         self.call = call or partial(call_and_recompute, keep_attention=False)
-        self.copies = copies
+        self.start_copy = start_copy
 
     def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self.kept = Kept(self.kept)
-        self.leaving.append([])
+        self.current_call = SavedCall(self.current_call)
+        self.pending.append([])
         # the layer's inputs are saved outside its own hooks: these see them and nothing else
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            return self.call(function, *args, put=self.pack, get=self.unpack, **options)
+            return self.call(function, *args, offload=self.pack, restore=self.unpack, **options)
 
     def __deepcopy__(self, memo: Any) -> HostMemory:
         return HostMemory(call=self.call)
 
-    def pack(self, tensor: Tensor) -> Tensor | Away:
+    def pack(self, tensor: Tensor) -> Tensor | HostTensor:
         if tensor.numel() * tensor.element_size() < SMALLEST or not tensor.is_floating_point():
             return tensor
-        if self.kept is None:
-            self.kept = Kept(None)
-            self.leaving.append([])
-        away = Away(tensor, self.kept)
-        self._copy(away, away.host, tensor)
-        self.leaving[-1].append(away)
-        while len(self.leaving) > BUFFERS:
-            for oldest in self.leaving.popleft():
-                if oldest.copied is not None:
-                    oldest.copied.wait()
-                oldest.here = None
-        return away
+        if self.current_call is None:
+            self.current_call = SavedCall(None)
+            self.pending.append([])
+        saved = HostTensor(tensor, self.current_call)
+        self._copy(saved, saved.host, tensor)
+        self.pending[-1].append(saved)
+        while len(self.pending) > CALLS_ON_DEVICE:
+            for oldest in self.pending.popleft():
+                if oldest.pending_copy is not None:
+                    oldest.pending_copy.wait()
+                oldest.on_device = None
+        return saved
 
-    def unpack(self, packed: Tensor | Away) -> Tensor:
+    def unpack(self, packed: Tensor | HostTensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self._fetch(packed)
-        for other in packed.call.alive():
-            if not other.spent:
-                self._fetch(other)
-        tensor = packed.here
-        packed.here = None
-        packed.spent = True
+        for saved in packed.call.alive():
+            if not saved.is_consumed:
+                self._fetch(saved)
+        tensor = packed.on_device
+        packed.on_device = None
+        packed.is_consumed = True
         assert tensor is not None
-        if packed.copied is not None:
-            packed.copied.wait()
-        before = packed.call.before
-        for other in before.alive() if before is not None else ():
-            if not other.spent:
-                self._fetch(other)
+        if packed.pending_copy is not None:
+            packed.pending_copy.wait()
+        previous = packed.call.previous
+        for saved in previous.alive() if previous is not None else ():
+            if not saved.is_consumed:
+                self._fetch(saved)
         assert (tensor.dtype, tensor.shape) == (
             packed.dtype,
             packed.shape,
         ), f"{packed.dtype} went to host memory, {tensor.dtype} came back"
         return tensor
 
-    def _fetch(self, away: Away) -> None:
-        if away.here is None:
-            assert away.host.dtype == away.dtype, (
-                f"{away.dtype} went to host memory, {away.host.dtype} lies there"
+    def _fetch(self, saved: HostTensor) -> None:
+        if saved.on_device is None:
+            assert saved.host.dtype == saved.dtype, (
+                f"{saved.dtype} went to host memory, {saved.host.dtype} lies there"
             )
             # allocated on the compute stream, which frees it too; the copy waits for the memory's
             # last user
-            away.here = torch.empty_strided(
-                away.shape, away.strides, dtype=away.dtype, device=away.device
+            saved.on_device = torch.empty_strided(
+                saved.shape, saved.strides, dtype=saved.dtype, device=saved.device
             )
-            self._copy(away, away.here, away.host)
+            self._copy(saved, saved.on_device, saved.host)
 
-    def _copy(self, away: Away, to: Tensor, source: Tensor) -> None:
-        if any(t.is_meta or isinstance(t, FakeTensor) for t in (to, source)):
-            if away.here is not None and away.here.is_meta:
-                _planned_copy(away.here)
+    def _copy(self, saved: HostTensor, target: Tensor, source: Tensor) -> None:
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in (target, source)):
+            if saved.on_device is not None and saved.on_device.is_meta:
+                _planned_copy(saved.on_device)
             return
-        if self.copies is None and away.device.type == "cuda":
-            self.copies = Streamed()
-        if self.copies is None:
-            to.copy_(source)
+        if self.start_copy is None and saved.device.type == "cuda":
+            self.start_copy = StreamCopier()
+        if self.start_copy is None:
+            target.copy_(source)
         else:
-            away.copied = self.copies(to, source)
+            saved.pending_copy = self.start_copy(target, source)

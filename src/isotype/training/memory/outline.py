@@ -16,19 +16,19 @@ INNER_BLOCK = 256
 
 
 def quantise_outline(
-    model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double: bool = True
+    model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double_quant: bool = True
 ) -> None:
-    """Replaces `layers` of `model` by nf4 layers on the meta device; with `double` their scales are
+    """Replaces `layers` of `model` by nf4 layers on the meta device; with `double_quant` their scales are
     quantised too.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
-                setattr(parent, name, _layer(child, compute, double))
+                setattr(parent, name, _build_nf4_layer(child, compute, double_quant))
     model.is_loaded_in_4bit = True  # what PEFT asks
 
 
-def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
+def _build_nf4_layer(linear: nn.Linear, compute: torch.dtype, double_quant: bool) -> nn.Module:
     import bitsandbytes
     from bitsandbytes.functional import QuantState
 
@@ -47,7 +47,7 @@ def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
         weight: Any = nn.Parameter(
             torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False
         )
-        weight.compress_statistics = double
+        weight.compress_statistics = double_quant
         weight.quant_type = "nf4"
         inner = QuantState(
             absmax=torch.empty(-(-scales // INNER_BLOCK)),
@@ -56,21 +56,21 @@ def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
             dtype=torch.float32,
         )
         weight.quant_state = QuantState(
-            absmax=torch.empty(scales, dtype=torch.uint8 if double else torch.float32),
+            absmax=torch.empty(scales, dtype=torch.uint8 if double_quant else torch.float32),
             shape=torch.Size((linear.out_features, linear.in_features)),
             code=torch.empty(16),
             blocksize=BLOCK,
             quant_type="nf4",
             dtype=compute,
-            offset=torch.empty(()) if double else None,
-            state2=inner if double else None,
+            offset=torch.empty(()) if double_quant else None,
+            state2=inner if double_quant else None,
         )
     layer.weight = weight
     layer.support_avx512bf16_for_cpu = False
     return layer
 
 
-def scales_of(parameter: Tensor) -> list[Tensor]:
+def quantisation_tensors(parameter: Tensor) -> list[Tensor]:
     """The tensors that belong to a packed weight but are not parameters of the model: scales and
     code tables.
     """
@@ -83,8 +83,8 @@ def scales_of(parameter: Tensor) -> list[Tensor]:
     return [t for t in (state.absmax, state.code, *inner) if isinstance(t, Tensor)]
 
 
-def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
-    """Copies the quantisation state of `parameter` to its replacement `made`, with `make` applied
+def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
+    """Copies the quantisation state of `parameter` to its replacement `target`, with `convert` applied
     to every tensor.
     """
     import copy
@@ -93,20 +93,20 @@ def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
     if state is None:
         return
     if isinstance(state, PackedState):
-        made.quant_state = state.map_tensors(make)
+        target.quant_state = state.mapped(convert)
         return
-    new = copy.copy(state)
-    new.absmax = make(state.absmax)
-    new.code = make(state.code)
+    copied_state = copy.copy(state)
+    copied_state.absmax = convert(state.absmax)
+    copied_state.code = convert(state.code)
     if state.nested:
-        new.offset = make(state.offset)
-        new.state2 = copy.copy(state.state2)
-        new.state2.absmax = make(state.state2.absmax)
-        new.state2.code = make(state.state2.code)
-    made.quant_state = new
+        copied_state.offset = convert(state.offset)
+        copied_state.state2 = copy.copy(state.state2)
+        copied_state.state2.absmax = convert(state.state2.absmax)
+        copied_state.state2.code = convert(state.state2.code)
+    target.quant_state = copied_state
 
 
-def scratch() -> dict[Any, Any]:
+def scratch_sizes() -> dict[Any, Any]:
     """The memory that bitsandbytes' 4-bit product needs besides its result: the dequantised weight."""
     try:
         import bitsandbytes  # noqa: F401

@@ -43,8 +43,8 @@ from ..console import silence_library_warnings
 from ..optimizer import MUON, build_optimizer, state_bytes
 from ..step import Stepper
 from ..task import Outline, StepOutline
-from .blocks import away_from, held_at_most
-from .outline import scales_of, scratch, take_scales
+from .blocks import offloaded_tensors, resident_bytes
+from .outline import copy_quantisation, quantisation_tensors, scratch_sizes
 from .recomputation import Checkpointing, apply_checkpointing
 
 
@@ -93,7 +93,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    made: Outline,
+    outline: Outline,
     train: TrainSection,
     precision: Precision,
     largest: StepOutline,
@@ -105,24 +105,24 @@ def plan_memory(
     """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be
     planned again with other settings.
 
-    made     the task's outline; its parameters are replaced by fake ones here
+    outline  the task's outline; its parameters are replaced by fake ones here
     largest  the task's largest step, evaluation and sample
     earlier  a plan of the same step with other recomputation: its evaluation and sample are taken
              over, since they recompute nothing
     A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a
     GPU. If a step cannot be simulated, `held` is still exact, and `not_simulated` gives the reason.
     """
-    held = held_memory(made.model, train, precision)
-    held = replace(held, frozen=held.frozen + largest.beside)
-    apply_checkpointing(made.model, checkpointing)
+    held_plan = held_memory(outline.model, train, precision)
+    held_plan = replace(held_plan, frozen=held_plan.frozen + largest.other_model_bytes)
+    apply_checkpointing(outline.model, checkpointing)
     try:
-        return _simulated(
-            made.model,
+        return _simulate_step(
+            outline.model,
             train,
             precision,
             largest,
             device_type=device_type,
-            held=held,
+            held_plan=held_plan,
             earlier=earlier,
         )
     except UsageError:
@@ -131,8 +131,8 @@ def plan_memory(
         # an architecture whose shapes depend on values (routed experts), or an operator without a
         # fake: what is held is still exact
         return replace(
-            held,
-            peak=held.held,
+            held_plan,
+            peak=held_plan.held,
             rows=largest.rows,
             length=largest.length,
             not_simulated=first_line(error)[:160],
@@ -158,22 +158,26 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
     last; the model may be on the meta device.
     """
     inner = inner_model(model)
-    inside: set[int] = set()
-    found = []
+    visited: set[int] = set()
+    units = []
     for _, module in [*units_of(inner), ("", inner)]:
-        own = [p for p in module.parameters() if id(p) not in inside]
-        inside |= {id(p) for p in own}
-        elements = [padded_elements(p, parts) for p in own]
-        sizes = [n * p.element_size() for p, n in zip(own, elements)]
-        found.append(
+        parameters = [p for p in module.parameters() if id(p) not in visited]
+        visited |= {id(p) for p in parameters}
+        elements = [padded_elements(p, parts) for p in parameters]
+        sizes = [count * p.element_size() for p, count in zip(parameters, elements)]
+        units.append(
             UnitBytes(
                 sum(sizes),
-                sum(size for p, size in zip(own, sizes) if p.requires_grad),
-                sum(n for p, n in zip(own, elements) if p.requires_grad),
-                sum(t.numel() * t.element_size() for p in own for t in scales_of(p)),
+                sum(size for p, size in zip(parameters, sizes) if p.requires_grad),
+                sum(count for p, count in zip(parameters, elements) if p.requires_grad),
+                sum(
+                    t.numel() * t.element_size()
+                    for p in parameters
+                    for t in quantisation_tensors(p)
+                ),
             )
         )
-    return found
+    return units
 
 
 def padded_elements(weight: Tensor, parts: int) -> int:
@@ -185,8 +189,8 @@ def padded_elements(weight: Tensor, parts: int) -> int:
     return weight.numel() // len(weight) * parts * -(-len(weight) // parts)
 
 
-def plan_part(
-    made: Outline,
+def plan_process_memory(
+    outline: Outline,
     train: TrainSection,
     precision: Precision,
     largest: StepOutline,
@@ -197,13 +201,13 @@ def plan_part(
     earlier: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
-    units = unit_bytes(made.model, parts) if parts > 1 else []
+    units = unit_bytes(outline.model, parts) if parts > 1 else []
     if parts > 1:
         # with gradients of an earlier micro-batch present, a backward adds no gradient buffers:
         # they exist for the own part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     plan = plan_memory(
-        made,
+        outline,
         train,
         precision,
         largest,
@@ -216,26 +220,28 @@ def plan_part(
     *layers, root = units
     trained = sum(unit.trained for unit in units) // parts
     # with their padding, states and gradients grow as the trained weights do
-    own = trained / plan.trained if plan.trained else 0.0
+    scale = trained / plan.trained if plan.trained else 0.0
     # the root from forward to backward, and the two largest layers
     gathered = root.weights + sum(sorted(unit.weights for unit in layers)[-2:])
     # the gradient of a unit, in its weights' dtype as autograd makes it, and as it is sent
-    sums = max(unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units)
+    gradient_bytes = max(
+        unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units
+    )
     # gloo gathers a unit into a copy before it fills FSDP's buffer; NCCL needs none
-    copy = max(unit.weights for unit in units) if device_type == "cpu" else 0
+    gather_copy = max(unit.weights for unit in units) if device_type == "cpu" else 0
     shared = replace(
         plan,
         frozen=sum(unit.weights for unit in units) // parts
         - trained
         + sum(unit.scales for unit in units),
         trained=trained,
-        gradients=round(plan.gradients * own),
-        optimizer=round(plan.optimizer * own),
-        update=round(plan.update * own),
-        gathered=gathered + max(sums, copy),
+        gradients=round(plan.gradients * scale),
+        optimizer=round(plan.optimizer * scale),
+        update=round(plan.update * scale),
+        gathered=gathered + max(gradient_bytes, gather_copy),
     )
-    forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered + copy
-    backward = plan.activations + plan.backward + gathered + max(sums, copy)
+    forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered + gather_copy
+    backward = plan.activations + plan.backward + gathered + max(gradient_bytes, gather_copy)
     return replace(shared, peak=shared.held + max(forward, backward, shared.update))
 
 
@@ -244,16 +250,16 @@ def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> 
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
-    away = {id(tensor) for tensor in away_from(model)}
-    here = sum(
+    offloaded_ids = {id(tensor) for tensor in offloaded_tensors(model)}
+    frozen_bytes = sum(
         _bytes(t)
         for p in parameters
         if not p.requires_grad
-        for t in (p, *scales_of(p))
-        if id(t) not in away
+        for t in (p, *quantisation_tensors(p))
+        if id(t) not in offloaded_ids
     )
     return MemoryPlan(
-        frozen=here + held_at_most(model),
+        frozen=frozen_bytes + resident_bytes(model),
         trained=sum(_bytes(p) for p in trained),
         gradients=elements * to_torch(precision.grads).itemsize,
         optimizer=state_bytes(model, train, precision) + average_bytes(model, train, precision),
@@ -272,30 +278,32 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _simulated(
+def _simulate_step(
     model: nn.Module,
     train: TrainSection,
     precision: Precision,
     largest: StepOutline,
     *,
     device_type: str,
-    held: MemoryPlan,
+    held_plan: MemoryPlan,
     earlier: MemoryPlan | None,
 ) -> MemoryPlan:
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
-    live = LiveBytes(device.type, {**scratch(), **head_scratch()}, elsewhere=away_from(model))
-    with without_data(device_type), live, silence_library_warnings():
-        make_fake(model, device)
+    live = LiveBytes(
+        device.type, {**scratch_sizes(), **head_scratch()}, ignored=offloaded_tensors(model)
+    )
+    with simulate_device(device_type), live, silence_library_warnings():
+        replace_with_fakes(model, device)
         accumulator = GradientAccumulator(
             model.parameters(), dtype=precision.grads, reduce=precision.reduce
         )
         # other optimizers read numbers out of tensors: their states are known, and an update takes
         # less than two copies of a tensor besides
-        runs = train.optimizer in ("adamw", MUON)
-        plain = train if runs else train.model_copy(update={"optimizer": "adamw"})
+        is_simulated = train.optimizer in ("adamw", MUON)
+        simulated_train = train if is_simulated else train.model_copy(update={"optimizer": "adamw"})
         largest_trained = max((_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
-        optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
+        optimizer = build_optimizer(model, simulated_train, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
         batch = largest.batch(device)
         after_forward: list[int] = []
@@ -306,17 +314,17 @@ def _simulated(
             live.restart_peak()
 
         def forward_ends(*_: Any) -> None:
-            after_forward.append(live.now)
+            after_forward.append(live.current)
             part_begins()
 
-        counting = [
+        hooks = [
             model.register_forward_pre_hook(part_begins),
             model.register_forward_hook(forward_ends),
         ]
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
-        if runs:
+        if is_simulated:
             states = []
         else:
             states = [torch.empty(states_bytes, dtype=torch.uint8, device=device)]
@@ -324,17 +332,17 @@ def _simulated(
             optimizer.step()
         accumulator.zero()
         live.restart_peak()
-        before = live.now
-        first = len(after_forward)
+        start_bytes = live.current
+        first_forward = len(after_forward)
         peaks.clear()
         # from the second micro-batch on, the gradients of the first are held too
         batches = [batch] * min(2, train.accumulate)
         stepper.accumulate(batches)
-        forward_end = after_forward[first + len(batches) - 1]
-        gradients = live.now - before if len(batches) > 1 else 0
+        forward_end = after_forward[first_forward + len(batches) - 1]
+        gradients = live.current - start_bytes if len(batches) > 1 else 0
         in_forward = peaks[-1]
         in_backward = live.peak
-        before_update = live.now
+        before_update = live.current
         peak_step = max(*peaks, live.peak)
         live.restart_peak()
         if not states:
@@ -343,38 +351,38 @@ def _simulated(
             torch.empty(2 * largest_trained, dtype=torch.uint8, device=device)
         update_peak = live.peak
         update = live.peak - before_update
-        for hook in counting:
+        for hook in hooks:
             hook.remove()
         accumulator.zero()
         if earlier is None:
             if largest.evaluation:
-                evaluation = _added(live, largest.evaluation, model, device)
+                evaluation = _measure_peak(live, largest.evaluation, model, device)
             else:
                 evaluation = 0
-            sampling = _sampling(model, live, largest, device)
+            sampling = _measure_sampling(model, live, largest, device)
         else:
             evaluation = earlier.evaluation
             sampling = earlier.sampling
-        after = live.now
+        end_bytes = live.current
         accumulator.close()
     return replace(
-        held,
-        activations=max(0, forward_end - before - gradients),
+        held_plan,
+        activations=max(0, forward_end - start_bytes - gradients),
         working=max(0, peak_step - forward_end),
-        forward=max(0, in_forward - before - gradients),
+        forward=max(0, in_forward - start_bytes - gradients),
         backward=max(0, in_backward - forward_end),
         update=update,
         evaluation=evaluation,
         sampling=sampling,
-        peak=max(peak_step, update_peak, after + max(evaluation, sampling or 0))
+        peak=max(peak_step, update_peak, end_bytes + max(evaluation, sampling or 0))
         + average_bytes(model, train, precision)
-        + held_at_most(model),
+        + resident_bytes(model),
         rows=largest.rows,
         length=largest.length,
     )
 
 
-def _added(
+def _measure_peak(
     live: LiveBytes,
     run: Callable[[nn.Module, torch.device], None],
     model: nn.Module,
@@ -382,48 +390,48 @@ def _added(
 ) -> int:
     """The peak bytes of live tensors during `run`, beyond those before it."""
     live.restart_peak()
-    before = live.now
+    start_bytes = live.current
     run(model, device)
-    return live.peak - before
+    return live.peak - start_bytes
 
 
-def _sampling(
+def _measure_sampling(
     model: nn.Module, live: LiveBytes, largest: StepOutline, device: torch.device
 ) -> int | None:
     if largest.sampling is None:
         return 0
     try:
-        return _added(live, largest.sampling, model, device)
+        return _measure_peak(live, largest.sampling, model, device)
     # a model without a cache, or one whose cache depends on values; the plan of the step is used
     except Exception:
         return None
 
 
-def make_fake(model: nn.Module, device: torch.device) -> None:
+def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
     """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied.
     Those of blocks in host memory stay.
     """
-    memo: dict[int, nn.Parameter] = {}
-    away = {id(tensor) for tensor in away_from(model)}
+    fakes: dict[int, nn.Parameter] = {}
+    offloaded_ids = {id(tensor) for tensor in offloaded_tensors(model)}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in away:
-                if id(parameter) not in memo:
+            if parameter is not None and id(parameter) not in offloaded_ids:
+                if id(parameter) not in fakes:
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                    take_scales(
-                        memo[id(parameter)],
+                    fakes[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    copy_quantisation(
+                        fakes[id(parameter)],
                         parameter,
                         lambda t: torch.empty(t.shape, dtype=t.dtype, device=device),
                     )
-                module._parameters[name] = memo[id(parameter)]
+                module._parameters[name] = fakes[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
 @contextmanager
-def without_data(device_type: str) -> Iterator[None]:
+def simulate_device(device_type: str) -> Iterator[None]:
     """Operators compute shapes and dtypes only: of fake tensors on a CPU, of meta tensors that
     stand for another device's.
     """
@@ -436,12 +444,14 @@ def without_data(device_type: str) -> Iterator[None]:
         yield
 
 
-def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, length: int) -> int:
+def max_step_bytes(
+    model: nn.Module, train: TrainSection, precision: Precision, *, length: int
+) -> int:
     """An upper bound on the bytes of a step on `train.batch_size` rows of `length` (padded) tokens,
     even without recomputation: the sum of weights, gradients and states, six fp32 copies of the
     input and output of every matrix, and the full attention scores.
     """
-    widths = [width for module in model.modules() for width in _widths(module)]
+    widths = [width for module in model.modules() for width in _matrix_widths(module)]
     tokens = train.batch_size * length
     layers = layer_settings(getattr(model, "config", None))
     scores = sum(getattr(layer, "num_attention_heads", 0) for layer in layers) * tokens * length
@@ -454,7 +464,7 @@ def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, l
     )
 
 
-def _widths(module: nn.Module) -> tuple[int, ...]:
+def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
     """(in, out) of a module with a matrix; a 4-bit one has no other shape."""
     weight = module._parameters.get("weight")
     if weight is None or (weight.ndim < 2 and not is_quantised(weight)):
@@ -470,13 +480,13 @@ def _widths(module: nn.Module) -> tuple[int, ...]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, `now` is the size of the live tensors that were made in it, and `peak` its
+    """While active, `current` is the size of the live tensors that were made in it, and `peak` its
     maximum, in bytes.
 
     device_type  counts only tensors on this device
     scratch      operator -> function from its arguments to the bytes it needs besides its results;
                  0 for other operators
-    elsewhere    tensors that take nothing, nor do their views
+    ignored      tensors that take nothing, nor do their views
     Each storage is counted once, however many views it has.
     """
 
@@ -484,13 +494,13 @@ class LiveBytes(TorchDispatchMode):
         self,
         device_type: str = "cpu",
         scratch: Mapping[Any, Callable[..., int]] | None = None,
-        elsewhere: Sequence[Tensor] = (),
+        ignored: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.current = self.peak = 0
         self.device_type = device_type
         self.scratch = scratch or {}
-        self._alive: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in elsewhere}
+        self._storages: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in ignored}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -500,21 +510,23 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
                 self._count(leaf)
         if function in self.scratch:
-            self.peak = max(self.peak, self.now + self.scratch[function](*args, **(kwargs or {})))
+            self.peak = max(
+                self.peak, self.current + self.scratch[function](*args, **(kwargs or {}))
+            )
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive:
+        if key in self._storages:
             return
-        self._alive[key] = size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._storages[key] = size = storage.nbytes()
+        self.current += size
+        self.peak = max(self.peak, self.current)
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
-        self.now -= self._alive.pop(key, 0)
+        self.current -= self._storages.pop(key, 0)
 
     def restart_peak(self) -> None:
-        self.peak = self.now
+        self.peak = self.current

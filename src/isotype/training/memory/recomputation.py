@@ -29,7 +29,7 @@ NONE = "none"
 LAYERS = "layers"
 OFFLOAD = "layers+offload"
 AUTO = "auto"
-ENTER = "_isotype_enter"  # of a block whose weights may be away: what brings them
+PREPARE_ATTRIBUTE = "_isotype_enter"  # of a block whose weights may be away: what brings them
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,28 @@ class Checkpointing:
     def __str__(self) -> str:
         if self.kind == NONE:
             return f"none ({self.reason})"
-        n = len(self.layers)
-        if n == self.of:
-            which = "all"
-        elif self.layers == tuple(range(n)):
-            which = f"the first {n}"
+        count = len(self.layers)
+        if count == self.of:
+            layer_text = "all"
+        elif self.layers == tuple(range(count)):
+            layer_text = f"the first {count}"
         else:
-            which = " ".join(map(str, self.layers))
-        kept = ", attention kept" if self.keep_attention else ""
-        return f"{self.kind}: {which} of {self.of}{kept} ({self.reason})"
+            layer_text = " ".join(map(str, self.layers))
+        attention_text = ", attention kept" if self.keep_attention else ""
+        return f"{self.kind}: {layer_text} of {self.of}{attention_text} ({self.reason})"
 
-    def as_settings(self) -> dict[str, Any]:
+    def to_settings(self) -> dict[str, Any]:
         """The configuration that gives exactly this."""
-        n = len(self.layers)
-        if n == self.of:
-            given: Any = "all"
-        elif self.layers == tuple(range(n)):
-            given = n
+        count = len(self.layers)
+        if count == self.of:
+            layers: Any = "all"
+        elif self.layers == tuple(range(count)):
+            layers = count
         else:
-            given = list(self.layers)
+            layers = list(self.layers)
         return {
             "train.gradient_checkpointing": self.kind,
-            "train.checkpointed_layers": "all" if self.kind == NONE else given,
+            "train.checkpointed_layers": "all" if self.kind == NONE else layers,
             "train.keep_attention": self.keep_attention,
         }
 
@@ -78,7 +78,7 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
     kind = train.gradient_checkpointing
     layers = train.checkpointed_layers
     key = f"train.gradient_checkpointing: {kind}"
-    none = kind in (NONE, AUTO)
+    is_off = kind in (NONE, AUTO)
     fix = "train.gradient_checkpointing: layers"
     refuse_where(
         (
@@ -87,12 +87,12 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
             fix,
         ),
         (
-            none and layers != "all",
+            is_off and layers != "all",
             f"train.checkpointed_layers: {layers} has no effect with {key}",
             fix,
         ),
         (
-            none and train.keep_attention,
+            is_off and train.keep_attention,
             f"train.keep_attention has no effect with {key}",
             f"{fix}, or leave train.keep_attention to auto",
         ),
@@ -104,15 +104,15 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
     )
 
 
-def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
+def configured_checkpointing(model: nn.Module, train: TrainSection) -> Checkpointing:
     """The choice that the configuration makes for this model; `auto_checkpointing` decides about
     `auto`. Raises UsageError.
     """
     assert train.gradient_checkpointing != AUTO
     if train.gradient_checkpointing == NONE:
         return Checkpointing(NONE)
-    of = len(checkpointable(model))
-    if not of:
+    total = len(checkpointable_layers(model))
+    if not total:
         raise UsageError(
             f"train.gradient_checkpointing: {train.gradient_checkpointing}: this architecture marks"
             " no layers that could be recomputed",
@@ -120,76 +120,79 @@ def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
         )
     return Checkpointing(
         train.gradient_checkpointing,
-        chosen(train.checkpointed_layers, of),
-        of,
+        select_layers(train.checkpointed_layers, total),
+        total,
         keep_attention=train.keep_attention,
     )
 
 
-def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
-    """The positions that `train.checkpointed_layers` names among `of` layers. Raises UsageError for
+def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
+    """The positions that `train.checkpointed_layers` names among `total` layers. Raises UsageError for
     one that does not exist.
     """
     if layers == "all":
-        return tuple(range(of))
+        return tuple(range(total))
     if isinstance(layers, str):
-        return tuple(range(0, of, int(layers.removeprefix("every "))))
+        return tuple(range(0, total, int(layers.removeprefix("every "))))
     if isinstance(layers, int):
         positions = tuple(range(layers))
     else:
         positions = tuple(sorted(set(layers)))
-    if not positions or positions[-1] >= of:
-        most = f"0 to {of - 1}" if isinstance(layers, list) else f"1 to {of}"
+    if not positions or positions[-1] >= total:
+        allowed = f"0 to {total - 1}" if isinstance(layers, list) else f"1 to {total}"
         raise UsageError(
-            f"train.checkpointed_layers: {layers}: the model has {of} layers", fix=f"{most}, or all"
+            f"train.checkpointed_layers: {layers}: the model has {total} layers",
+            fix=f"{allowed}, or all",
         )
     return positions
 
 
-def checkpointable(model: nn.Module) -> list[Any]:
+def checkpointable_layers(model: nn.Module) -> list[Any]:
     """The layers that can be checkpointed, in the order of the model: those that transformers
     marks, not those inside another one; else the blocks of a diffusers model.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found: list[Any] = []
-    inside = ""
+    layers: list[Any] = []
+    outer_prefix = ""
     inner = inner_model(model)
-    parts = vision_parts(inner)
+    vision = vision_parts(inner)
     for name, module in inner.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and not (
-            inside and name.startswith(inside)
+            outer_prefix and name.startswith(outer_prefix)
         ):
             if (
-                parts is None
-                or parts.part_kind(name) == LANGUAGE
+                vision is None
+                or vision.part_kind(name) == LANGUAGE
                 or any(p.requires_grad for p in module.parameters())
             ):
-                found.append(module)
-            inside = f"{name}."
-    return found or denoiser_blocks(model)
+                layers.append(module)
+            outer_prefix = f"{name}."
+    return layers or denoiser_blocks(model)
 
 
-def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
+def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
     """Switches recomputation of every layer on or off. May be called again with another choice."""
-    keep: Callable[..., Any] = partial(call_and_recompute, keep_attention=what.keep_attention)
-    function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
-    for position, layer in enumerate(checkpointable(model)):
-        if position in what.layers:
-            layer.gradient_checkpointing = WhileRecording()
+    call: Callable[..., Any] = partial(
+        call_and_recompute, keep_attention=checkpointing.keep_attention
+    )
+    function = HostMemory(call=call) if checkpointing.kind == OFFLOAD else call
+    for position, layer in enumerate(checkpointable_layers(model)):
+        if position in checkpointing.layers:
+            layer.gradient_checkpointing = OnWhileRecording()
         else:
             layer.gradient_checkpointing = False
-        enter = layer.__dict__.get(ENTER)
-        if enter is None:
+        prepare = layer.__dict__.get(PREPARE_ATTRIBUTE)
+        if prepare is None:
             layer._gradient_checkpointing_func = function
         else:
-            layer._gradient_checkpointing_func = partial(_entering, enter, function)
+            layer._gradient_checkpointing_func = partial(_prepare_and_run, prepare, function)
         if type(layer).__module__.startswith("diffusers."):
-            put_switch(layer)
+            install_switch(layer)
 
 
-def _entering(
-    enter: Callable[[], None],
+def _prepare_and_run(
+    prepare: Callable[[], None],
     function: Callable[..., Any],
     run: Callable[..., Any],
     *args: Any,
@@ -197,14 +200,14 @@ def _entering(
 ) -> Any:
     """`function(run, ...)`, where each `run`, also inside backward, has its weights."""
 
-    def entered(*values: Any, **named: Any) -> Any:
-        enter()
-        return run(*values, **named)
+    def run_prepared(*values: Any, **kwargs: Any) -> Any:
+        prepare()
+        return run(*values, **kwargs)
 
-    return function(entered, *args, **options)
+    return function(run_prepared, *args, **options)
 
 
-class WhileRecording:
+class OnWhileRecording:
     """A switch that is true only while autograd records. transformers disables the cache of every
     layer that is in training mode and whose switch is on; with a plain True, a generation in
     training mode would see one token at a time and no earlier ones.
@@ -214,7 +217,7 @@ class WhileRecording:
         return torch.is_grad_enabled()
 
 
-def put_switch(block: nn.Module) -> None:
+def install_switch(block: nn.Module) -> None:
     """Makes a block ask its `gradient_checkpointing` and `_gradient_checkpointing_func` at every
     call, as transformers' layers do.
     """
@@ -224,14 +227,14 @@ def put_switch(block: nn.Module) -> None:
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     method: InstanceMethod = block.__dict__["forward"]
-    own = method.previous or method.bound_class_method()
+    original_forward = method.previous or method.bound_class_method()
     if not (block.training and getattr(block, "gradient_checkpointing", False)):
-        return own(*args, **kwargs)
+        return original_forward(*args, **kwargs)
     names = tuple(kwargs)
     count = len(args)
 
     def run(*values: Any) -> Any:
-        return own(*values[:count], **dict(zip(names, values[count:])))
+        return original_forward(*values[:count], **dict(zip(names, values[count:])))
 
     # all of them by position: checkpointing sees the tensors among its arguments
     return block._gradient_checkpointing_func(run, *args, *kwargs.values())  # type: ignore[operator]  # the function that apply_checkpointing put there

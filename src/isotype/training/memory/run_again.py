@@ -33,7 +33,7 @@ def call_and_recompute(
 
     keep_attention  attention's output and logsumexp are kept, so that the recompute runs no
                     attention
-    options         of RecomputedLayer: put and get, which say where what is kept waits
+    options         of RecomputedLayer: `offload` and `restore` of what is kept
     """
     layer = RecomputedLayer(keep_attention=keep_attention, **options)
     # autocast is restored here; a plan's is another one
@@ -47,10 +47,10 @@ def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
     Raises  CheckpointError in backward where the second run saves other shapes or dtypes than the
             first
     """
-    call = _Call(function, args)
-    with saved_tensors_hooks(call.empty, call.taken):
+    call = _CheckpointedCall(function, args)
+    with saved_tensors_hooks(call.pack, call.unpack):
         output = function(*args)
-    call.forward_ended()
+    call.finish_forward()
     return output
 
 
@@ -65,7 +65,7 @@ class _Inputs(torch.autograd.Function):
         return torch.empty(0)
 
 
-class _Place:
+class _SavedSlot:
     """Of one saved tensor. It belongs to the graph: once the graph frees it, nothing is kept for
     it.
     """
@@ -77,18 +77,18 @@ class _Place:
     device: torch.device
 
 
-class _Full(Exception):
+class _AllSlotsFilled(Exception):
     """The last place is filled: what the layer would compute now nobody reads."""
 
 
-class _Call:
+class _CheckpointedCall:
     """One call of a layer."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
-        self.places = list[weakref.ref[_Place]]()
+        self.slots = list[weakref.ref[_SavedSlot]]()
         tensors = {i: value for i, value in enumerate(args) if isinstance(value, Tensor)}
-        self.rest = [None if i in tensors else value for i, value in enumerate(args)]
+        self.other_args = [None if i in tensors else value for i, value in enumerate(args)]
         self.positions = tuple(tensors)
         self.inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors.values())
         self.devices = list(
@@ -96,101 +96,103 @@ class _Call:
                 t.device for t in tensors.values() if t.device.type not in ("cpu", "meta")
             )
         )
-        self.autocast = [
-            _autocast(kind)
-            for kind in dict.fromkeys(("cpu", *(device.type for device in self.devices)))
+        self.autocast_states = [
+            _autocast_state(device_type)
+            for device_type in dict.fromkeys(("cpu", *(device.type for device in self.devices)))
         ]
-        self.random: list[Tensor] | None = _random_states(self.devices)
+        self.random_states: list[Tensor] | None = _random_states(self.devices)
 
-    def forward_ended(self) -> None:
+    def finish_forward(self) -> None:
         if all(
-            _bits(a) == _bits(b) for a, b in zip(self.random or (), _random_states(self.devices))
+            _state_bytes(a) == _state_bytes(b)
+            for a, b in zip(self.random_states or (), _random_states(self.devices))
         ):
-            self.random = None
+            self.random_states = None
 
-    def empty(self, tensor: Tensor) -> _Place:
-        place = _Place()
-        place.tensor, place.shape, place.dtype, place.device = (
+    def pack(self, tensor: Tensor) -> _SavedSlot:
+        slot = _SavedSlot()
+        slot.tensor, slot.shape, slot.dtype, slot.device = (
             None,
             tensor.shape,
             tensor.dtype,
             tensor.device,
         )
-        self.places.append(weakref.ref(place))
-        return place
+        self.slots.append(weakref.ref(slot))
+        return slot
 
-    def taken(self, place: _Place) -> Tensor:
-        if place.tensor is None:
-            self.run_again()
-        tensor, place.tensor = place.tensor, None
+    def unpack(self, slot: _SavedSlot) -> Tensor:
+        if slot.tensor is None:
+            self.recompute()
+        tensor, slot.tensor = slot.tensor, None
         assert tensor is not None
         return tensor
 
-    def run_again(self) -> None:
-        args = list(self.rest)
+    def recompute(self) -> None:
+        args = list(self.other_args)
         for i, tensor in zip(self.positions, self.inputs.grad_fn.saved_tensors):
             args[i] = tensor
-        count, filled = len(self.places), 0
+        count, filled = len(self.slots), 0
 
         def fill(tensor: Tensor) -> Tensor:
             nonlocal filled
             # an output would hold the operator that holds it
             tensor = tensor.detach() if tensor.requires_grad else tensor
-            place = self.places[filled]()
+            slot = self.slots[filled]()
             filled += 1
-            if place is not None:
+            if slot is not None:
                 if (
-                    tensor.shape != place.shape
-                    or tensor.dtype != place.dtype
-                    or tensor.device != place.device
+                    tensor.shape != slot.shape
+                    or tensor.dtype != slot.dtype
+                    or tensor.device != slot.device
                 ):
                     raise CheckpointError(
-                        _DIFFERS + f": {_words(tensor)} where it saved {_words(place)}"
+                        _MISMATCH
+                        + f": {_describe_tensor(tensor)} where it saved {_describe_tensor(slot)}"
                     )
-                place.tensor = tensor
+                slot.tensor = tensor
             if filled == count:
-                raise _Full
+                raise _AllSlotsFilled
             return tensor
 
         with ExitStack() as stack:
-            if self.random is not None:
-                stack.enter_context(_drawing_from(self.random, self.devices))
-            for then in self.autocast:
-                if then != _autocast(then[0]):
+            if self.random_states is not None:
+                stack.enter_context(_use_random_states(self.random_states, self.devices))
+            for state in self.autocast_states:
+                if state != _autocast_state(state[0]):
                     stack.enter_context(
                         torch.autocast(
-                            then[0], enabled=then[1], dtype=then[2], cache_enabled=then[3]
+                            state[0], enabled=state[1], dtype=state[2], cache_enabled=state[3]
                         )
                     )
-            stack.enter_context(saved_tensors_hooks(fill, _as_it_is))
+            stack.enter_context(saved_tensors_hooks(fill, _return_unchanged))
             stack.enter_context(torch.enable_grad())
             try:
                 self.function(*args)
-            except _Full:
+            except _AllSlotsFilled:
                 return
-        raise CheckpointError(_DIFFERS + f": {filled} tensors where it saved {count}")
+        raise CheckpointError(_MISMATCH + f": {filled} tensors where it saved {count}")
 
 
-_DIFFERS = (
+_MISMATCH = (
     "a recomputed layer saves other tensors in backward than in forward, by a condition that"
     " changed between the two"
 )
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _return_unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _words(of: Tensor | _Place) -> str:
-    return f"{tuple(of.shape)} {of.dtype} on {of.device}"
+def _describe_tensor(tensor: Tensor | _SavedSlot) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def _autocast(kind: str) -> tuple[str, bool, torch.dtype, bool]:
+def _autocast_state(device_type: str) -> tuple[str, bool, torch.dtype, bool]:
     """Of a device type: whether it is on, its dtype, whether it keeps the weights that it cast."""
     return (
-        kind,
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
+        device_type,
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
     )
 
@@ -202,25 +204,25 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
     ]
 
 
-def _bits(state: Tensor) -> bytes:
+def _state_bytes(state: Tensor) -> bytes:
     # past PyTorch's dispatcher: who records or counts a step's operators sees none
     return bytes(state.numpy())
 
 
 @contextmanager
-def _drawing_from(states: list[Tensor], devices: list[torch.device]) -> Iterator[None]:
+def _use_random_states(states: list[Tensor], devices: list[torch.device]) -> Iterator[None]:
     """Within this block random numbers are those that follow `states`; afterwards they go on where
     they were.
     """
-    before = _random_states(devices)
-    _put_random(states, devices)
+    previous = _random_states(devices)
+    _set_random_states(states, devices)
     try:
         yield
     finally:
-        _put_random(before, devices)
+        _set_random_states(previous, devices)
 
 
-def _put_random(states: list[Tensor], devices: list[torch.device]) -> None:
+def _set_random_states(states: list[Tensor], devices: list[torch.device]) -> None:
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:]):
         torch.get_device_module(device).set_rng_state(state, device)

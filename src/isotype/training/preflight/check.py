@@ -20,8 +20,8 @@ from ...runs.folder import RunFolder
 from ..setup import Subject
 from ..task import Check
 from .codes import CODES, NOT_SKIPPED
-from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
-from .static import disk_too_small, memory_too_small, unexpected_device, vanishing_updates
+from .rehearsal import rehearse_evaluation, rehearse_samples, rehearse_step
+from .static import check_device, check_disk, check_memory, check_update_sizes
 
 RECORD = "preflight.json"
 
@@ -29,15 +29,15 @@ RECORD = "preflight.json"
 PHASES = ("static", "data", "memory", "real")
 CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
-        Check(("PF001",), unexpected_device),
-        Check(("PF003",), vanishing_updates),
-        Check(("PF004",), disk_too_small),
+        Check(("PF001",), check_device),
+        Check(("PF003",), check_update_sizes),
+        Check(("PF004",), check_disk),
     ),
-    "memory": (Check(("PF011",), memory_too_small),),
+    "memory": (Check(("PF011",), check_memory),),
     "real": (
-        Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step),
-        Check(("PF016",), rehearsed_evaluation),
-        Check(("PF017",), rehearsed_samples),
+        Check(("PF012", "PF013", "PF014", "PF015"), rehearse_step),
+        Check(("PF016",), rehearse_evaluation),
+        Check(("PF017",), rehearse_samples),
     ),
 }
 
@@ -75,7 +75,7 @@ class Outcome:
                 "preflight",
                 f"{passed} of {len(self.ran)} checks passed in {sum(self.seconds.values()):.1f} s",
             ),
-            *[(str(f.severity), _line(f)) for f in sort_findings(self.findings)],
+            *[(str(f.severity), _format_finding(f)) for f in sort_findings(self.findings)],
             *[
                 ("skipped", f"{code} {CODES[code]}: {reason}")
                 for code, reason in self.skipped.items()
@@ -98,50 +98,59 @@ def preflight(
             is the first one's.
     """
     record = subject.folder / RECORD
-    before = RunFolder(record.parent).read_json(record.name) if subject.resuming else {}
-    skipped = (skipped_before(record) if subject.resuming else {}) | dict(skips)
+    previous_record = RunFolder(record.parent).read_json(record.name) if subject.resuming else {}
+    skipped = (read_skipped(record) if subject.resuming else {}) | dict(skips)
     outcome = Outcome(skipped=skipped)
-    own = subject.task.checks()
+    task_checks = subject.task.checks()
     for phase in PHASES:
         # the next phase runs a model that processes may share: none runs it where one has refused
         if world.any(outcome.refused) or (subject.resuming and phase != "static"):
             break
         started = time.perf_counter()
-        for check in (*checks.get(phase, ()), *own.get(phase, ())):
+        for check in (*checks.get(phase, ()), *task_checks.get(phase, ())):
             if check.codes[0] not in skipped:
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
                 outcome.ran += [code for code in check.codes if code not in skipped]
         outcome.seconds[phase] = time.perf_counter() - started
-    now = outcome.to_dict()
-    earlier = before.get("resumed")
-    again = [*(earlier if isinstance(earlier, list) else []), now]
+    record_content = outcome.to_dict()
+    earlier_records = previous_record.get("resumed")
+    resumed_records = [
+        *(earlier_records if isinstance(earlier_records, list) else []),
+        record_content,
+    ]
     if world.first:
-        content = before | {"skipped": now["skipped"], "resumed": again} if before else now
+        content = (
+            previous_record | {"skipped": record_content["skipped"], "resumed": resumed_records}
+            if previous_record
+            else record_content
+        )
         RunFolder(record.parent).write_json(record.name, content)
-    error = refusal(outcome) if outcome.refused else None
-    for rank, one in enumerate(world.gather([error.message, error.fix] if error else None)):
-        if one:
-            raise PreflightError(f"rank {rank}: {one[0]}" if rank else one[0], fix=one[1])
+    error = refusal_error(outcome) if outcome.refused else None
+    for rank, refused in enumerate(world.gather([error.message, error.fix] if error else None)):
+        if refused:
+            raise PreflightError(
+                f"rank {rank}: {refused[0]}" if rank else refused[0], fix=refused[1]
+            )
     return outcome
 
 
-def refusal(outcome: Outcome) -> PreflightError:
+def refusal_error(outcome: Outcome) -> PreflightError:
     errors = [f for f in sort_findings(outcome.findings) if f.severity >= Severity.ERROR]
     codes = list(dict.fromkeys(f.code for f in errors))
-    shown = "\n".join(f.render() for f in sort_findings(outcome.findings))
+    findings_text = "\n".join(f.render() for f in sort_findings(outcome.findings))
     skip = next(
         (f', or --skip {code}="why it does not matter here"' for code in codes if code in CODES), ""
     )
     return PreflightError(
-        f"refused before step 1: {', '.join(codes)}\n{shown}", fix=f"mend it{skip}"
+        f"refused before step 1: {', '.join(codes)}\n{findings_text}", fix=f"mend it{skip}"
     )
 
 
-def _line(finding: Finding) -> str:
+def _format_finding(finding: Finding) -> str:
     return f"{finding.code} {finding.message}" + (f"; {finding.fix}" if finding.fix else "")
 
 
-def skipped_before(record: Path) -> dict[str, str]:
+def read_skipped(record: Path) -> dict[str, str]:
     """The checks that were skipped when the run started, code to reason; invalid entries are
     ignored.
     """

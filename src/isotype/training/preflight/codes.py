@@ -32,35 +32,37 @@ CODES: Mapping[str, str] = {
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 
 
-def check_skips(skip: Mapping[str, str], words: str = "skip={{'{}': '...'}}") -> dict[str, str]:
-    """The same, code to reason. `words`: how the user gives one.
+def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}") -> dict[str, str]:
+    """The same, code to reason. `template`: how the user gives one.
 
     Raises  UsageError for a code that no check has, or whose check cannot be left out, and for a
             missing reason
     """
-    for code, reason in skip.items():
-        given = words.format(code)
+    for code, reason in skips.items():
+        option = template.format(code)
         if code not in CODES:
-            near = get_close_matches(code.upper(), CODES, n=1)
+            close_codes = get_close_matches(code.upper(), CODES, n=1)
             raise UsageError(
-                f"{given}: no such check",
-                fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}",
+                f"{option}: no such check",
+                fix=f"did you mean {close_codes[0]}?"
+                if close_codes
+                else f"one of: {' '.join(CODES)}",
             )
         if code in NOT_SKIPPED:
             raise UsageError(
-                f"{given}: cannot be skipped: {NOT_SKIPPED[code]}",
+                f"{option}: cannot be skipped: {NOT_SKIPPED[code]}",
                 fix=f"isotype doctor explain {code}",
             )
         if not str(reason).strip():
-            raise UsageError(f"{given}: a reason is needed", fix="say why it does not matter here")
-    return dict(skip)
+            raise UsageError(f"{option}: a reason is needed", fix="say why it does not matter here")
+    return dict(skips)
 
 
-def parse_skips(given: Sequence[str]) -> dict[str, str]:
+def parse_skips(options: Sequence[str]) -> dict[str, str]:
     """`["PF004=shared disk"]` -> code to reason. Raises UsageError."""
     skips: dict[str, str] = {}
-    for word in given:
-        code, _, reason = word.partition("=")
+    for option in options:
+        code, _, reason = option.partition("=")
         code = code.strip().upper()
         if code in skips:
             raise UsageError(f"--skip {code}: given twice")

@@ -47,15 +47,15 @@ STEP_ERRORS = (
     AssertionError,
     MemoryError,
 )
-_SHOWN = 3  # names of tensors in a finding
-_OURS_AND_PYTORCHS = (
+_MAX_NAMES = 3  # names of tensors in a finding
+_LIBRARY_FOLDERS = (
     str(Path(__file__).parents[2]) + os.sep,
     str(Path(torch.__file__).parent) + os.sep,
 )
 
 
 @contextmanager
-def undone(prepared: Prepared) -> Iterator[None]:
+def preserve_state(prepared: Prepared) -> Iterator[None]:
     """Restores, on exit, all state that forward, backward, an evaluation or a generation changes.
     Weights of a shared model are parts again.
     """
@@ -63,9 +63,9 @@ def undone(prepared: Prepared) -> Iterator[None]:
     stepper = prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     if stepper.loss_scale:
-        scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet)
+        saved_scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet)
     else:
-        scale = None
+        saved_scale = None
     with preserve_random_state(), preserve_modes(model):
         try:
             yield
@@ -73,8 +73,8 @@ def undone(prepared: Prepared) -> Iterator[None]:
             reshard_units(model)
             stepper.accumulator.zero()
             model.zero_grad(set_to_none=True)
-            if stepper.loss_scale and scale:
-                stepper.loss_scale.scale, stepper.loss_scale.quiet = scale
+            if stepper.loss_scale and saved_scale:
+                stepper.loss_scale.scale, stepper.loss_scale.quiet = saved_scale
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -84,7 +84,7 @@ def undone(prepared: Prepared) -> Iterator[None]:
 
 
 @contextmanager
-def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """An update in this block begins without states, at learning rate 0; the optimizer's states and
     settings are restored on exit.
     """
@@ -101,55 +101,57 @@ def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.state = states
-        for group, before in zip(optimizer.param_groups, settings, strict=True):
-            group.update(before)
+        for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
+            group.update(group_settings)
 
 
-def rehearsed_step(subject: Subject) -> Iterator[Finding]:
+def rehearse_step(subject: Subject) -> Iterator[Finding]:
     """Runs forward, backward and update on the longest rows, and checks the gradients before they
     are freed.
     """
     prepared = subject.prepared
     stepper = prepared.stepper
-    batch = subject.batch_of(subject.longest_rows)
-    what = f"a training step on {batch}"
-    with undone(prepared):
+    batch = subject.make_batch(subject.longest_rows)
+    description = f"a training step on {batch}"
+    with preserve_state(prepared):
         prepared.model.train()
         try:
-            with subject.watched(LONGEST):
+            with subject.watch(LONGEST):
                 loss = float(stepper.accumulate([batch]))
                 norm = stepper.norm()
         except STEP_ERRORS as error:
-            yield _failed("PF012", what, error)
+            yield _failure_finding("PF012", description, error)
             return
         if not math.isfinite(loss) or (not math.isfinite(norm) and stepper.loss_scale is None):
-            yield _not_finite(subject, "the gradient" if math.isfinite(loss) else "the loss")
+            yield _non_finite_finding(
+                subject, "the gradient" if math.isfinite(loss) else "the loss"
+            )
             return
         yield from subject.violations(LONGEST)
         if batch.weight:
-            yield from without_gradient(subject)
-            yield from with_gradient_but_frozen(subject)
+            yield from find_missing_gradients(subject)
+            yield from find_frozen_gradients(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
             return
-        if (own := find_custom_update(stepper.optimizer)) is not None:
-            yield _not_rehearsed(own)
+        if (custom_code := find_custom_update(stepper.optimizer)) is not None:
+            yield _unrehearsed_finding(custom_code)
             return
         try:
-            with _update_undone(stepper.optimizer):
+            with _preserve_optimizer(stepper.optimizer):
                 stepper.optimizer.step()
         except STEP_ERRORS as error:
-            yield _failed("PF012", f"the update after {what}", error)
+            yield _failure_finding("PF012", f"the update after {description}", error)
 
 
-def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
+def rehearse_evaluation(subject: Subject) -> Iterator[Finding]:
     """Runs one evaluation pass on the longest evaluation rows."""
     prepared = subject.prepared
     result = None
-    with _tried(subject, "PF016", "an evaluation of the longest rows", EVALUATION) as found:
+    with _rehearse(subject, "PF016", "an evaluation of the longest rows", EVALUATION) as findings:
         result = subject.task.rehearse_evaluation(
             prepared.model, prepared.device, dtype=prepared.resolved.precision.loss
         )
-    yield from found
+    yield from findings
     if result is not None and not math.isfinite(result.loss):
         yield Finding(
             code="PF016",
@@ -164,45 +166,45 @@ def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def rehearsed_samples(subject: Subject) -> Iterator[Finding]:
+def rehearse_samples(subject: Subject) -> Iterator[Finding]:
     """Generates one small sample in the precision for samples."""
     prepared = subject.prepared
-    if not subject.task.samples or not subject.plan.sample_every:
+    if not subject.task.samples or not subject.schedule.sample_every:
         return
-    together = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
-    with _tried(subject, "PF017", "a small sample", GENERATION, "generate") as found:
-        subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
-    for one in found:
+    world = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
+    with _rehearse(subject, "PF017", "a small sample", GENERATION, "generate") as findings:
+        subject.task.sample(prepared.model, prepared.device, shortened=True, world=world)
+    for finding in findings:
         yield (
-            replace(one, fix=f"run.sample_every: 0 trains without samples; {one.fix}")
-            if one.code == "PF017"
-            else one
+            replace(finding, fix=f"run.sample_every: 0 trains without samples; {finding.fix}")
+            if finding.code == "PF017"
+            else finding
         )
 
 
 @contextmanager
-def _tried(
-    subject: Subject, code: str, what: str, watched: str, role: str = "compute"
+def _rehearse(
+    subject: Subject, code: str, description: str, observation_name: str, role: str = "compute"
 ) -> Iterator[list[Finding]]:
     """Undoes what runs in this block; gives its violations, or the finding about its failure."""
-    found: list[Finding] = []
-    with undone(subject.prepared):
+    findings: list[Finding] = []
+    with preserve_state(subject.prepared):
         try:
-            with subject.watched(watched, role):
-                yield found
+            with subject.watch(observation_name, role):
+                yield findings
         except STEP_ERRORS as error:
-            found.append(_failed(code, what, error))
-    found += subject.violations(watched)
+            findings.append(_failure_finding(code, description, error))
+    findings += subject.violations(observation_name)
 
 
-def without_gradient(subject: Subject) -> Iterator[Finding]:
+def find_missing_gradients(subject: Subject) -> Iterator[Finding]:
     """PF014: trained tensors that get no gradient, or only zeros."""
     model = subject.prepared.model
     gradient = subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
-    useful = _not_zero(given, subject)
-    filled = _not_zero(
+    gradients = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
+    usable = _nonzero_names(gradients, subject)
+    filled = _nonzero_names(
         {
             name: local_part(p).detach()
             for name, p in trained.items()
@@ -210,22 +212,22 @@ def without_gradient(subject: Subject) -> Iterator[Finding]:
         },
         subject,
     )
-    lost = [
+    missing = [
         name
         for name in trained
-        if name not in useful
-        and not _rightly_zero(name, trained, filled, subject.prepared.manifest.unused)
+        if name not in usable
+        and not _is_expected_zero(name, trained, filled, subject.prepared.manifest.unused)
     ]
-    if not lost:
+    if not missing:
         return
-    none = [name for name in lost if name not in given]
-    shown = ", ".join(lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
+    unreached = [name for name in missing if name not in gradients]
+    names_text = ", ".join(missing[:_MAX_NAMES]) + (", ..." if len(missing) > _MAX_NAMES else "")
     yield Finding(
         code="PF014",
-        severity=Severity.WARNING if useful else Severity.ERROR,
-        place=Place(symbol=lost[0]),
-        message=f"{len(lost)} of {len(trained)} trained tensors get no usable gradient: {shown}",
-        observed=f"{len(none)} are not reached by backward, {len(lost) - len(none)} get zeros only",
+        severity=Severity.WARNING if usable else Severity.ERROR,
+        place=Place(symbol=missing[0]),
+        message=f"{len(missing)} of {len(trained)} trained tensors get no usable gradient: {names_text}",
+        observed=f"{len(unreached)} are not reached by backward, {len(missing) - len(unreached)} get zeros only",
         cause=(
             "the loss does not depend on them: a module that this forward does not use, a detach,"
             " or activations that underflow"
@@ -237,18 +239,18 @@ def without_gradient(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _not_zero(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
+def _nonzero_names(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
     """The names of tensors with an element that is not zero, in any of the processes that share a
     model.
     """
     stepper = subject.prepared.stepper
-    some = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
-    if stepper.sharding is not None and some:
-        some = stepper.world.sum([float(any_element) for any_element in some])
-    return {name for name, any_element in zip(tensors, some) if any_element}
+    flags = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
+    if stepper.sharding is not None and flags:
+        flags = stepper.world.sum([float(is_nonzero) for is_nonzero in flags])
+    return {name for name, is_nonzero in zip(tensors, flags) if is_nonzero}
 
 
-def _rightly_zero(
+def _is_expected_zero(
     name: str, trained: dict[str, nn.Parameter], filled: set[str], unused: Sequence[str]
 ) -> bool:
     """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step
@@ -260,43 +262,45 @@ def _rightly_zero(
     if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused):
         return True
     if ".lokr_" in name:
-        others = [
-            one
-            for one in trained
-            if one != name and one.startswith(f"{name.partition('.lokr_')[0]}.lokr_")
+        partners = [
+            name_part
+            for name_part in trained
+            if name_part != name and name_part.startswith(f"{name.partition('.lokr_')[0]}.lokr_")
         ]
-        return any(one not in filled for one in others)
-    for one, other in (
+        return any(name_part not in filled for name_part in partners)
+    for name_part, partner_part in (
         ("lora_A", "lora_B"),
         ("lora_B", "lora_A"),
         ("lora_embedding_A", "lora_embedding_B"),
         ("lora_embedding_B", "lora_embedding_A"),
     ):
-        partner = name.replace(f".{one}.", f".{other}.")
+        partner = name.replace(f".{name_part}.", f".{partner_part}.")
         if partner != name and partner in trained and partner not in filled:
             return True
     return False
 
 
-def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
+def find_frozen_gradients(subject: Subject) -> Iterator[Finding]:
     """PF015: tensors that backward fills although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
-    named = subject.prepared.model.named_parameters()
-    held = {name: p.grad for name, p in named if id(p) not in updated and p.grad is not None}
-    if not held:
+    named_parameters = subject.prepared.model.named_parameters()
+    gradients = {
+        name: p.grad for name, p in named_parameters if id(p) not in updated and p.grad is not None
+    }
+    if not gradients:
         return
-    first = next(iter(held))
+    first_name = next(iter(gradients))
     yield Finding(
         code="PF015",
         severity=Severity.ERROR,
-        place=Place(symbol=first),
+        place=Place(symbol=first_name),
         message=(
-            f"{pluralise(len(held), 'tensor that is not trained gets', 'tensors that are not trained get')}"
-            f" a gradient, {first} first"
+            f"{pluralise(len(gradients), 'tensor that is not trained gets', 'tensors that are not trained get')}"
+            f" a gradient, {first_name} first"
         ),
         observed=(
-            f"{sum(g.numel() * g.element_size() for g in held.values()):,} bytes of gradients that"
+            f"{sum(g.numel() * g.element_size() for g in gradients.values()):,} bytes of gradients that"
             " nothing reads or clears"
         ),
         cause=(
@@ -307,35 +311,37 @@ def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _not_finite(subject: Subject, what: str) -> Finding:
+def _non_finite_finding(subject: Subject, quantity: str) -> Finding:
     stepper = subject.prepared.stepper
-    batch = subject.batch_of(subject.longest_rows)
-    error = stepper.non_finite([batch], step=0, what=what)
-    first, *rest = error.message.splitlines()
+    batch = subject.make_batch(subject.longest_rows)
+    error = stepper.explain_non_finite([batch], step=0, quantity=quantity)
+    first_line_text, *other_lines = error.message.splitlines()
     return Finding(
         code="PF013",
         severity=Severity.ERROR,
-        message=f"{what} is not finite on the longest rows, before anything was trained",
-        observed="\n".join([first.removeprefix("step 0: "), *(line.strip() for line in rest)]),
+        message=f"{quantity} is not finite on the longest rows, before anything was trained",
+        observed="\n".join(
+            [first_line_text.removeprefix("step 0: "), *(line.strip() for line in other_lines)]
+        ),
         fix=error.fix,
     )
 
 
-def _not_rehearsed(own: str) -> Finding:
+def _unrehearsed_finding(custom_code: str) -> Finding:
     return Finding(
         code="PF012",
         severity=Severity.NOTE,
-        place=Place(symbol=own),
-        message=f"the update by {own} is not rehearsed",
+        place=Place(symbol=custom_code),
+        message=f"the update by {custom_code} is not rehearsed",
         cause="code of your own may keep state that no rehearsal could put back",
         observed="whether it runs, and its memory, are not known",
     )
 
 
-def _failed(code: str, what: str, error: Exception) -> Finding:
+def _failure_finding(code: str, description: str, error: Exception) -> Finding:
     text = first_line(error)
-    if (missing := out_of_memory(error)) is not None:
-        text = f"out of memory: {missing}"
+    if (missing_memory := out_of_memory(error)) is not None:
+        text = f"out of memory: {missing_memory}"
         fix = (
             "a smaller train.batch_size with more train.accumulate gives the same result;"
             " train.gradient_checkpointing: layers"
@@ -350,26 +356,26 @@ def _failed(code: str, what: str, error: Exception) -> Finding:
     return Finding(
         code=code,
         severity=Severity.ERROR,
-        place=Place(symbol=_where(error)),
-        message=f"{what} failed: {text}",
+        place=Place(symbol=_error_location(error)),
+        message=f"{description} failed: {text}",
         cause=type(error).__name__,
         fix=fix,
     )
 
 
-def _where(error: Exception) -> str | None:
+def _error_location(error: Exception) -> str | None:
     """The innermost line of the traceback that is neither PyTorch's nor Isotype's own (else the
     innermost), `file:line in function`.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return None
-    at = next(
+    location = next(
         (
             frame
             for frame in reversed(frames)
-            if not frame.filename.startswith((*_OURS_AND_PYTORCHS, "<"))
+            if not frame.filename.startswith((*_LIBRARY_FOLDERS, "<"))
         ),
         frames[-1],
     )
-    return f"{Path(at.filename).name}:{at.lineno} in {at.name}"
+    return f"{Path(location.filename).name}:{location.lineno} in {location.name}"

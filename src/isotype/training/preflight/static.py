@@ -18,18 +18,18 @@ from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
 from ...wording import format_binary_bytes, format_bytes, pluralise
-from ..memory.device import WITHIN, less_memory, memory_there, other_memory
-from ..memory.plan import held_memory, plan_part
+from ..memory.device import PLAN_TOLERANCE, available_memory, memory_saving_advice, overhead_memory
+from ..memory.plan import held_memory, plan_process_memory
 from ..setup import Prepared, Subject
 
-TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
+TYPICAL_UPDATE = 0.2  # of the learning rate: what AdamW moves a weight by
 # shares of the weights that cannot move: a warning, an error
-MANY = 0.5
-NEARLY_ALL = 0.9
-SAMPLED = 4096  # elements looked at in each tensor
+WARNING_SHARE = 0.5
+ERROR_SHARE = 0.9
+SAMPLED_ELEMENTS = 4096  # elements looked at in each tensor
 
 
-def unexpected_device(subject: Subject) -> Iterator[Finding]:
+def check_device(subject: Subject) -> Iterator[Finding]:
     """Checks only `auto`: a device given by name is found or refused earlier, when the run is
     prepared.
     """
@@ -38,20 +38,20 @@ def unexpected_device(subject: Subject) -> Iterator[Finding]:
     gpu = installed_gpu()
     if gpu is None:
         return
-    hidden = next(
+    hiding_variable = next(
         (
-            f"{v}={os.environ[v]!r}"
-            for v in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-            if v in os.environ
+            f"{variable}={os.environ[variable]!r}"
+            for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+            if variable in os.environ
         ),
         None,
     )
     if torch.version.cuda is None and torch.version.hip is None:
         cause = f"torch {torch.__version__} is a build without CUDA and ROCm"
         fix = "install torch's build for this GPU (pytorch.org)"
-    elif hidden is not None:
-        cause = f"{hidden} in the environment hides it"
-        fix = f"unset {hidden.partition('=')[0]}"
+    elif hiding_variable is not None:
+        cause = f"{hiding_variable} in the environment hides it"
+        fix = f"unset {hiding_variable.partition('=')[0]}"
     else:
         cause = f"torch {torch.__version__} cannot use its driver"
         fix = "isotype doctor env says which versions do not go together"
@@ -71,13 +71,13 @@ def installed_gpu() -> str | None:
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         try:
-            listed = subprocess.run(
+            listing = subprocess.run(
                 [tool, "-L"], capture_output=True, text=True, timeout=10, check=False
             )
         except (OSError, subprocess.SubprocessError):
-            listed = None
-        if listed is not None and listed.returncode == 0 and listed.stdout.startswith("GPU "):
-            return listed.stdout.splitlines()[0].partition(" (UUID")[0]
+            listing = None
+        if listing is not None and listing.returncode == 0 and listing.stdout.startswith("GPU "):
+            return listing.stdout.splitlines()[0].partition(" (UUID")[0]
     cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
     if cards:
         return f"an NVIDIA GPU at {cards[0].name}"
@@ -86,7 +86,7 @@ def installed_gpu() -> str | None:
     return None
 
 
-def vanishing_updates(subject: Subject) -> Iterator[Finding]:
+def check_update_sizes(subject: Subject) -> Iterator[Finding]:
     """Compares the update that the learning rate makes with the spacing of each trained tensor's
     dtype at its own magnitudes.
 
@@ -96,8 +96,8 @@ def vanishing_updates(subject: Subject) -> Iterator[Finding]:
     """
     train = subject.config.train
     precision = subject.prepared.resolved.precision
-    rate = train.learning_rate
-    if rate == 0:
+    learning_rate = train.learning_rate
+    if learning_rate == 0:
         yield Finding(
             code="PF003",
             severity=Severity.ERROR,
@@ -106,64 +106,64 @@ def vanishing_updates(subject: Subject) -> Iterator[Finding]:
             fix="train.learning_rate above 0",
         )
         return
-    if rate >= 1 and train.optimizer != "prodigy":
+    if learning_rate >= 1 and train.optimizer != "prodigy":
         yield Finding(
             code="PF003",
             severity=Severity.WARNING,
             place=Place(symbol="train.learning_rate"),
             message=(
-                f"the learning rate is {rate:g}: AdamW moves each weight by about that much in a"
+                f"the learning rate is {learning_rate:g}: AdamW moves each weight by about that much in a"
                 " step, and weights are below 1"
             ),
             fix="train.learning_rate: 2e-4 for an adapter, 1e-5 to 5e-5 for every weight",
         )
-    stochastic = precision.rounding == "stochastic" and train.optimizer == "adamw"
-    if stochastic and precision.trainable != "fp32":
+    rounds_stochastically = precision.rounding == "stochastic" and train.optimizer == "adamw"
+    if rounds_stochastically and precision.trainable != "fp32":
         return
     trained = [
         (name, p)
         for name, p in subject.prepared.model.named_parameters()
         if p.requires_grad and local_part(p).numel()
     ]
-    stuck = 0.0
+    stuck_elements = 0.0
     total = 0
-    still = []
+    stuck_names = []
     for name, parameter in trained:
         part = local_part(parameter)
-        share = stuck_share(part, rate * TYPICAL)
-        stuck += share * part.numel()
+        share = stuck_share(part, learning_rate * TYPICAL_UPDATE)
+        stuck_elements += share * part.numel()
         total += part.numel()
         if share == 1.0:
-            still.append(name)
-    share = stuck / max(1, total)
-    if share < MANY:
+            stuck_names.append(name)
+    share = stuck_elements / max(1, total)
+    if share < WARNING_SHARE:
         return
     yield Finding(
         code="PF003",
-        severity=Severity.ERROR if share >= NEARLY_ALL else Severity.WARNING,
+        severity=Severity.ERROR if share >= ERROR_SHARE else Severity.WARNING,
         place=Place(symbol="train.learning_rate, precision.trainable, precision.rounding"),
         message=f"a typical update is lost in {share:.0%} of the trained weights",
-        declared=f"learning rate {rate:g}, {precision.trainable} weights, rounded to nearest",
+        declared=f"learning rate {learning_rate:g}, {precision.trainable} weights, rounded to nearest",
         cause=(
             f"{precision.trainable} keeps"
             f" {-int(math.log2(torch.finfo(to_torch(precision.trainable)).eps)) + 1} bits: a change"
             " below half of the last one rounds away"
         ),
-        fix=_fix(precision.trainable, train.optimizer, rate),
+        fix=_update_advice(precision.trainable, train.optimizer, learning_rate),
         details=(
             (
                 (
                     "still",
-                    f"{len(still)} of {len(trained)} tensors cannot move at all, {still[0]} first",
+                    f"{len(stuck_names)} of {len(trained)} tensors cannot move at all, {stuck_names[0]} first",
                 ),
             )
-            if still
+            if stuck_names
             else ()
         ),
     )
 
 
-def _fix(trainable: str, optimizer: str, rate: float) -> str:
+def _update_advice(trainable: str, optimizer: str, rate: float) -> str:
     """Nothing that the settings have already."""
     larger = f"a train.learning_rate above {rate:g}"
     if trainable == "fp32":
@@ -180,44 +180,55 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
     inside  fp32
     """
     flat = weight.detach().flatten()
-    flat = flat[:: max(1, flat.numel() // SAMPLED)]
+    flat = flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)]
     # toward zero, where numbers lie closer below a power of two: the more generous direction
     moved = (flat.float() - update * flat.float().sign()).to(flat.dtype)
     return float(((moved == flat) & (flat != 0)).float().mean())
 
 
-def disk_too_small(subject: Subject) -> Iterator[Finding]:
+def check_disk(subject: Subject) -> Iterator[Finding]:
     """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written
     before an old one is removed.
     """
-    plan = subject.plan
+    schedule = subject.schedule
     run = subject.config.run
     checkpoints = subject.folder / "checkpoints"
-    free = shutil.disk_usage(subject.folder).free
-    one = checkpoint_bytes(subject)
-    result = result_bytes(subject)
-    kept = min(run.keep, -(-plan.total // plan.save_every)) + bool(plan.eval_every)
-    if plan.adapters_every:
-        adapters = min((plan.total - 1) // plan.adapters_every, run.adapters_keep or plan.total)
+    free_bytes = shutil.disk_usage(subject.folder).free
+    checkpoint_size = checkpoint_bytes(subject)
+    result_size = result_bytes(subject)
+    kept_checkpoints = min(run.keep, -(-schedule.total // schedule.save_every)) + bool(
+        schedule.eval_every
+    )
+    if schedule.adapters_every:
+        adapters = min(
+            (schedule.total - 1) // schedule.adapters_every, run.adapters_keep or schedule.total
+        )
     else:
         adapters = 0
     if subject.resuming:
-        there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+        existing_bytes = sum(
+            file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()
+        )
     else:
-        there = 0
-    needed = (kept + 1) * one + (1 + adapters) * result - there
-    if needed <= free:
+        existing_bytes = 0
+    required_bytes = (
+        (kept_checkpoints + 1) * checkpoint_size + (1 + adapters) * result_size - existing_bytes
+    )
+    if required_bytes <= free_bytes:
         return
     yield Finding(
         code="PF004",
         severity=Severity.ERROR,
         place=Place(symbol="run.folder", file=str(subject.folder)),
-        message=f"the run writes up to {format_bytes(needed)}, and {format_bytes(free)} are free",
+        message=f"the run writes up to {format_bytes(required_bytes)}, and {format_bytes(free_bytes)} are free",
         details=(
-            ("checkpoints", f"{kept} kept and 1 in writing, {format_bytes(one)} each"),
+            (
+                "checkpoints",
+                f"{kept_checkpoints} kept and 1 in writing, {format_bytes(checkpoint_size)} each",
+            ),
             (
                 "result",
-                format_bytes(result)
+                format_bytes(result_size)
                 + (f", and {adapters} adapters on the way" if adapters else ""),
             ),
         ),
@@ -238,14 +249,17 @@ def checkpoint_bytes(subject: Subject) -> int:
 def result_bytes(subject: Subject) -> int:
     """The adapter or the model in the dtype it is saved in."""
     precision = subject.prepared.resolved.precision
-    whole = subject.config.adapter.kind == "none"
+    is_full_model = subject.config.adapter.kind == "none"
     elements = sum(
-        p.numel() for p in subject.prepared.model.parameters() if whole or p.requires_grad
+        p.numel() for p in subject.prepared.model.parameters() if is_full_model or p.requires_grad
     )
-    return elements * to_torch(precision.save_model if whole else precision.save_adapter).itemsize
+    return (
+        elements
+        * to_torch(precision.save_model if is_full_model else precision.save_adapter).itemsize
+    )
 
 
-def memory_too_small(subject: Subject) -> Iterator[Finding]:
+def check_memory(subject: Subject) -> Iterator[Finding]:
     """Plans the step, which takes seconds, only if a generous upper bound comes near the available
     memory.
     """
@@ -257,11 +271,11 @@ def memory_too_small(subject: Subject) -> Iterator[Finding]:
     )
     precision = prepared.resolved.precision
     device = prepared.device.type
-    has = memory_there(prepared.hardware.memory, prepared.device)
-    besides = other_memory(prepared.model, prepared.device)
-    if not has or task.most_bytes(prepared.model, precision) + besides <= has // 2:
+    available = available_memory(prepared.hardware.memory, prepared.device)
+    overhead = overhead_memory(prepared.model, prepared.device)
+    if not available or task.max_step_bytes(prepared.model, precision) + overhead <= available // 2:
         return
-    plan = plan_part(
+    plan = plan_process_memory(
         task.outline(precision, device_type=device),
         config.train,
         precision,
@@ -270,17 +284,17 @@ def memory_too_small(subject: Subject) -> Iterator[Finding]:
         device_type=device,
         parts=1 if prepared.sharding is None else prepared.sharding.parts,
     )
-    needs = plan.peak + besides
-    if needs <= has * (1 - WITHIN):
+    required = plan.peak + overhead
+    if required <= available * (1 - PLAN_TOLERANCE):
         return
-    fits = needs <= has * (1 + WITHIN)
+    may_fit = required <= available * (1 + PLAN_TOLERANCE)
     yield Finding(
         code="PF011",
-        severity=Severity.WARNING if fits else Severity.ERROR,
+        severity=Severity.WARNING if may_fit else Severity.ERROR,
         place=Place(symbol="train.batch_size, data.max_length"),
         message=(
-            f"the step on the longest rows {'may' if fits else 'will'} not fit: {format_binary_bytes(needs)} of"
-            f" {format_binary_bytes(has)}"
+            f"the step on the longest rows {'may' if may_fit else 'will'} not fit: {format_binary_bytes(required)} of"
+            f" {format_binary_bytes(available)}"
         ),
         details=(
             ("weights", format_binary_bytes(plan.frozen + plan.trained)),
@@ -304,5 +318,5 @@ def memory_too_small(subject: Subject) -> Iterator[Finding]:
             if plan.not_simulated
             else None
         ),
-        fix=less_memory(config, prepared.checkpointing.kind),
+        fix=memory_saving_advice(config, prepared.checkpointing.kind),
     )
