@@ -93,7 +93,7 @@ def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
     if state is None:
         return
     if isinstance(state, PackedState):
-        target.quant_state = state.mapped(convert)
+        target.quant_state = state.map_tensors(convert)
         return
     copied_state = copy.copy(state)
     copied_state.absmax = convert(state.absmax)
