@@ -421,7 +421,7 @@ def trace(
 
     `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
     """
-    from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
+    from ..doctor.trace.session import Target, plain_traceback, run_traced, stdout_to_stderr
 
     parsed = Target.parse(target)
     arguments = list(context.args)
@@ -445,7 +445,7 @@ def trace(
         arguments = []
     least = parse_fail_on(fail_on)
     with stdout_to_stderr() if json_output else contextlib.nullcontext():
-        outcome = run(parsed, arguments)
+        outcome = run_traced(parsed, arguments)
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         sys.stdout.flush()
         print(plain_traceback(outcome.error), file=sys.stderr, flush=True)

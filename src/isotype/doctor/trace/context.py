@@ -21,9 +21,9 @@ from ...observe.operators import Operator
 from ...observe.origin import OBSERVER_FOLDERS, Site, innermost_site, read_statement, running_frames
 from ...observe.tape import ModuleCall, ModuleStack
 from ...pages.sheets import texts
-from .origin import MARK, UNWATCHED, Origin
+from .origin import MARK, UNWATCHED_NOTE, Origin
 
-_CASTING = frozenset(
+_CAST_FUNCTIONS = frozenset(
     {
         "to",
         "float",
@@ -44,19 +44,19 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 say = texts(Path(__file__).with_name("findings.txt"))
 
 
-def at(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
+def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
     """A finding's detail that shows a line with its text."""
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
     return ()
 
 
-def clean(path: str) -> str:
+def clean_path(path: str) -> str:
     """A path without the names that wrappers put in."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
-class Names:
+class ModuleNames:
     """Module paths and the owner and name of every parameter and buffer of the modules seen."""
 
     def __init__(self) -> None:
@@ -64,67 +64,67 @@ class Names:
         self.modules: MutableMapping[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
-    def learn(self, root: torch.nn.Module) -> None:
+    def register(self, root: torch.nn.Module) -> None:
         """Names everything below a module that nothing named before; a larger tree replaces what
         its parts were called.
         """
-        named = {module: clean(path) for path, module in root.named_modules()}
-        self.modules.update(named)
-        self._roots = [ref for ref in self._roots if ref() not in named]
+        paths = {module: clean_path(path) for path, module in root.named_modules()}
+        self.modules.update(paths)
+        self._roots = [ref for ref in self._roots if ref() not in paths]
         self._roots.append(weakref.ref(root))
 
-    def of(self, module: torch.nn.Module) -> str:
+    def module_path(self, module: torch.nn.Module) -> str:
         """The module's path, or its class for a root."""
         return self.modules.get(module) or type(module).__name__
 
     def roots(self) -> list[torch.nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
 
-    def root_of(self, module: torch.nn.Module) -> torch.nn.Module:
+    def find_root(self, module: torch.nn.Module) -> torch.nn.Module:
         """The root that holds the module, or the module itself where none does."""
         return next(
             (root for root in self.roots() if any(inner is module for inner in root.modules())),
             module,
         )
 
-    def find_live(self) -> None:
+    def register_live_modules(self) -> None:
         """Learns the models that exist but have not run yet (for an error while wrapping or
         preparing one).
         """
-        found = [
-            thing
-            for thing in gc.get_objects()
-            if issubclass(type(thing), torch.nn.Module) and thing not in self.modules
+        modules = [
+            candidate
+            for candidate in gc.get_objects()
+            if issubclass(type(candidate), torch.nn.Module) and candidate not in self.modules
         ]
         children = {
-            id(child) for module in found for child in module.modules() if child is not module
+            id(child) for module in modules for child in module.modules() if child is not module
         }
-        for module in found:
+        for module in modules:
             if id(module) not in children and next(module.parameters(), None) is not None:
-                self.learn(module)
+                self.register(module)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """kind, name and tensor of every parameter and buffer of the roots."""
         for root in self.roots():
             for name, parameter in root.named_parameters():
-                yield "parameter", clean(name), parameter
+                yield "parameter", clean_path(name), parameter
             for name, buffer in root.named_buffers():
-                yield "buffer", clean(name), buffer
+                yield "buffer", clean_path(name), buffer
 
     def parameter_name(self, tensor: torch.Tensor) -> str | None:
-        return next((name for _, name, known in self.tensors() if known is tensor), None)
+        return next((name for _, name, parameter in self.tensors() if parameter is tensor), None)
 
     def census(self, root: torch.nn.Module | None = None) -> Counter[torch.dtype]:
         """Floating parameter elements by dtype, of one root or of all."""
-        count: Counter[torch.dtype] = Counter()
+        counts: Counter[torch.dtype] = Counter()
         for module in [root] if root is not None else self.roots():
             for parameter in module.parameters():
                 if parameter.is_floating_point():
-                    count[parameter.dtype] += parameter.numel()
-        return count
+                    counts[parameter.dtype] += parameter.numel()
+        return counts
 
 
-def now_and_then(count: int, first: int) -> bool:
+def is_due(count: int, first: int) -> bool:
     """Whether something that costs is looked at for the count-th time: the `first` times, then
     where the count is a power of two.
     """
@@ -149,10 +149,10 @@ class Context:
     defaults: Any
 
     def __init__(self) -> None:
-        self.names = Names()
+        self.names = ModuleNames()
         self.modules = ModuleStack()
         self.device = "cpu"
-        self.calling: Any = None  # what the program called above the dispatcher
+        self.current_call: Any = None  # what the program called above the dispatcher
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
         # whether autocast was on where the program called; it reads as off below the dispatcher
         self.autocast_around = False
@@ -167,7 +167,7 @@ class Context:
     def stack(self) -> list[ModuleCall]:
         return self.modules.stack
 
-    def here(self) -> tuple[Site | None, str, str]:
+    def locate_op(self) -> tuple[Site | None, str, str]:
         """Line, module path and (in backward) autograd node of the running op; a backward op stands
         where its forward stood.
         """
@@ -175,28 +175,32 @@ class Context:
         site = innermost_site()
         if node is not None:
             module, forward = self.forward_sites.get(node._sequence_nr(), (None, None))
-            return forward or site, self.names.of(module) if module is not None else "", node.name()
-        return site, self.names.of(self.stack[-1].module) if self.stack else "", ""
+            return (
+                forward or site,
+                self.names.module_path(module) if module is not None else "",
+                node.name(),
+            )
+        return site, self.names.module_path(self.stack[-1].module) if self.stack else "", ""
 
-    def calling_name(self) -> str:
-        if self.calling is not None:
-            return getattr(self.calling, "__name__", "").strip("_")
+    def call_name(self) -> str:
+        if self.current_call is not None:
+            return getattr(self.current_call, "__name__", "").strip("_")
         return ""
 
-    def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
+    def uses_default_dtype(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
         """Whether a factory call took the default dtype because it names none."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
         if op.lift and (
             site is None
             or "dtype" in read_statement(site)
-            or self.calling_name() not in ("tensor", "Tensor")
+            or self.call_name() not in ("tensor", "Tensor")
         ):
             return False
-        self.defaults.decided(site)
+        self.defaults.record_creation(site)
         return True
 
-    def cast_by_engine(self) -> bool:
+    def is_engine_cast(self) -> bool:
         """Whether autograd itself cast what a custom Function's backward returned: no Python frame
         of that backward is left.
         """
@@ -210,19 +214,19 @@ class Context:
         )
         return above is not None and above.f_code.co_name == "_engine_run_backward"
 
-    def cast_by_autocast(self) -> bool:
+    def is_autocast_cast(self) -> bool:
         """Whether autocast put the running cast in: it is on, and what the program called is no
         cast.
         """
-        return self.autocast_around and self.calling_name() not in _CASTING
+        return self.autocast_around and self.call_name() not in _CAST_FUNCTIONS
 
-    def unrecorded(self, tensor: torch.Tensor) -> Origin:
+    def infer_origin(self, tensor: torch.Tensor) -> Origin:
         """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet
         named, or something from outside.
         """
         mark = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].kind in ("parameter", "buffer"):
-            origin = Origin(tensor.dtype, mark[0].kind, mark[0].what)
+            origin = Origin(tensor.dtype, mark[0].kind, mark[0].maker)
             tensor.__dict__[MARK] = (origin, None)
             return origin
         shape = f"shape {tuple(tensor.shape)}"
@@ -233,12 +237,14 @@ class Context:
                 self.names.parameter_name(tensor) or f"of {shape}, in no module seen so far",
             )
         return Origin(
-            tensor.dtype, "input", f"{UNWATCHED}, {shape}" if self.pace.unwatched else shape
+            tensor.dtype,
+            "input",
+            f"{UNWATCHED_NOTE}, {shape}" if self.pace.forward_unwatched else shape,
         )
 
-    def dtypes_changed(self) -> None:
+    def on_dtype_change(self) -> None:
         self._census = None
-        self.pace.changed()
+        self.pace.reset()
 
     def census(self) -> Counter[torch.dtype]:
         """Parameter elements by dtype of the model that is running."""
@@ -246,51 +252,59 @@ class Context:
             self._census = self.names.census(self.stack[0].module if self.stack else None)
         return self._census
 
-    def census_of_failure(self) -> Counter[torch.dtype]:
+    def failure_census(self) -> Counter[torch.dtype]:
         """The same of the whole model that is running, or that ran last (in a loss, or between two
         forwards); of all before any has run.
         """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
             running = self.last_root() if self.last_root is not None else None
-        return self.names.census(self.names.root_of(running) if running is not None else None)
+        return self.names.census(self.names.find_root(running) if running is not None else None)
 
 
-Before = Callable[[Operator, tuple, dict], Any]
-After = Callable[[Any], None]
-EVENTS = ("forward_begins", "entered", "left", "promoted", "cast", "stepping", "stepped")
+BeforeHook = Callable[[Operator, tuple, dict], Any]
+AfterHook = Callable[[Any], None]
+EVENTS = (
+    "on_forward_start",
+    "on_module_enter",
+    "on_module_exit",
+    "on_promotion",
+    "on_cast",
+    "on_step_start",
+    "on_step_end",
+)
 
 
 class Watcher:
     """One way in which a program goes wrong without an error.
 
-    found  what it reports, each under a key of its own
+    reports  what it reports, each under a key of its own
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.found: dict[Any, Finding] = {}
+        self.reports: dict[Any, Finding] = {}
 
     def running(self) -> AbstractContextManager[Any]:
         """Entered for the length of the trace."""
         return nullcontext()
 
-    def forward_begins(self) -> None:
+    def on_forward_start(self) -> None:
         """A watched forward of the model is about to run."""
 
-    def entered(self, module: torch.nn.Module, args: tuple) -> None:
+    def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
         """A module's forward begins; the module is the last of `context.stack`."""
 
-    def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+    def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         """A module's forward has ended; `context.stack` holds the modules around it."""
 
-    def ops(self) -> dict[str, tuple[Before, After | None]]:
+    def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
         """By name of an op: what is called with (op, args, kwargs) before it runs, and with what
         that returned (not None) after it.
         """
         return {}
 
-    def promoted(
+    def on_promotion(
         self,
         op: Operator,
         origin: Origin,
@@ -300,15 +314,15 @@ class Watcher:
     ) -> None:
         """An op widened one of its operands to the dtype of another."""
 
-    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+    def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """A tensor was cast: by the program, by autocast, or by autograd (`origin.kind`)."""
 
-    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_step_start(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
 
     def findings(self) -> list[Finding]:
         """What was found so far."""
-        return list(self.found.values())
+        return list(self.reports.values())

@@ -28,8 +28,8 @@ from ...observe.origin import (
     site_place,
 )
 from ...observe.tape import ModuleCall
-from .context import Context, at, say
-from .origin import UNWATCHED, Origin
+from .context import Context, say, site_detail
+from .origin import UNWATCHED_NOTE, Origin
 
 MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata"
@@ -39,12 +39,12 @@ MENTIONS_DTYPE = re.compile(
     re.IGNORECASE,
 )
 # ops that write one operand into another: the first is the destination, and its dtype rules
-_WRITES = {
+_WRITING_OPS = {
     "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy", "index_add", "masked_scatter", "copy", "index_fill", "setitem",
 }  # fmt: skip
-_READERS = 8  # operands shown in full
+_MAX_OPERANDS = 8  # operands shown in full
 # on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
-_MARK = "_isotype_finding"
+_FINDING_ATTRIBUTE = "_isotype_finding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +58,40 @@ class Operand:
     writer: str
 
     @classmethod
-    def of(cls, context: Context, label: str, tensor: torch.Tensor) -> Operand:
+    def from_tensor(cls, context: Context, label: str, tensor: torch.Tensor) -> Operand:
         return cls(
             label,
             tensor.dtype,
             tuple(tensor.shape),
             context.provenance.get(tensor),
-            context.provenance.writer(tensor),
+            context.provenance.last_writer(tensor),
         )
 
     @property
-    def word(self) -> str:
+    def dtype_name(self) -> str:
         return dtype_name(self.dtype)
 
-    def chain(self) -> tuple[str, str]:
+    def describe_chain(self) -> tuple[str, str]:
         """A finding's detail: dtype, shape, and how it came to them."""
         written = f"   last written by {self.writer}" if self.writer else ""
         return self.label, "\n".join(
-            [f"{self.word}[{' '.join(map(str, self.shape))}]{written}", *self.origin.explain()]
+            [
+                f"{self.dtype_name}[{' '.join(map(str, self.shape))}]{written}",
+                *self.origin.explain(),
+            ]
         )
 
 
-def _writes(op: str) -> bool:
-    return op.strip("_") in _WRITES
+def _is_writing(op: str) -> bool:
+    return op.strip("_") in _WRITING_OPS
 
 
-def odd_one(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) -> Operand:
+def find_odd_operand(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) -> Operand:
     """The operand whose dtype is not what the model is made of; for a write, the source; else the
     widest.
     """
     strays = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
-    if strays and _writes(op):
+    if strays and _is_writing(op):
         return strays[0]
     dtypes = {operand.dtype for operand in operands}
     usual = next((dtype for dtype, _ in census.most_common() if dtype in dtypes), None) or min(
@@ -99,7 +102,7 @@ def odd_one(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) 
     return min(strays, key=lambda operand: operand.origin.decider().kind == "input")
 
 
-def share_of(census: Counter[torch.dtype]) -> str:
+def describe_majority(census: Counter[torch.dtype]) -> str:
     """`99% of the parameters are bf16`."""
     if not census:
         return ""
@@ -107,7 +110,7 @@ def share_of(census: Counter[torch.dtype]) -> str:
     return f"{100 * count / census.total():.0f}% of the parameters are {dtype_name(dtype)}"
 
 
-_DECIDED = {
+_DECISION_TEMPLATES = {
     "parameter": "parameter {what} is {word}",
     "buffer": "buffer {what} is {word}",
     "created": "{what} made {a} {word} tensor",
@@ -116,114 +119,136 @@ _DECIDED = {
 }
 
 
-def cause_of(odd: Operand, op: str, census: Counter[torch.dtype], autocast: str) -> str:
+def describe_cause(
+    odd_operand: Operand, op: str, census: Counter[torch.dtype], autocast: str
+) -> str:
     """Who decided, and how it travelled to the op that failed."""
-    decider = odd.origin.decider()
-    place = decider.place()
-    word = dtype_name(decider.dtype)
-    decided = _DECIDED.get(decider.kind, "{what} returned {word}").format(
-        what=decider.what, word=word, a="an" if word[0] in "aeiof" else "a"
+    decider = odd_operand.origin.decider()
+    location = decider.location()
+    decided_dtype = dtype_name(decider.dtype)
+    decision = _DECISION_TEMPLATES.get(decider.kind, "{what} returned {word}").format(
+        what=decider.maker, word=decided_dtype, a="an" if decided_dtype[0] in "aeiof" else "a"
     )
-    parts = [decided + (f" ({place})" if place else "")]
-    for step in odd.origin.chain():
+    parts = [decision + (f" ({location})" if location else "")]
+    for step in odd_operand.origin.chain():
         if step is decider:
             break
         if step.kind == "promotion":
             if step.writer:
-                wrote = f"; the wider operand was last written by {step.writer}"
+                writer_note = f"; the wider operand was last written by {step.writer}"
             else:
-                wrote = ""
+                writer_note = ""
             parts.append(
-                f"{step.what} promoted the other operand to {dtype_name(step.dtype)}"
-                f" ({step.place()}{wrote})"
+                f"{step.maker} promoted the other operand to {dtype_name(step.dtype)}"
+                f" ({step.location()}{writer_note})"
             )
         else:
-            parts.append(f"{step.describe()} ({step.place()})")
-    if odd.writer:
-        parts.append(f"{odd.writer} wrote it last")
-    parts.append(f"{op} then got it as {odd.label}")
-    return ". ".join(part for part in ("; ".join(parts), share_of(census), autocast) if part)
+            parts.append(f"{step.describe()} ({step.location()})")
+    if odd_operand.writer:
+        parts.append(f"{odd_operand.writer} wrote it last")
+    parts.append(f"{op} then got it as {odd_operand.label}")
+    return ". ".join(
+        part for part in ("; ".join(parts), describe_majority(census), autocast) if part
+    )
 
 
-def fix_of(
-    odd: Operand, operands: Sequence[Operand], op: str, *, device: str, around: str | None
+def describe_fix(
+    odd_operand: Operand,
+    operands: Sequence[Operand],
+    op: str,
+    *,
+    device: str,
+    autocast_call: str | None,
 ) -> str:
     """The ways out, the likeliest first.
 
-    around  the call that autocast was on around before, and is not now; empty where autocast is on,
-            None where it never was
+    autocast_call  the call that autocast was on around before, and is not now; empty where autocast is on,
+                   None where it never was
     """
-    decider = odd.origin.decider()
-    other = next((operand for operand in operands if operand.dtype != odd.dtype), odd)
-    wanted = str(other.dtype)
+    decider = odd_operand.origin.decider()
+    matching = next(
+        (operand for operand in operands if operand.dtype != odd_operand.dtype), odd_operand
+    )
+    target_dtype = str(matching.dtype)
     at_line = str(decider.site or "the place where it is made")
     # autocast to fp32 is switched off with a warning
     half = next(
-        (one.dtype for one in (other, odd) if one.dtype in (torch.bfloat16, torch.float16)), None
+        (
+            operand.dtype
+            for operand in (matching, odd_operand)
+            if operand.dtype in (torch.bfloat16, torch.float16)
+        ),
+        None,
     )
-    under = f'under torch.autocast("{device}", dtype={half})'
-    if around and half is not None:
-        ways = [f"run {around} {under}, as training does"]
+    autocast_clause = f'under torch.autocast("{device}", dtype={half})'
+    if autocast_call and half is not None:
+        suggestions = [f"run {autocast_call} {autocast_clause}, as training does"]
     else:
-        ways = []
-    if _writes(op):
-        ways.append(
+        suggestions = []
+    if _is_writing(op):
+        suggestions.append(
             "cast the source to the destination's dtype where it is written: `.to(out.dtype)`,"
-            f" here {other.word}"
+            f" here {matching.dtype_name}"
         )
-        ways.append(f"or allocate the destination (buffer, cache dtype) as {odd.word}")
+        suggestions.append(
+            f"or allocate the destination (buffer, cache dtype) as {odd_operand.dtype_name}"
+        )
     match decider.kind:
-        case "created" if "without dtype=" in decider.what or "tensor" in decider.what:
-            if "tensor" in decider.what:
+        case "created" if "without dtype=" in decider.maker or "tensor" in decider.maker:
+            if "tensor" in decider.maker:
                 single = " (a Python float, e.g. from math.sqrt, never promotes)"
             else:
                 single = ""
-            ways.append(
+            suggestions.append(
                 "give it the dtype of what it meets, `dtype=x.dtype`, or cast it: `.to(x.dtype)`,"
-                f" here {wanted}{single}"
+                f" here {target_dtype}{single}"
             )
         case "created":
-            ways.append(f"cast it to the dtype of what it meets, `.to(q.dtype)`, here {wanted}")
+            suggestions.append(
+                f"cast it to the dtype of what it meets, `.to(q.dtype)`, here {target_dtype}"
+            )
         case "parameter" | "buffer":
-            owner, _, leaf = decider.what.rpartition(".")
+            owner, _, leaf = decider.maker.rpartition(".")
             if owner:
-                whole = f"`model.get_submodule({owner!r}).to({wanted})`"
+                cast_call = f"`model.get_submodule({owner!r}).to({target_dtype})`"
             else:
-                whole = f"cast `{leaf}` with the rest of the model to {wanted}"
-            ways.append(
-                f"if {decider.what} was not meant to be {dtype_name(decider.dtype)}: {whole}"
+                cast_call = f"cast `{leaf}` with the rest of the model to {target_dtype}"
+            suggestions.append(
+                f"if {decider.maker} was not meant to be {dtype_name(decider.dtype)}: {cast_call}"
             )
-            forced = next(
-                (step.site for step in odd.origin.chain() if step.kind == "promotion"), None
+            promotion_site = next(
+                (step.site for step in odd_operand.origin.chain() if step.kind == "promotion"), None
             )
-            ways.append(
+            suggestions.append(
                 "or keep it, and cast the results computed with it back: `.to(x.dtype)`"
-                + (f" at {forced}" if forced else "")
+                + (f" at {promotion_site}" if promotion_site else "")
             )
         case "cast":
             wide = dtype_name(decider.dtype)
-            ways.append(
-                f"cast back after the part that needs {wide}: `.to(x.dtype)`, here {wanted}, or"
+            suggestions.append(
+                f"cast back after the part that needs {wide}: `.to(x.dtype)`, here {target_dtype}, or"
                 f" drop the cast at {at_line}"
             )
-        case "input" if UNWATCHED in decider.what:
-            ways.append(
-                f"cast the operands to one dtype where they meet: `.to(x.dtype)`, here {wanted}"
+        case "input" if UNWATCHED_NOTE in decider.maker:
+            suggestions.append(
+                f"cast the operands to one dtype where they meet: `.to(x.dtype)`, here {target_dtype}"
             )
         case "input":
-            ways.append(f"cast the input to the model's dtype before the call: `x.to({wanted})`")
+            suggestions.append(
+                f"cast the input to the model's dtype before the call: `x.to({target_dtype})`"
+            )
         case _:
-            ways.append(f"cast its result back: `.to({wanted})` at {at_line}")
-    if half is not None and around is None:
-        ways.append(f"or run the forward {under}")
-    return "\n".join(ways)
+            suggestions.append(f"cast its result back: `.to({target_dtype})` at {at_line}")
+    if half is not None and autocast_call is None:
+        suggestions.append(f"or run the forward {autocast_clause}")
+    return "\n".join(suggestions)
 
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
 
 
-def _mentions(error: BaseException) -> bool:
+def _mentions_dtype(error: BaseException) -> bool:
     return MENTIONS_DTYPE.search(f"{type(error).__name__}: {error}") is not None
 
 
@@ -235,7 +260,7 @@ class Failures:
     def __init__(self, context: Context) -> None:
         self._context = context
         # places and names in the chains that a failure shows: a silent finding need not repeat them
-        self.told: set[Any] = set()
+        self.explained_origins: set[Any] = set()
 
     def op_failed(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
         """Called below the dispatcher, with what the op itself got."""
@@ -247,15 +272,17 @@ class Failures:
         if name in ("backward", "grad"):
             return  # what failed is inside: an op has explained it, or the program's end will
         labels = _parameter_names(func)
-        named = [
+        labelled = [
             (labels[i] if i < len(labels) else f"argument {i}", value)
             for i, value in enumerate(args)
         ]
-        self._explain(error, name, list(iterate_floating(named + list(kwargs.items()))))
+        self._explain(error, name, list(iterate_floating(labelled + list(kwargs.items()))))
 
-    def again(self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    def rerun_forward(
+        self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict
+    ) -> None:
         """Runs a failed forward that was not watched once more, to find the operands."""
-        if hasattr(error, _MARK) or not _mentions(error):
+        if hasattr(error, _FINDING_ATTRIBUTE) or not _mentions_dtype(error):
             return
         context = self._context
         outer = context.stack
@@ -264,12 +291,12 @@ class Failures:
             with torch.random.fork_rng():
                 module.forward(*args, **kwargs)
         except Exception as repeated:
-            if (finding := getattr(repeated, _MARK, None)) is not None:
+            if (finding := getattr(repeated, _FINDING_ATTRIBUTE, None)) is not None:
                 self._attach(error, finding)
         finally:
             context.modules.stack = outer
 
-    def escaped(self, error: BaseException) -> Finding | None:
+    def explain_exception(self, error: BaseException) -> Finding | None:
         """The explanation of an exception that ended the program, or of what led to it; made now if
         no op failed (a check in Python).
         """
@@ -278,9 +305,11 @@ class Failures:
         while link is not None and link not in chain:
             chain.insert(0, link)
             link = link.__cause__ or link.__context__
-        explained: list[Finding] = [getattr(link, _MARK) for link in chain if hasattr(link, _MARK)]
+        explained: list[Finding] = [
+            getattr(link, _FINDING_ATTRIBUTE) for link in chain if hasattr(link, _FINDING_ATTRIBUTE)
+        ]
         for link in chain if not explained else ():
-            finding = explain_refusal(self._context, link) if _mentions(link) else None
+            finding = explain_refusal(self._context, link) if _mentions_dtype(link) else None
             if finding is not None:
                 self._attach(link, finding)
                 return finding
@@ -288,93 +317,97 @@ class Failures:
 
     def _attach(self, error: BaseException, finding: Finding) -> None:
         error.add_note(finding.render())
-        setattr(error, _MARK, finding)
+        setattr(error, _FINDING_ATTRIBUTE, finding)
 
     def _explain(
         self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]
     ) -> None:
         if (
             not isinstance(error, (RuntimeError, ValueError, TypeError))
-            or hasattr(error, _MARK)
+            or hasattr(error, _FINDING_ATTRIBUTE)
             or not tensors
         ):
             return
         mixed = len({t.dtype for _, t in tensors}) > 1
         if not MENTIONS_DTYPE.search(str(error)) and not (mixed and "same" in str(error)):
             return  # the complaint is about something else (a shape, an index)
-        self._context.names.find_live()
-        operands = [Operand.of(self._context, label, tensor) for label, tensor in tensors]
+        self._context.names.register_live_modules()
+        operands = [Operand.from_tensor(self._context, label, tensor) for label, tensor in tensors]
         for operand in operands:
             for origin in operand.origin.chain():
-                self.told |= {origin.site, origin.what} - {None}
-        self._attach(error, self._finding(error, name, operands, mixed))
+                self.explained_origins |= {origin.site, origin.maker} - {None}
+        self._attach(error, self._build_finding(error, name, operands, mixed))
 
-    def _finding(
+    def _build_finding(
         self, error: Exception, name: str, operands: Sequence[Operand], mixed: bool
     ) -> Finding:
         context = self._context
         stack = call_sites(3)
-        site, module, node = context.here()
-        census = context.census_of_failure()
+        site, module, node = context.locate_op()
+        census = context.failure_census()
         device = context.device
-        odd = odd_one(operands, census, name)
-        state, before = context.autocast.state()
-        on = torch.is_autocast_enabled(device)
-        generate = not on and any(
+        odd_operand = find_odd_operand(operands, census, name)
+        state, ran_with_autocast = context.autocast.describe_state()
+        is_autocast_on = torch.is_autocast_enabled(device)
+        generate = not is_autocast_on and any(
             s.function.rpartition(".")[2] in ("generate", "_sample") for s in stack
         )
-        called = context.calling_name()
-        title = f"{called} ({name})" if called and called != name.strip("_") else name
+        call_name = context.call_name()
+        title = f"{call_name} ({name})" if call_name and call_name != name.strip("_") else name
         if (leak := context.defaults.explain()) is not None:
             cause = leak.cause
             fix = leak.fix
         elif re.match(r"value cannot be converted to type", str(error)):
             cause = (
-                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the"
+                f"a number given to {name} is beyond the range of {odd_operand.dtype_name}, the dtype of the"
                 f" tensor that takes it: `{read_statement(site) if site is not None else ''}`. A limit"
                 " such as torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for"
                 " another dtype"
             )
             fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
         elif not mixed and "not implemented for" in str(error):
-            cause = (
-                f"{name} has no {odd.word} kernel on {device}. {cause_of(odd, name, census, '')}"
-            )
+            cause = f"{name} has no {odd_operand.dtype_name} kernel on {device}. {describe_cause(odd_operand, name, census, '')}"
             fix = (
                 f"run this part in fp32 or bf16 on {device}: `.to(torch.float32)`, or"
                 " torch.autocast"
             )
         else:
-            if before and not on:
-                outside = "Autocast was on when this module ran before and is off here"
+            if ran_with_autocast and not is_autocast_on:
+                autocast_note = "Autocast was on when this module ran before and is off here"
             else:
-                outside = ""
-            if outside and generate:
-                outside += (
+                autocast_note = ""
+            if autocast_note and generate:
+                autocast_note += (
                     ": generate() runs outside the autocast that the trainer puts around its own"
                     " forward"
                 )
             if generate:
-                around = "generate() (or the evaluation)"
-            elif outside:
-                around = "this call"
-            elif on:
-                around = ""
+                autocast_call = "generate() (or the evaluation)"
+            elif autocast_note:
+                autocast_call = "this call"
+            elif is_autocast_on:
+                autocast_call = ""
             else:
-                around = None
-            cause = cause_of(odd, name, census, outside)
-            fix = fix_of(odd, operands, name, device=device, around=around)
-            cause += self._casts_before(operands)
-        details = at("called at", own) if (own := innermost_user_site(stack)) != site else ()
+                autocast_call = None
+            cause = describe_cause(odd_operand, name, census, autocast_note)
+            fix = describe_fix(
+                odd_operand, operands, name, device=device, autocast_call=autocast_call
+            )
+            cause += self._describe_earlier_cast(operands)
+        details = (
+            site_detail("called at", user_site)
+            if (user_site := innermost_user_site(stack)) != site
+            else ()
+        )
         details += (("phase", f"backward of {node}" if node else "forward"), ("autocast", state))
-        details += tuple(operand.chain() for operand in operands[:_READERS])
-        if rest := Counter(operand.word for operand in operands[_READERS:]):
+        details += tuple(operand.describe_chain() for operand in operands[:_MAX_OPERANDS])
+        if further := Counter(operand.dtype_name for operand in operands[_MAX_OPERANDS:]):
             details += (
                 (
                     "further",
                     (
-                        f"{rest.total()} operands:"
-                        f" {', '.join(f'{count} {word}' for word, count in rest.items())}"
+                        f"{further.total()} operands:"
+                        f" {', '.join(f'{count} {name}' for name, count in further.items())}"
                     ),
                 ),
             )
@@ -383,7 +416,7 @@ class Failures:
             severity=Severity.ERROR,
             message=(
                 f"{title} {'got' if mixed else 'refused'}"
-                f" {' and '.join(dict.fromkeys(operand.word for operand in operands))}"
+                f" {' and '.join(dict.fromkeys(operand.dtype_name for operand in operands))}"
             ),
             place=site_place(site, module),
             cause=cause,
@@ -392,21 +425,21 @@ class Failures:
             details=details,
         )
 
-    def _casts_before(self, operands: Sequence[Operand]) -> str:
+    def _describe_earlier_cast(self, operands: Sequence[Operand]) -> str:
         """In words, where the model was cast after something (an optimizer state, a cache) was made
         from it.
         """
         context = self._context
-        now = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
+        current_dtypes = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
         steps = [
             step
             for operand in operands
             for step in operand.origin.chain()
             if step.kind in ("parameter", "buffer")
         ]
-        changed = context.parameters.of_names({step.what for step in steps})
+        changed = context.parameters.describe_first_change({step.maker for step in steps})
         stale = any(
-            step.kind == "parameter" and step.dtype != now.get(step.what, step.dtype)
+            step.kind == "parameter" and step.dtype != current_dtypes.get(step.maker, step.dtype)
             for step in steps
         )
         if changed and stale:
@@ -421,9 +454,9 @@ def _parameter_names(func: Any) -> list[str]:
     try:
         return list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
-        found = re.match(r"\s*\w+\(([^)]*)\)", getattr(func, "__doc__", None) or "")
-        if found:
-            return [part.partition("=")[0].strip() for part in found[1].split(",")]
+        signature = re.match(r"\s*\w+\(([^)]*)\)", getattr(func, "__doc__", None) or "")
+        if signature:
+            return [part.partition("=")[0].strip() for part in signature[1].split(",")]
         return []
 
 
@@ -445,32 +478,34 @@ class Evidence:
     trainable: list[str] = field(default_factory=list)
 
 
-def _tensors_in(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str, torch.Tensor]]:
+def _find_tensors(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         if value.dtype in FLOATS:
             yield label, value
     elif depth and isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors_in(item, f"{label}[{key!r}]", depth - 1)
+            yield from _find_tensors(item, f"{label}[{key!r}]", depth - 1)
     elif depth and isinstance(value, torch.optim.Optimizer):
         for group in value.param_groups:
-            yield from _tensors_in(group["params"], label, 1)
+            yield from _find_tensors(group["params"], label, 1)
 
 
-def gather(context: Context, error: BaseException) -> Evidence:
+def gather_evidence(context: Context, error: BaseException) -> Evidence:
     """The tensors that the failing frames held, innermost first, until a frame has some."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     evidence = Evidence([Site(frame.f_code, line) for frame, line in frames])
-    named = {
+    parameter_names = {
         id(tensor): name for kind, name, tensor in context.names.tensors() if kind == "parameter"
     }
     for frame, _ in frames:
         for label, value in frame.f_locals.items():
-            for spot, tensor in _tensors_in(value, label):
-                if isinstance(tensor, torch.nn.Parameter) or id(tensor) in named:
-                    name = named.get(id(tensor)) or f"{spot} (shape {tuple(tensor.shape)})"
-                    if name not in (known := evidence.parameters[tensor.dtype]):
-                        known.append(name)
+            for path, tensor in _find_tensors(value, label):
+                if isinstance(tensor, torch.nn.Parameter) or id(tensor) in parameter_names:
+                    name = (
+                        parameter_names.get(id(tensor)) or f"{path} (shape {tuple(tensor.shape)})"
+                    )
+                    if name not in (names := evidence.parameters[tensor.dtype]):
+                        names.append(name)
                     if (
                         tensor.requires_grad
                         and tensor.dtype == torch.float16
@@ -478,7 +513,7 @@ def gather(context: Context, error: BaseException) -> Evidence:
                     ):
                         evidence.trainable.append(name)
                 else:
-                    evidence.tensors.append((spot, tensor))
+                    evidence.tensors.append((path, tensor))
         if evidence.parameters or evidence.tensors:
             break
     return evidence
@@ -486,53 +521,60 @@ def gather(context: Context, error: BaseException) -> Evidence:
 
 def explain_refusal(context: Context, error: BaseException) -> Finding | None:
     """A finding for a Python-level refusal, or None when the frames hold nothing to explain it by."""
-    context.names.find_live()
-    evidence = gather(context, error)
-    own = evidence.stack and not is_library_file(evidence.stack[0].file)
+    context.names.register_live_modules()
+    evidence = gather_evidence(context, error)
+    is_own_assertion = evidence.stack and not is_library_file(evidence.stack[0].file)
     if (
-        own
+        is_own_assertion
         and isinstance(error, AssertionError)
         and "dtype" not in read_statement(evidence.stack[0])
     ):
         # the program's own complaint, about something else than the dtype of a tensor at hand
         return None
-    for pattern, explain in _KNOWN:
+    for pattern, explain in _REFUSALS:
         if (
             re.search(pattern, f"{type(error).__name__}: {error}")
             and (finding := explain(context, error, evidence)) is not None
         ):
             return finding
-    return _from_tensors(context, error, evidence)
+    return _explain_by_tensors(context, error, evidence)
 
 
-def _finding(
+def _refusal_finding(
     context: Context,
     error: BaseException,
     evidence: Evidence,
     *,
     symbol: str = "",
     code: str = "TR002",
-    more: Chains = (),
-    **words: Any,
+    extra_details: Chains = (),
+    **facts: Any,
 ) -> Finding:
-    raised = evidence.stack[0] if evidence.stack else None
-    own = innermost_user_site(evidence.stack)
-    if raised is not None and raised != own:
-        details = [("raised by", f"{raised.function}, {short_path(raised.file)}:{raised.line}")]
+    raising_site = evidence.stack[0] if evidence.stack else None
+    user_site = innermost_user_site(evidence.stack)
+    if raising_site is not None and raising_site != user_site:
+        details = [
+            (
+                "raised by",
+                f"{raising_site.function}, {short_path(raising_site.file)}:{raising_site.line}",
+            )
+        ]
     else:
         details = []
-    details += at("called at", own)
-    details += [("autocast", context.autocast.state()[0])]
+    details += site_detail("called at", user_site)
+    details += [("autocast", context.autocast.describe_state()[0])]
     details += [
         (dtype_name(dtype), join_names(names)) for dtype, names in evidence.parameters.items()
     ]
     return replace(
-        say(code, site_place(own or raised, symbol), (*details, *more), **words),
+        say(
+            code, site_place(user_site or raising_site, symbol), (*details, *extra_details), **facts
+        ),
         observed=_first_line(error),
     )
 
 
-def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
+def _explain_unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """GradScaler.unscale_: the gradients, hence the trainable parameters, are fp16."""
     trainable = [
         (n, p)
@@ -542,8 +584,10 @@ def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Find
     low = [n for n, _ in trainable] or evidence.trainable
     if not low:
         return None
-    changed = next((line for _, p in trainable if (line := context.parameters.of(p))), "")
-    return _finding(
+    changed = next(
+        (line for _, p in trainable if (line := context.parameters.describe_change(p))), ""
+    )
+    return _refusal_finding(
         context,
         error,
         evidence,
@@ -555,7 +599,9 @@ def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Find
     )
 
 
-def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
+def _explain_mixed_unit(
+    context: Context, error: BaseException, evidence: Evidence
+) -> Finding | None:
     """FSDP: one unit flattens its parameters into one tensor (FSDP1) or one group (FSDP2)."""
     if len(evidence.parameters) < 2:
         evidence.parameters = defaultdict(list)
@@ -570,7 +616,7 @@ def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Find
         groups, key=lambda dtype: sum(sizes.get(name, 1) for name in groups[dtype])
     )
     adapters = any("lora" in name.lower() or "adapter" in name.lower() for name in groups[odd])
-    return _finding(
+    return _refusal_finding(
         context,
         error,
         evidence,
@@ -585,21 +631,25 @@ def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Find
     )
 
 
-_SAVED = re.compile(
+_CHECKPOINT_METADATA = re.compile(
     r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed metadata: \{.*?'dtype': torch\.(\w+)",
     re.DOTALL,
 )
 
 
-def _checkpoint(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
+def _explain_recompute(
+    context: Context, error: BaseException, evidence: Evidence
+) -> Finding | None:
     """torch.utils.checkpoint: the recomputed tensors have another dtype than the saved ones."""
-    recomputed: Finding | None = context.autocast.recomputation(_first_line(error))
+    recomputed: Finding | None = context.autocast.recomputation_finding(_first_line(error))
     if recomputed is not None:
         return recomputed
-    differing = next((pair for pair in _SAVED.findall(str(error)) if pair[0] != pair[1]), None)
+    differing = next(
+        (pair for pair in _CHECKPOINT_METADATA.findall(str(error)) if pair[0] != pair[1]), None
+    )
     if differing is None:
         return None
-    return _finding(
+    return _refusal_finding(
         context,
         error,
         evidence,
@@ -609,25 +659,29 @@ def _checkpoint(context: Context, error: BaseException, evidence: Evidence) -> F
     )
 
 
-_KNOWN: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding | None]], ...] = (
-    (r"unscale FP16|unscale .*fp16", _unscale),
-    (r"uniform (original parameter )?dtype|same dtype.*FSDP|FSDP.*same dtype", _uniform),
-    (r"CheckpointError|different metadata than during the forward", _checkpoint),
+_REFUSALS: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding | None]], ...] = (
+    (r"unscale FP16|unscale .*fp16", _explain_unscale),
+    (r"uniform (original parameter )?dtype|same dtype.*FSDP|FSDP.*same dtype", _explain_mixed_unit),
+    (r"CheckpointError|different metadata than during the forward", _explain_recompute),
 )
 
 
-def _from_tensors(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
+def _explain_by_tensors(
+    context: Context, error: BaseException, evidence: Evidence
+) -> Finding | None:
     """Any other check: the tensors of the failing frame with their chains."""
-    operands = [Operand.of(context, label, tensor) for label, tensor in evidence.tensors[:12]]
+    operands = [
+        Operand.from_tensor(context, label, tensor) for label, tensor in evidence.tensors[:12]
+    ]
     if not operands:
         return None
-    census = context.census_of_failure()
+    census = context.failure_census()
     usual = census.most_common(1)[0][0] if census else None
     only_low = (
         re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE)
         is not None
     )
-    odd = next(
+    odd_operand = next(
         (
             o
             for o in operands
@@ -638,18 +692,22 @@ def _from_tensors(context: Context, error: BaseException, evidence: Evidence) ->
         operands[0],
     )
     name = evidence.stack[0].function
-    around = "" if context.autocast.state()[0].startswith("on") else None
-    cause = cause_of(odd, name, census, "")
-    fix = fix_of(odd, operands, name, device=context.device, around=around)
-    chains = tuple(o.chain() for o in sorted(operands, key=lambda o: o is not odd)[:4])
-    return _finding(
+    autocast_call = "" if context.autocast.describe_state()[0].startswith("on") else None
+    cause = describe_cause(odd_operand, name, census, "")
+    fix = describe_fix(
+        odd_operand, operands, name, device=context.device, autocast_call=autocast_call
+    )
+    chains = tuple(
+        o.describe_chain() for o in sorted(operands, key=lambda o: o is not odd_operand)[:4]
+    )
+    return _refusal_finding(
         context,
         error,
         evidence,
-        more=chains,
+        extra_details=chains,
         name=name,
-        word=odd.word,
-        label=odd.label,
+        word=odd_operand.dtype_name,
+        label=odd_operand.label,
         cause=cause,
         fix=fix,
     )

@@ -23,15 +23,17 @@ from ...dtypes import name as dtype_name
 from ...observe.operators import Operator
 from ...observe.origin import Site
 
-_FOLLOWS = re.compile(r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\(")
+_FOLLOWING_CAST = re.compile(
+    r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\("
+)
 # a state that is cast back and forth every step would otherwise grow its chain for ever
-LONGEST_CHAIN = 8
+MAX_CHAIN = 8
 
-UNWATCHED = "or made by a step like those before it, which was not watched"
+UNWATCHED_NOTE = "or made by a step like those before it, which was not watched"
 # kind -> in words: named in a module, from outside, a factory call, an explicit cast, a cast that
 # autocast put in, mixed operands of which the wider one won, an op whose rule gives another dtype,
 # a gradient that autograd cast
-_KINDS = {
+_KIND_TEMPLATES = {
     "parameter": "parameter {what}",
     "buffer": "buffer {what}",
     "input": "came from outside the trace ({what})",
@@ -48,30 +50,30 @@ _KINDS = {
 class Origin:
     """Why a tensor has its dtype.
 
-    what      the parameter's name, or the op
+    maker     the parameter's name, or the op
     module    path of the module that was running
     backward  the autograd node, when it happened in backward
-    via       what it was before: a cast's operand, or the operand that forced a promotion
-    writer    the op and module that wrote the operand `via` last
+    upstream  what it was before: a cast's operand, or the operand that forced a promotion
+    writer    the op and module that wrote the operand `upstream` last
     event     the promotion that made it, while its result may still spread
     """
 
     dtype: torch.dtype
     kind: str
-    what: str
+    maker: str
     module: str = ""
     site: Site | None = None
     backward: str = ""
-    via: Origin | None = None
+    upstream: Origin | None = None
     writer: str = ""
     depth: int = 0
     event: Any = None
 
     def __post_init__(self) -> None:
-        if self.via is not None:
-            if self.via.depth >= LONGEST_CHAIN:
-                *_, self.via = self.via.chain()
-            self.depth = self.via.depth + 1
+        if self.upstream is not None:
+            if self.upstream.depth >= MAX_CHAIN:
+                *_, self.upstream = self.upstream.chain()
+            self.depth = self.upstream.depth + 1
 
     def __deepcopy__(self, memo: Any) -> Origin:
         return self  # a copied tensor came to its dtype as the first did
@@ -81,7 +83,7 @@ class Origin:
         origin: Origin | None = self
         while origin is not None:
             yield origin
-            origin = origin.via
+            origin = origin.upstream
 
     def decider(self) -> Origin:
         """The origin that decided: upstream of promotions, of ops that only followed, and of casts
@@ -90,34 +92,34 @@ class Origin:
         A cast to the dtype of another tensor only brings a value back to what something upstream
         had departed to: then the first departure of that round trip decided.
         """
-        found = self._nearest_decision()
-        while found.kind == "cast" and found.follows and found.via is not None:
+        decision = self._nearest_decision()
+        while decision.kind == "cast" and decision.follows_tensor and decision.upstream is not None:
             departures = [
                 origin
-                for origin in found.via.chain()
-                if origin.dtype == found.dtype and origin.kind != "input"
+                for origin in decision.upstream.chain()
+                if origin.dtype == decision.dtype and origin.kind != "input"
             ]
             if not departures:
                 break
-            found = departures[-1]._nearest_decision()
-        return found
+            decision = departures[-1]._nearest_decision()
+        return decision
 
     def _nearest_decision(self) -> Origin:
         for origin in self.chain():
-            if origin.kind not in ("promotion", "op", "autocast") or origin.via is None:
+            if origin.kind not in ("promotion", "op", "autocast") or origin.upstream is None:
                 return origin
         return self
 
     @property
-    def follows(self) -> bool:
+    def follows_tensor(self) -> bool:
         """Whether a cast is written to follow another tensor: `.to(x.dtype)`, `.type_as(x)`."""
-        return self.site is not None and bool(_FOLLOWS.search(self.site.text or ""))
+        return self.site is not None and bool(_FOLLOWING_CAST.search(self.site.text or ""))
 
     def describe(self) -> str:
         """One sentence without its place."""
-        return f"{dtype_name(self.dtype)}: {_KINDS[self.kind].format(what=self.what)}"
+        return f"{dtype_name(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.maker)}"
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Module path, file and line, as far as known."""
         parts = [
             self.module and f"in {self.module}",
@@ -130,9 +132,11 @@ class Origin:
         """The first five of the chain as lines: what, where, and the source text."""
         lines = []
         for number, origin in enumerate(islice(self.chain(), 5)):
-            place = origin.place()
+            location = origin.location()
             lines.append(
-                ("<- " if number else "") + origin.describe() + (f"   {place}" if place else "")
+                ("<- " if number else "")
+                + origin.describe()
+                + (f"   {location}" if location else "")
             )
             if origin.site is not None and origin.site.text:
                 lines.append(f"     {origin.site.text}")
@@ -152,22 +156,22 @@ class Provenance:
 
     def running(self) -> AbstractContextManager[Any]:
         """Entered for the length of the trace: torch.save and pickle write no marks."""
-        inner: Callable[[Any], Any] = torch._utils._get_obj_state
+        original: Callable[[Any], Any] = torch._utils._get_obj_state
 
-        def unmarked(thing: Any) -> Any:
-            state = inner(thing)
+        def state_without_mark(value: Any) -> Any:
+            state = original(value)
             if type(state) is dict and MARK in state:
                 return {key: value for key, value in state.items() if key != MARK} or None
             return state
 
-        return mock.patch.object(torch._utils, "_get_obj_state", unmarked)
+        return mock.patch.object(torch._utils, "_get_obj_state", state_without_mark)
 
     @staticmethod
-    def forget() -> None:
+    def clear_marks() -> None:
         """Removes all remaining marks at the end."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor):
-                thing.__dict__.pop(MARK, None)
+        for tensor in gc.get_objects():
+            if issubclass(type(tensor), torch.Tensor):
+                tensor.__dict__.pop(MARK, None)
 
     def set(
         self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, str] | None = None
@@ -184,19 +188,19 @@ class Provenance:
         if mark is not None and mark[0].dtype == tensor.dtype:
             return mark[0]
         try:
-            found: Origin | None = tensor.untyped_storage().__dict__.get(MARK)
+            origin: Origin | None = tensor.untyped_storage().__dict__.get(MARK)
         except (RuntimeError, NotImplementedError):
-            found = None
-        if found is None or found.dtype != tensor.dtype:
-            found = self._context.unrecorded(tensor)
-        return found
+            origin = None
+        if origin is None or origin.dtype != tensor.dtype:
+            origin = self._context.infer_origin(tensor)
+        return origin
 
-    def known(self, tensor: torch.Tensor) -> Origin | None:
+    def get_recorded(self, tensor: torch.Tensor) -> Origin | None:
         """The recorded origin, or None."""
         mark = tensor.__dict__.get(MARK)
         return mark[0] if mark is not None and mark[0].dtype == tensor.dtype else None
 
-    def writer(self, tensor: torch.Tensor) -> str:
+    def last_writer(self, tensor: torch.Tensor) -> str:
         """`mul in layers.0`: the op that wrote the tensor's values last."""
         mark = tensor.__dict__.get(MARK)
         if mark is None or mark[1] is None:
@@ -218,70 +222,74 @@ class Provenance:
                     (
                         self.get(inputs[0])
                         if inputs[0].dtype == out.dtype
-                        else self._made(op, inputs, out)
+                        else self._new_origin(op, inputs, out)
                     ),
                     None,
                 )
             return
-        module = context.names.of(context.stack[-1].module) if context.stack else ""
+        module = context.names.module_path(context.stack[-1].module) if context.stack else ""
         dtype = out.dtype
-        same = None
-        narrower = False  # whether an operand was widened to the result's dtype
+        same_dtype = None
+        has_narrower = False  # whether an operand was widened to the result's dtype
         for tensor in inputs:
             if tensor.dtype == dtype:
-                same = same if same is not None else tensor
+                same_dtype = same_dtype if same_dtype is not None else tensor
             elif tensor.dtype.itemsize < dtype.itemsize:
-                narrower = True
+                has_narrower = True
         if op.lift:
-            if context.provenance.known(out) is None:
-                self.set(out, self._made(op, [], out))
+            if context.provenance.get_recorded(out) is None:
+                self.set(out, self._new_origin(op, [], out))
             return
-        if same is not None and not narrower:
-            if out is not same:
-                self.set(out, self.get(same), (op.name, module))
+        if same_dtype is not None and not has_narrower:
+            if out is not same_dtype:
+                self.set(out, self.get(same_dtype), (op.name, module))
             return
-        if out is same or (inputs and out is inputs[0]):
+        if out is same_dtype or (inputs and out is inputs[0]):
             return  # in place: the dtype stays what it was
-        self.set(out, self._made(op, inputs, out), (op.name, module))
+        self.set(out, self._new_origin(op, inputs, out), (op.name, module))
 
-    def _made(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> Origin:
+    def _new_origin(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> Origin:
         context = self._context
-        site, module, node = context.here()
-        called = context.calling_name()
-        wide = next((t for t in inputs if t.dtype == out.dtype), None)
-        made: dict[str, Any] = {"module": module, "site": site, "backward": node}
+        site, module, node = context.locate_op()
+        call_name = context.call_name()
+        widest = next((t for t in inputs if t.dtype == out.dtype), None)
+        fields: dict[str, Any] = {"module": module, "site": site, "backward": node}
         if not inputs:
-            what = f"torch.{called}" if called else op.name
+            maker = f"torch.{call_name}" if call_name else op.name
             if op.cast or not op.factory:
-                what = f"{f'.{called}()' if called else op.name} of whole numbers"
-            elif context.default_dtype_decides(site, out.dtype, op):
-                what += (
+                maker = f"{f'.{call_name}()' if call_name else op.name} of whole numbers"
+            elif context.uses_default_dtype(site, out.dtype, op):
+                maker += (
                     " without dtype= (the default dtype is"
                     f" {dtype_name(torch.get_default_dtype())})"
                 )
-            return Origin(out.dtype, "created", what, **made)
-        source = wide if wide is not None and len(inputs) > 1 else inputs[0]
-        made["via"], made["writer"], what = self.get(source), self.writer(source), called or op.name
-        if source is wide and len(inputs) > 1:
-            origin = Origin(out.dtype, "promotion", what, **made)
-            context.promoted(
+            return Origin(out.dtype, "created", maker, **fields)
+        source = widest if widest is not None and len(inputs) > 1 else inputs[0]
+        fields["upstream"], fields["writer"], maker = (
+            self.get(source),
+            self.last_writer(source),
+            call_name or op.name,
+        )
+        if source is widest and len(inputs) > 1:
+            origin = Origin(out.dtype, "promotion", maker, **fields)
+            context.on_promotion(
                 op, origin, source, next(t for t in inputs if t.dtype != out.dtype), out
             )
             return origin
         if not op.cast:
-            return Origin(out.dtype, "op", what, **made)
-        if context.cast_by_engine():
+            return Origin(out.dtype, "op", maker, **fields)
+        if context.is_engine_cast():
             kind = "engine"
-        elif context.cast_by_autocast():
+        elif context.is_autocast_cast():
             kind = "autocast"
         else:
             kind = "cast"
         if kind == "engine":
-            what = (
+            maker = (
                 f"{node} returned {dtype_name(source.dtype)} for a {dtype_name(out.dtype)} tensor"
             )
-        elif kind == "cast" and called:
-            what = f".{called}()"
-        origin = Origin(out.dtype, kind, what, **made)
-        context.cast(origin, source, out)
+        elif kind == "cast" and call_name:
+            maker = f".{call_name}()"
+        origin = Origin(out.dtype, kind, maker, **fields)
+        context.on_cast(origin, source, out)
         return origin

@@ -29,13 +29,13 @@ from ...observe.origin import (
     site_place,
 )
 from ...wording import pluralise
-from .context import Context, Watcher, at, say
+from .context import Context, Watcher, say, site_detail
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
-_EVALUATING = frozenset(
+_EVALUATION_NAMES = frozenset(
     {"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"}
 )
-_NEAR = 6  # callers of a cast in which an evaluation is looked for
+_MAX_CALLERS = 6  # callers of a cast in which an evaluation is looked for
 
 
 @dataclass(slots=True)
@@ -47,30 +47,32 @@ class Change:
     """
 
     name: str
-    before: torch.dtype
-    after: torch.dtype
+    old_dtype: torch.dtype
+    new_dtype: torch.dtype
     stack: list[Site]
     rounded: float
     calls: int
-    stepped: int
+    steps: int
 
     @property
-    def rounds(self) -> bool:
-        return self.after.itemsize < self.before.itemsize and self.rounded > 0
+    def loses_bits(self) -> bool:
+        return self.new_dtype.itemsize < self.old_dtype.itemsize and self.rounded > 0
 
     @property
     def site(self) -> Site:
         return innermost_user_site(self.stack) or self.stack[0]
 
     @property
-    def evaluation(self) -> Site | None:
+    def evaluation_site(self) -> Site | None:
         """The line of a function named for evaluation that made the cast."""
-        near = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][:_NEAR]
+        near = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][
+            :_MAX_CALLERS
+        ]
         return next(
             (
                 site
                 for site in near
-                if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))
+                if _EVALUATION_NAMES & set(site.function.rpartition(".")[2].lower().split("_"))
             ),
             None,
         )
@@ -81,7 +83,7 @@ class Change:
         ][:2]
         called = "".join(f", called from {s}" for s in outer)
         return (
-            f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at"
+            f"{self.name} changed from {dtype_name(self.old_dtype)} to {dtype_name(self.new_dtype)} at"
             f" {self.site}{called}"
         )
 
@@ -110,35 +112,35 @@ class Parameters(Watcher):
         self._dirty = True
         self._faults: dict[tuple[str, str], Fault] = {}
         # module, its calls, parameter: cast down, used, and cast back
-        self._returned: list[tuple[int, int, int, Change, Change]] = []
+        self._round_trips: list[tuple[int, int, int, Change, Change]] = []
 
     def running(self) -> AbstractContextManager[Any]:
-        inner: Callable[..., Any] = torch.nn.Module._apply
+        original: Callable[..., Any] = torch.nn.Module._apply
 
         def _apply(module: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
             if self._casting:
-                return inner(module, fn, *args, **kwargs)
+                return original(module, fn, *args, **kwargs)
             self._casting = True
             try:
-                before = {
+                snapshot = {
                     key: (tensor.dtype, tensor.detach().flatten()[:SAMPLE].clone())
-                    for key, tensor in _tensors_of(module)
+                    for key, tensor in _module_tensors(module)
                     if tensor.dtype in FLOATS and tensor.device.type != "meta"
                 }
-                result = inner(module, fn, *args, **kwargs)
-                self._compare(module, before)
+                result = original(module, fn, *args, **kwargs)
+                self._compare(module, snapshot)
                 return result
             finally:
                 self._casting = False
 
         return mock.patch.object(torch.nn.Module, "_apply", _apply)
 
-    def entered(self, module: torch.nn.Module, args: tuple) -> None:
+    def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
         self._calls[id(module)] += 1
         if not torch.is_grad_enabled():
             self._evaluated[id(module)] = self._calls[id(module)]
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by
         an evaluation trains rounded.
         """
@@ -148,35 +150,35 @@ class Parameters(Watcher):
         if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
             return
         self._steps.update(map(id, parameters))
-        owners = {id(p): key for key, p in self._tensors_of_roots()}
+        owners = {id(p): key for key, p in self._root_tensors()}
         for parameter in parameters:
             key = owners.get(id(parameter), (0, ""))
             change = next(
                 (
                     c
                     for c in reversed(self._history.get(key, []))
-                    if c.rounds and c.after == parameter.dtype
+                    if c.loses_bits and c.new_dtype == parameter.dtype
                 ),
                 None,
             )
-            if change is not None and change.stepped:
+            if change is not None and change.steps:
                 self._fault("between steps", change, None)
             elif (
                 change is not None
-                and change.evaluation is not None
+                and change.evaluation_site is not None
                 and self._evaluated[key[0]] > change.calls
             ):
                 self._fault("before training", change, None)
         self._dirty = False
 
-    def of(self, tensor: torch.Tensor) -> str:
+    def describe_change(self, tensor: torch.Tensor) -> str:
         """The last change of a parameter, in words."""
-        for key, known in self._tensors_of_roots():
-            if known is tensor and self._history.get(key):
+        for key, parameter in self._root_tensors():
+            if parameter is tensor and self._history.get(key):
                 return str(self._history[key][-1])
         return ""
 
-    def of_names(self, names: set[str]) -> str:
+    def describe_first_change(self, names: set[str]) -> str:
         """The last change of the first of these parameters that changed, in words."""
         changes = (
             history[-1]
@@ -185,21 +187,21 @@ class Parameters(Watcher):
         )
         return next((str(change) for change in changes), "")
 
-    def _tensors_of_roots(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+    def _root_tensors(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for root in self._context.names.roots():
-            yield from _tensors_of(root)
+            yield from _module_tensors(root)
 
     def _compare(
         self,
         module: torch.nn.Module,
-        before: dict[tuple[int, str], tuple[torch.dtype, torch.Tensor]],
+        snapshot: dict[tuple[int, str], tuple[torch.dtype, torch.Tensor]],
     ) -> None:
         paths = {
             id(owner): self._context.names.modules.get(owner) or path
             for path, owner in module.named_modules()
         }
-        for key, tensor in _tensors_of(module):
-            dtype, values = before.get(key, (tensor.dtype, tensor))
+        for key, tensor in _module_tensors(module):
+            dtype, values = snapshot.get(key, (tensor.dtype, tensor))
             if dtype != tensor.dtype:
                 self._record(key, f"{paths[key[0]]}.{key[1]}".strip("."), dtype, values, tensor)
 
@@ -207,21 +209,21 @@ class Parameters(Watcher):
         self,
         key: tuple[int, str],
         name: str,
-        before: torch.dtype,
-        old: torch.Tensor,
+        old_dtype: torch.dtype,
+        old_values: torch.Tensor,
         tensor: torch.Tensor,
     ) -> None:
         self._dirty = True
-        after = tensor.dtype
-        self._context.dtypes_changed()
-        if old.numel():
-            rounded = float((old.to(after).to(before) != old).float().mean())
+        new_dtype = tensor.dtype
+        self._context.on_dtype_change()
+        if old_values.numel():
+            rounded = float((old_values.to(new_dtype).to(old_dtype) != old_values).float().mean())
         else:
             rounded = 0.0
         change = Change(
             name,
-            before,
-            after,
+            old_dtype,
+            new_dtype,
             call_sites(3),
             rounded,
             self._calls[key[0]],
@@ -231,11 +233,11 @@ class Parameters(Watcher):
         down = history[-1] if history else None
         if (
             down is not None
-            and down.rounds
-            and down.before == after
-            and (change.calls > down.calls or down.stepped)
+            and down.loses_bits
+            and down.old_dtype == new_dtype
+            and (change.calls > down.calls or down.steps)
         ):
-            self._returned.append((key[0], change.calls, id(tensor), down, change))
+            self._round_trips.append((key[0], change.calls, id(tensor), down, change))
         history.append(change)
         del history[:-4]
 
@@ -244,33 +246,33 @@ class Parameters(Watcher):
         if down.name not in fault.names:
             fault.names.append(down.name)
 
-    def _copied(self, module: int) -> bool:
+    def _is_copy(self, module: int) -> bool:
         """Whether a module seems to belong to a copy of another model. Rounding a copy that is not
         trained later is no fault.
         """
         roots = self._context.names.roots()
-        own = next(
+        own_root = next(
             (root for root in roots if any(id(inner) == module for inner in root.modules())), None
         )
-        if own is None:
+        if own_root is None:
             return True
-        names = [name for name, _ in own.named_parameters()]
+        names = [name for name, _ in own_root.named_parameters()]
         return any(
-            root is not own
-            and type(root) is type(own)
+            root is not own_root
+            and type(root) is type(own_root)
             and [n for n, _ in root.named_parameters()] == names
             for root in roots
         )
 
     def findings(self) -> list[Finding]:
-        for module, calls, parameter, down, up in self._returned:
-            if self._steps[parameter] or self._calls[module] > calls or not self._copied(module):
+        for module, calls, parameter, down, up in self._round_trips:
+            if self._steps[parameter] or self._calls[module] > calls or not self._is_copy(module):
                 self._fault("round trip", down, up)
-        self._returned.clear()
-        return [_finding(fault) for fault in self._faults.values()]
+        self._round_trips.clear()
+        return [_build_finding(fault) for fault in self._faults.values()]
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
     """Parameters and buffers, each under its owner's identity and its name there."""
     for owner in module.modules():
         for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
@@ -278,12 +280,14 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torc
                 yield (id(owner), leaf), tensor
 
 
-def _finding(fault: Fault) -> Finding:
+def _build_finding(fault: Fault) -> Finding:
     down = fault.down
-    caller = down.evaluation or next(
+    caller = down.evaluation_site or next(
         (site for site in down.stack if not site.file.startswith(TORCH_FOLDER)), down.site
     )
-    details = at("called at", down.site) + (at("cast by", caller) if caller != down.site else ())
+    details = site_detail("called at", down.site) + (
+        site_detail("cast by", caller) if caller != down.site else ()
+    )
     return say(
         "TR011",
         site_place(down.site),
@@ -291,8 +295,8 @@ def _finding(fault: Fault) -> Finding:
         kind=fault.kind,
         count=len(fault.names),
         shown=join_names(fault.names, 4),
-        wide=dtype_name(down.before),
-        low=dtype_name(down.after),
+        wide=dtype_name(down.old_dtype),
+        low=dtype_name(down.new_dtype),
         where=down.site,
         up=fault.up and fault.up.site,
         share=100 * down.rounded,
@@ -301,11 +305,17 @@ def _finding(fault: Fault) -> Finding:
 
 
 # nodes whose derivative is zero
-_ZERO = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
-_WHOLE = (torch.bfloat16, torch.float16, torch.float32)
+_ZERO_DERIVATIVE_NODES = (
+    "RoundBackward",
+    "FloorBackward",
+    "CeilBackward",
+    "TruncBackward",
+    "SignBackward",
+)
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Cuts(Watcher):
+class GradientCuts(Watcher):
     """Looks at the graph of each frozen linear layer as it leaves: whether a gradient of its output
     reaches its input.
 
@@ -317,7 +327,7 @@ class Cuts(Watcher):
         super().__init__(context)
         self._cut: dict[str, tuple[Site | None, str]] = {}  # layer -> where it was called, why
 
-    def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+    def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         if (
             not torch.is_grad_enabled()
             or not _is_frozen_linear(module)
@@ -325,65 +335,76 @@ class Cuts(Watcher):
             or type(output) is not torch.Tensor
         ):
             return
-        given = args[0]
+        layer_input = args[0]
         if (
-            not isinstance(given, torch.Tensor)
-            or not given.requires_grad
-            or not given.is_floating_point()
+            not isinstance(layer_input, torch.Tensor)
+            or not layer_input.requires_grad
+            or not layer_input.is_floating_point()
         ):
             return
-        if not _reaches(output, given):
-            rounds = output.requires_grad or not output.is_floating_point()
-            if rounds:
-                why = "by an operator whose derivative is zero"
+        if not _gradient_reaches(output, layer_input):
+            has_zero_derivative = output.requires_grad or not output.is_floating_point()
+            if has_zero_derivative:
+                reason = "by an operator whose derivative is zero"
             else:
-                why = "where none is recorded (no_grad, detach or whole numbers)"
-            self._cut.setdefault(self._context.names.of(module), (innermost_site(), why))
+                reason = "where none is recorded (no_grad, detach or whole numbers)"
+            self._cut.setdefault(
+                self._context.names.module_path(module), (innermost_site(), reason)
+            )
 
     def findings(self) -> list[Finding]:
         if not self._cut:
             return []
-        name, (site, why) = next(iter(self._cut.items()))
+        name, (site, reason) = next(iter(self._cut.items()))
         layers = pluralise(len(self._cut), "frozen layer")
         return [
             say(
                 "TR025",
                 site_place(site, name),
-                at("at", site),
+                site_detail("at", site),
                 layers=layers,
                 shown=join_names(list(self._cut)),
-                why=why,
+                why=reason,
             )
         ]
 
 
-class Widened(Watcher):
+class DequantisedLayers(Watcher):
     """Looks at the layers of a model whose configuration says that it is quantised, after a forward
     that trains.
     """
 
-    def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        given = getattr(getattr(module, "config", None), "quantization_config", None)
-        if given is None or self._context.stack or self.found or not torch.is_grad_enabled():
+    def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        quantization = getattr(getattr(module, "config", None), "quantization_config", None)
+        if (
+            quantization is None
+            or self._context.stack
+            or self.reports
+            or not torch.is_grad_enabled()
+        ):
             return
         head = getattr(module, "get_output_embeddings", lambda: None)()
         layers = [m for m in module.modules() if m is not head and _is_frozen_linear(m)]
         weights = [w for m in layers if isinstance(w := getattr(m, "weight", None), torch.Tensor)]
         # subclasses of Tensor (torchao) say bf16 and hold other bytes
-        if weights and all(type(w.data) is torch.Tensor and w.dtype in _WHOLE for w in weights):
-            settings = given if isinstance(given, dict) else given.to_dict()
+        if weights and all(
+            type(w.data) is torch.Tensor and w.dtype in _PLAIN_DTYPES for w in weights
+        ):
+            settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
             library = str(
                 getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
             )
             site = innermost_site()
-            model = self._context.names.of(module)
-            words = {
+            model = self._context.names.module_path(module)
+            facts = {
                 "model": model,
                 "library": library,
                 "word": dtype_name(weights[0].dtype),
                 "count": len(weights),
             }
-            self.found[model] = say("TR026", site_place(site, model), at("at", site), **words)
+            self.reports[model] = say(
+                "TR026", site_place(site, model), site_detail("at", site), **facts
+            )
 
 
 def _is_frozen_linear(module: torch.nn.Module) -> bool:
@@ -391,25 +412,25 @@ def _is_frozen_linear(module: torch.nn.Module) -> bool:
     return frozen and hasattr(module, "in_features") and not module._modules
 
 
-def _reaches(output: torch.Tensor, given: torch.Tensor) -> bool:
-    """Whether a gradient of `output` reaches `given` by nodes whose derivative is not zero."""
+def _gradient_reaches(output: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a gradient of `output` reaches `source` by nodes whose derivative is not zero."""
     if output.grad_fn is None:
-        return output is given
-    goal = torch.autograd.graph.get_gradient_edge(given).node
-    oldest = goal._sequence_nr() if given.grad_fn is not None else -1
-    waiting = [output.grad_fn]
-    seen = set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is goal:
+        return output is source
+    target_node = torch.autograd.graph.get_gradient_edge(source).node
+    oldest = target_node._sequence_nr() if source.grad_fn is not None else -1
+    pending = [output.grad_fn]
+    visited = set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is target_node:
             return True
         # a node that was made before `given` does not lead to it
         if (
-            node in seen
-            or node.name().startswith(_ZERO)
+            node in visited
+            or node.name().startswith(_ZERO_DERIVATIVE_NODES)
             or (oldest >= 0 and node._sequence_nr() < oldest)
         ):
             continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions if following is not None]
+        visited.add(node)
+        pending += [next_node for next_node, _ in node.next_functions if next_node is not None]
     return False

@@ -33,23 +33,24 @@ from ...observe.origin import (
     short_path,
     site_place,
 )
-from .context import Context, Watcher, at, say
+from .context import Context, Watcher, say, site_detail
 from .origin import Origin
 
 
 @dataclass(slots=True)
-class Change:
+class DefaultDtypeChange:
     """A default dtype that was set.
 
-    setter   the line that decided: the user's own, else the library's outside torch
-    built    tensors that took it while its setter ran; outside: their places once it had ended
+    setter        the line that decided: the user's own, else the library's outside torch
+    tensor_count  tensors that took it while its setter ran
+    late_sites    lines that made tensors with it after its setter had ended
     """
 
-    before: torch.dtype
-    after: torch.dtype
+    old_dtype: torch.dtype
+    new_dtype: torch.dtype
     setter: Site
-    built: int = 0
-    outside: list[Site] = field(default_factory=list)
+    tensor_count: int = 0
+    late_sites: list[Site] = field(default_factory=list)
 
 
 class DefaultDtype(Watcher):
@@ -61,82 +62,84 @@ class DefaultDtype(Watcher):
         super().__init__(context)
         self._original = torch.set_default_dtype
         self._initial = torch.get_default_dtype()
-        self._last: Change | None = None
-        self._leaks: dict[CodeType, Change] = {}
-        self._never: dict[CodeType, Change] = {}
+        self._current_change: DefaultDtypeChange | None = None
+        self._leaks: dict[CodeType, DefaultDtypeChange] = {}
+        self._unrestored: dict[CodeType, DefaultDtypeChange] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
         with mock.patch.object(torch, "set_default_dtype", self._set):
             yield
-            self.look()
+            self.find_leak()
 
     def _set(self, dtype: torch.dtype) -> None:
-        before = torch.get_default_dtype()
-        self.look()
+        old_dtype = torch.get_default_dtype()
+        self.find_leak()
         self._original(dtype)
-        after = torch.get_default_dtype()
-        if after == before:
+        new_dtype = torch.get_default_dtype()
+        if new_dtype == old_dtype:
             return
-        if after == self._initial:
-            self._never.clear()  # somebody put it back after all
+        if new_dtype == self._initial:
+            self._unrestored.clear()  # somebody put it back after all
         stack = [site for site in call_sites(2) if not site.file.startswith("<")]
-        if after == self._initial:
-            self._last = None
+        if new_dtype == self._initial:
+            self._current_change = None
         else:
-            self._last = Change(before, after, innermost_user_site(stack) or stack[0])
+            self._current_change = DefaultDtypeChange(
+                old_dtype, new_dtype, innermost_user_site(stack) or stack[0]
+            )
 
-    def forward_begins(self) -> None:
-        self.look()
+    def on_forward_start(self) -> None:
+        self.find_leak()
 
-    def look(self) -> Change | None:
+    def find_leak(self) -> DefaultDtypeChange | None:
         """The change that is in force although the function that made it, meaning to undo it, is
         gone.
         """
-        change = self._last
-        if change is None or torch.get_default_dtype() != change.after:
+        change = self._current_change
+        if change is None or torch.get_default_dtype() != change.new_dtype:
             return None
         code = change.setter.code
-        if _runs(code) or not _restores(code):
+        if _is_running(code) or not _restores_dtype(code):
             return None
         self._leaks.setdefault(code, change)
         return change
 
-    def decided(self, site: Site | None) -> None:
+    def record_creation(self, site: Site | None) -> None:
         """A tensor was created without dtype= while a change is in force."""
-        change = self._last
-        if change is None or change.after not in NARROW_FLOATS or len(change.outside) > 2:
+        change = self._current_change
+        if change is None or change.new_dtype not in NARROW_FLOATS or len(change.late_sites) > 2:
             return
         code = change.setter.code
-        if _runs(code):
-            change.built += 1
-        elif change.built and site is not None and code.co_name != "<module>":
-            change.outside.append(site)
-            self._never.setdefault(code, change)
+        if _is_running(code):
+            change.tensor_count += 1
+        elif change.tensor_count and site is not None and code.co_name != "<module>":
+            change.late_sites.append(site)
+            self._unrestored.setdefault(code, change)
 
     def explain(self) -> Finding | None:
         """The finding of a leak that is in force."""
-        change = self.look()
+        change = self.find_leak()
         if change is not None:
-            return _finding(change, leaked=True)
+            return _build_finding(change, leaked=True)
         return None
 
     def findings(self) -> list[Finding]:
-        never = [
-            _finding(change, leaked=False)
-            for code, change in self._never.items()
+        unrestored = [
+            _build_finding(change, leaked=False)
+            for code, change in self._unrestored.items()
             if code not in self._leaks
         ]
-        return never + [_finding(change, leaked=True) for change in self._leaks.values()]
+        return unrestored + [_build_finding(change, leaked=True) for change in self._leaks.values()]
 
 
-def _finding(change: Change, *, leaked: bool) -> Finding:
+def _build_finding(change: DefaultDtypeChange, *, leaked: bool) -> Finding:
     setter = change.setter
     return say(
         "TR017",
         site_place(setter),
         (
-            tuple(("created at", f"{site}: {site.text}") for site in change.outside)
+            tuple(("created at", f"{site}: {site.text}") for site in change.late_sites)
             if not leaked
             else ()
         ),
@@ -144,18 +147,18 @@ def _finding(change: Change, *, leaked: bool) -> Finding:
         library=is_library_file(setter.file),
         setter=setter.function,
         where=setter,
-        before=dtype_name(change.before),
-        after=dtype_name(change.after),
-        built=change.built,
-        first=change.outside[0] if change.outside else "",
+        before=dtype_name(change.old_dtype),
+        after=dtype_name(change.new_dtype),
+        built=change.tensor_count,
+        first=change.late_sites[0] if change.late_sites else "",
     )
 
 
-def _runs(code: CodeType) -> bool:
+def _is_running(code: CodeType) -> bool:
     return any(frame.f_code is code for frame in running_frames(2))
 
 
-def _restores(code: CodeType) -> bool:
+def _restores_dtype(code: CodeType) -> bool:
     """Whether a function means to put the default dtype back: it reads the old one, or sets it more
     than once.
     """
@@ -163,7 +166,7 @@ def _restores(code: CodeType) -> bool:
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1
 
 
-class Compiled(Watcher):
+class CompiledRegions(Watcher):
     """Switches torch.compile off while tracing, with a note."""
 
     def __init__(self, context: Context) -> None:
@@ -182,7 +185,7 @@ class Compiled(Watcher):
         self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         site = innermost_site()
         if site is not None and not is_library_file(site.file):
-            self.found[site] = say("TR020", site_place(site))
+            self.reports[site] = say("TR020", site_place(site))
         return self._compile(*args, **kwargs)
 
 
@@ -192,10 +195,10 @@ class Autocast(Watcher):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         # id of a module -> autocast dtype in its last forward, None when off
-        self._last: dict[int, torch.dtype | None] = {}
+        self._last_dtype: dict[int, torch.dtype | None] = {}
         self._ever_on: set[int] = set()
         # module -> where, and the two states
-        self._recomputed: dict[str, tuple[Site | None, str, str]] = {}
+        self._differing: dict[str, tuple[Site | None, str, str]] = {}
         # by storage of a weight's low-precision copy
         self._copies: dict[int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]] = {}
         # copies whose weight was updated since
@@ -203,33 +206,38 @@ class Autocast(Watcher):
         # weight -> where it was updated, and its copy used again
         self._used: dict[str, tuple[Site | None, Site | None]] = {}
 
-    def entered(self, module: torch.nn.Module, args: tuple) -> None:
+    def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
         """Also called when a checkpoint runs the module again in backward."""
         device = self._context.device
         key = id(module)
         if torch.is_autocast_enabled(device):
-            now = torch.get_autocast_dtype(device)
+            dtype = torch.get_autocast_dtype(device)
         else:
-            now = None
+            dtype = None
         if torch._C._current_autograd_node() is None:
-            self._last[key] = now
-            if now is not None:
+            self._last_dtype[key] = dtype
+            if dtype is not None:
                 self._ever_on.add(key)
-        elif self._last.get(key, now) != now:
-            name = self._context.names.of(module)
+        elif self._last_dtype.get(key, dtype) != dtype:
+            name = self._context.names.module_path(module)
             # the modules inside it differ for the same reason: the outermost one is enough
-            if not any(name.startswith(f"{outer}.") for outer in self._recomputed):
-                self._recomputed.setdefault(
-                    name, (innermost_site(), _word(self._last[key]), _word(now))
+            if not any(name.startswith(f"{outer}.") for outer in self._differing):
+                self._differing.setdefault(
+                    name,
+                    (
+                        innermost_site(),
+                        _describe_autocast(self._last_dtype[key]),
+                        _describe_autocast(dtype),
+                    ),
                 )
 
-    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+    def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """Autocast keeps its copy of a trainable weight until the outermost autocast ends."""
         if origin.kind == "autocast" and isinstance(source, torch.nn.Parameter):
             storage = out.untyped_storage()
             self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(source), origin)
 
-    def updated(self, parameter: torch.Tensor) -> None:
+    def on_update(self, parameter: torch.Tensor) -> None:
         """A tensor was updated in place while autocast is on: autocast's cached copy of it is stale
         from now on.
         """
@@ -239,7 +247,7 @@ class Autocast(Watcher):
             if owner() is parameter and not storage.expired():
                 self.stale[key] = (storage, origin, innermost_site())
 
-    def consumed(self, inputs: list[torch.Tensor]) -> None:
+    def on_use(self, inputs: list[torch.Tensor]) -> None:
         """Whether an op in forward reads a stale copy."""
         for tensor in inputs:
             key = tensor.untyped_storage()._cdata
@@ -247,60 +255,73 @@ class Autocast(Watcher):
             if storage is not None and storage.expired():
                 del self.stale[key]
             elif origin is not None:
-                self._used.setdefault((origin.via or origin).what, (updated, innermost_site()))
+                self._used.setdefault(
+                    (origin.upstream or origin).maker, (updated, innermost_site())
+                )
 
-    def forward_begins(self) -> None:
+    def on_forward_start(self) -> None:
         self._copies = {key: entry for key, entry in self._copies.items() if not entry[0].expired()}
         self.stale = {key: entry for key, entry in self.stale.items() if not entry[0].expired()}
 
-    def state(self) -> tuple[str, bool]:
+    def describe_state(self) -> tuple[str, bool]:
         """In words, and whether the running module ran with autocast on before."""
         device = self._context.device
-        before = bool(self._context.stack) and id(self._context.stack[-1].module) in self._ever_on
+        ran_with_autocast = (
+            bool(self._context.stack) and id(self._context.stack[-1].module) in self._ever_on
+        )
         if torch.is_autocast_enabled(device) or self._context.autocast_around:
-            return f"on, {dtype_name(torch.get_autocast_dtype(device))}", before
-        return "off here" + (", on when this module ran before" if before else ""), before
+            return f"on, {dtype_name(torch.get_autocast_dtype(device))}", ran_with_autocast
+        return "off here" + (
+            ", on when this module ran before" if ran_with_autocast else ""
+        ), ran_with_autocast
 
-    def recomputation(self, error: str = "") -> Finding | None:
+    def recomputation_finding(self, error: str = "") -> Finding | None:
         """Autocast differed between a module's forward and its recomputation, which ended in this
         error, if in one.
         """
-        if not self._recomputed:
+        if not self._differing:
             return None
-        module, (site, before, after) = next(iter(self._recomputed.items()))
+        module, (site, forward_state, recompute_state) = next(iter(self._differing.items()))
         if site is not None:
-            where = f"{site.function}, {short_path(site.file)}:{site.line}"
+            location = f"{site.function}, {short_path(site.file)}:{site.line}"
         else:
-            where = module
-        place = site_place(site, f"{site.function} ({module})" if site else module)
+            location = module
+        finding_place = site_place(site, f"{site.function} ({module})" if site else module)
         return say(
             "TR003",
-            place,
-            at("called at", site),
+            finding_place,
+            site_detail("called at", site),
             error=error,
             module=module,
-            before=before,
-            after=after,
-            where=where,
+            before=forward_state,
+            after=recompute_state,
+            where=location,
         )
 
     def findings(self) -> list[Finding]:
-        found = [recomputed] if (recomputed := self.recomputation()) is not None else []
+        findings = (
+            [recomputation] if (recomputation := self.recomputation_finding()) is not None else []
+        )
         if self._used:
             names = list(self._used)
             updated, used = self._used[names[0]]
             update = f" at {updated}" if updated is not None else ""
-            words = {
+            facts = {
                 "count": len(names),
                 "shown": ", ".join(names[:4]),
                 "update": update,
                 "used": used,
             }
-            found.append(
-                say("TR014", site_place(updated, names[0]), at("updated at", updated), **words)
+            findings.append(
+                say(
+                    "TR014",
+                    site_place(updated, names[0]),
+                    site_detail("updated at", updated),
+                    **facts,
+                )
             )
-        return found
+        return findings
 
 
-def _word(dtype: torch.dtype | None) -> str:
+def _describe_autocast(dtype: torch.dtype | None) -> str:
     return "off" if dtype is None else f"on ({dtype_name(dtype)})"

@@ -14,8 +14,8 @@ from ...dtypes import name as dtype_name
 from ...finding import Finding
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import Site, site_place
-from .context import Context, Watcher, at, say
-from .failures import share_of
+from .context import Context, Watcher, say, site_detail
+from .failures import describe_majority
 from .origin import MARK, Origin
 
 
@@ -32,9 +32,9 @@ class Promotion:
     census: Counter[torch.dtype]
     count: int = 0
     extra_bytes: int = 0
-    vector: bool = False
+    is_vector: bool = False
     # the wide operand is as large as the result: an activation, not a scale, mask or table
-    alike: bool = False
+    is_full_size: bool = False
     spread: dict[str, None] = field(default_factory=dict)
 
 
@@ -45,9 +45,9 @@ class Promotions(Watcher):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._seen: dict[tuple[str, str, Any], Promotion] = {}
+        self._promotions: dict[tuple[str, str, Any], Promotion] = {}
 
-    def promoted(
+    def on_promotion(
         self,
         op: Operator,
         origin: Origin,
@@ -66,32 +66,32 @@ class Promotions(Watcher):
         ):
             return
         key = (origin.module, op.name, origin.site)
-        promotion = self._seen.get(key)
+        promotion = self._promotions.get(key)
         if promotion is None:
             owner = type(context.stack[-1].module).__name__
             alike = wide.numel() == out.numel()
-            promotion = self._seen[key] = Promotion(
-                origin, narrow.dtype, owner, census, vector=wide.ndim <= 1, alike=alike
+            promotion = self._promotions[key] = Promotion(
+                origin, narrow.dtype, owner, census, is_vector=wide.ndim <= 1, is_full_size=alike
             )
         promotion.count += 1
         promotion.extra_bytes += out.numel() * (out.element_size() - narrow.element_size())
         origin.event = promotion
 
-    def reached(self, tensor: Any, what: str) -> None:
+    def record_spread(self, tensor: Any, destination: str) -> None:
         """A tensor goes into a product or another module, or leaves the model."""
         if type(tensor) is torch.Tensor:
             mark = tensor.__dict__.get(MARK)
             if mark is not None and mark[0].event is not None:
                 spread = mark[0].event.spread
                 if len(spread) < 8:
-                    spread[what] = None
+                    spread[destination] = None
 
-    def entered(self, module: torch.nn.Module, args: tuple) -> None:
+    def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
         if len(self._context.stack) > 1 and not type(module).__name__.endswith("Loss"):
             for arg in args:
-                self.reached(arg, f"the input of {self._context.names.of(module)}")
+                self.record_spread(arg, f"the input of {self._context.names.module_path(module)}")
 
-    def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+    def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         if self._context.stack or output is None:
             return
         for item in (
@@ -101,63 +101,65 @@ class Promotions(Watcher):
             if isinstance(output, dict)
             else (output,)
         ):
-            self.reached(item, f"the output of {type(module).__name__}")
+            self.record_spread(item, f"the output of {type(module).__name__}")
 
-    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+    def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         if origin.kind == "autocast" and not isinstance(source, torch.nn.Parameter):
-            self.reached(
-                source, f"autocast, which casts it down for {origin.what} in {origin.module}"
+            self.record_spread(
+                source, f"autocast, which casts it down for {origin.maker} in {origin.module}"
             )
 
     def findings(self) -> list[Finding]:
         """One finding for each decision that spread, but for the places that the explanation of an
         error shows already.
         """
-        explained = self._context.failures.told
+        explained = self._context.failures.explained_origins
         deciders: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
-        for promotion in self._seen.values():
+        for promotion in self._promotions.values():
             decider = promotion.origin.decider()
-            if promotion.spread and (decider.site or decider.what) not in explained:
+            if promotion.spread and (decider.site or decider.maker) not in explained:
                 if decider.kind in ("parameter", "buffer"):
-                    group = decider.what.rpartition(".")[2]
+                    group = decider.maker.rpartition(".")[2]
                 else:
-                    group = decider.what
+                    group = decider.maker
                 deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)
-        return [_finding(group) for group in deciders.values()]
+        return [_build_finding(group) for group in deciders.values()]
 
 
-def _finding(group: list[Promotion]) -> Finding:
+def _build_finding(group: list[Promotion]) -> Finding:
     first = group[0]
     origin, decider = first.origin, first.origin.decider()
     wide = dtype_name(origin.dtype)
     narrow = dtype_name(first.narrow)
-    norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
+    norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.is_vector)
     # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a
     # router and forgot to cast back
-    residual = decider.kind == "cast" and first.alike and origin.writer.startswith("_to_copy")
-    spread = list(dict.fromkeys(where for p in group for where in p.spread))
-    place = decider.place()
+    residual = (
+        decider.kind == "cast" and first.is_full_size and origin.writer.startswith("_to_copy")
+    )
+    spread = list(dict.fromkeys(destination for p in group for destination in p.spread))
+    location = decider.location()
     return say(
         "TR010",
         site_place(origin.site, origin.module),
-        at("at", origin.site),
-        op=origin.what,
+        site_detail("at", origin.site),
+        op=origin.maker,
         wide=wide,
         narrow=narrow,
-        decider=decider.what,
-        decision=decider.describe() + (f" ({place})" if place else ""),
-        place=origin.place(),
+        decider=decider.maker,
+        decision=decider.describe() + (f" ({location})" if location else ""),
+        place=origin.location(),
         spread=spread[0],
         more=len(spread) - 1,
-        share=share_of(first.census),
+        share=describe_majority(first.census),
         norm=norm,
         residual=residual and not norm,
         count=sum(p.count for p in group),
-        extra=size(sum(p.extra_bytes for p in group)),
+        extra=format_bytes(sum(p.extra_bytes for p in group)),
     )
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes in words."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
@@ -175,7 +177,7 @@ class EngineCasts(Watcher):
         super().__init__(context)
         self._casts: Counter[tuple[str, torch.dtype, torch.dtype, Site | None, str]] = Counter()
 
-    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+    def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         if origin.kind == "engine":
             self._casts[origin.backward, source.dtype, out.dtype, origin.site, origin.module] += 1
 
@@ -184,12 +186,12 @@ class EngineCasts(Watcher):
             say(
                 "TR013",
                 site_place(site, module or node),
-                at("forward at", site),
+                site_detail("forward at", site),
                 node=node,
-                before=dtype_name(before),
-                after=dtype_name(after),
-                loses=after.itemsize > before.itemsize,
+                before=dtype_name(source_dtype),
+                after=dtype_name(target_dtype),
+                loses=target_dtype.itemsize > source_dtype.itemsize,
                 count=count,
             )
-            for (node, before, after, site, module), count in self._casts.items()
+            for (node, source_dtype, target_dtype, site, module), count in self._casts.items()
         ]

@@ -24,7 +24,7 @@ from .context import say
 from .tracer import Tracer
 
 # files of frames between a program and the command that runs it
-_OURS = (*OBSERVER_FOLDERS, "<frozen runpy>")
+_ISOTYPE_FILES = (*OBSERVER_FOLDERS, "<frozen runpy>")
 
 
 class trace:
@@ -44,7 +44,7 @@ class trace:
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self._tracer = Tracer(model)
         self._failure: Finding | None = None
-        self._others: list[Finding] = []
+        self._silent_findings: list[Finding] = []
 
     def __enter__(self) -> trace:
         self._tracer.__enter__()
@@ -60,9 +60,9 @@ class trace:
         if error is not None and not isinstance(
             error, (SystemExit, KeyboardInterrupt, GeneratorExit)
         ):
-            self._failure = self._tracer.failures.escaped(error)
-        self._others = self._tracer.findings()
-        self._tracer.provenance.forget()
+            self._failure = self._tracer.failures.explain_exception(error)
+        self._silent_findings = self._tracer.findings()
+        self._tracer.provenance.clear_marks()
 
     @property
     def failure(self) -> Finding | None:
@@ -72,13 +72,15 @@ class trace:
     @property
     def findings(self) -> list[Finding]:
         """Worst first. A fault that the explanation of the failure contains is not repeated."""
-        found = list(self._others)
+        findings = list(self._silent_findings)
         if self._failure is not None:
-            found = [
-                f for f in found if f.code != self._failure.code and f.cause != self._failure.cause
+            findings = [
+                f
+                for f in findings
+                if f.code != self._failure.code and f.cause != self._failure.cause
             ]
-            found.insert(0, self._failure)
-        return sort_findings(found)
+            findings.insert(0, self._failure)
+        return sort_findings(findings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +120,33 @@ class Target:
 class Outcome:
     """What a traced program left: the trace, and the exception that ended it."""
 
-    seen: trace
+    session: trace
     error: BaseException | None
 
     @property
     def findings(self) -> list[Finding]:
-        found = list(self.seen.findings)
+        findings = list(self.session.findings)
         if (
             self.error is not None
-            and self.seen.failure is None
+            and self.session.failure is None
             and not isinstance(self.error, SystemExit)
         ):
             frames = reversed(traceback.extract_tb(self.error.__traceback__))
-            spot = next(
-                (f for f in frames if not f.filename.startswith((*_OURS, TORCH_FOLDER))), None
+            frame = next(
+                (f for f in frames if not f.filename.startswith((*_ISOTYPE_FILES, TORCH_FOLDER))),
+                None,
             )
-            place = Place(file=spot.filename, line=spot.lineno) if spot else Place()
-            found.append(
+            location = Place(file=frame.filename, line=frame.lineno) if frame else Place()
+            findings.append(
                 say(
                     "TR000",
-                    place,
+                    location,
                     error=(
                         f"{type(self.error).__name__}: {''.join(str(self.error).splitlines()[:1])}"
                     ),
                 )
             )
-        return found
+        return findings
 
     @property
     def status(self) -> int:
@@ -154,44 +157,44 @@ class Outcome:
         return int(code is not None)
 
 
-def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
+def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
     """Runs it under a trace; its exceptions end it, not us.
 
     Raises  UsageError when the file has no such function
     """
-    with _as_main(target, arguments):
-        seen = trace()
+    with run_as_main(target, arguments):
+        session = trace()
         error: BaseException | None = None
         try:
-            with seen:
+            with session:
                 if target.function is None:
                     runpy.run_path(str(target.path), run_name="__main__")
                 else:
                     get_member(load_module(str(target.path)), target.function, target.path.name)()
         except (KeyboardInterrupt, UsageError):
             raise
-        except BaseException as raised:
-            error = raised
-    return Outcome(seen, error)
+        except BaseException as exception:
+            error = exception
+    return Outcome(session, error)
 
 
 def plain_traceback(error: BaseException) -> str:
     """The traceback as it would be without the trace: without Isotype's frames, and without a note,
     as the finding replaces it.
     """
-    shown = traceback.TracebackException.from_exception(error)
-    link: traceback.TracebackException | None = shown
+    formatted = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = formatted
     while link is not None:
         link.stack = traceback.StackSummary.from_list(
-            [frame for frame in link.stack if not frame.filename.startswith(_OURS)]
+            [frame for frame in link.stack if not frame.filename.startswith(_ISOTYPE_FILES)]
         )
         link.__notes__ = None
         link = link.__cause__ or link.__context__
-    return "".join(shown.format()).rstrip()
+    return "".join(formatted.format()).rstrip()
 
 
 @contextmanager
-def _as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
+def run_as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
     """sys.argv and sys.path as `python SCRIPT.py args` would have them."""
     argv = sys.argv
     path = list(sys.path)
@@ -209,7 +212,7 @@ def stdout_to_stderr() -> Iterator[None]:
     holds our answer only.
     """
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     stream = sys.stdout
     sys.stdout = sys.stderr
@@ -218,5 +221,5 @@ def stdout_to_stderr() -> Iterator[None]:
     finally:
         sys.stdout = stream
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)

@@ -26,11 +26,11 @@ from ...finding import Finding
 from ...observe.operators import FLOATS, Operator, floating_operands
 from ...observe.origin import innermost_site
 from ...observe.tape import FunctionTape, ModuleCall, Tape, observing
-from .context import EVENTS, Context, Watcher, now_and_then
+from .context import EVENTS, Context, Watcher, is_due
 from .failures import Failures
 from .origin import Origin, Provenance
-from .parameters import Cuts, Parameters, Widened
-from .process import Autocast, Compiled, DefaultDtype
+from .parameters import DequantisedLayers, GradientCuts, Parameters
+from .process import Autocast, CompiledRegions, DefaultDtype
 from .promotions import EngineCasts, Promotions
 from .ranges import LogProbs, Overflows, Positions
 from .updates import Sums, Updates
@@ -46,23 +46,23 @@ _WATCHERS: tuple[type[Watcher], ...] = (
     EngineCasts,
     Positions,
     Overflows,
-    Cuts,
-    Widened,
+    GradientCuts,
+    DequantisedLayers,
     LogProbs,
-    Compiled,
+    CompiledRegions,
 )
 
 # autograd nodes whose forward place is remembered; a step makes a few thousand
-_KEPT_SITES = 20_000
+_MAX_SITES = 20_000
 
 # forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a
 # power of two,
-FIRST = 8
-EVERY = 64  # and every so-manieth, for what comes up late
-_NEW_SIZES = 2  # forwards that are watched when only the sizes of the inputs are new
+FIRST_WATCHED = 8
+SAMPLE_PERIOD = 64  # and every so-manieth, for what comes up late
+_NEW_SIZE_FORWARDS = 2  # forwards that are watched when only the sizes of the inputs are new
 # of containers among the inputs: how deep, and how many items are told apart
-_NESTED = 3
-_LONG = 16
+_MAX_DEPTH = 3
+_MAX_ITEMS = 16
 
 
 class Pace:
@@ -78,48 +78,48 @@ class Pace:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._count: Counter[Any] = Counter()
-        self._number = 0  # of the running forward among those of its kind
+        self._counts: Counter[Any] = Counter()
+        self._forward_number = 0  # of the running forward among those of its kind
         # whether a forward since the last backward was not watched
         self._unwatched_since_backward = False
-        self.unwatched = False  # whether the last forward was not watched
-        self._end: Any = None  # the hook at the end of an unwatched forward
+        self.forward_unwatched = False  # whether the last forward was not watched
+        self._end_hook: Any = None  # the hook at the end of an unwatched forward
         # such hooks of forwards that ended in an error, which torch was walking through then
-        self._over: list[Any] = []
+        self._finished_hooks: list[Any] = []
 
     @property
-    def sampled(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether the running forward is one of the later ones that are watched now and then."""
-        return self._number > FIRST and _sampled(self._number)
+        return self._forward_number > FIRST_WATCHED and _is_sampled(self._forward_number)
 
     @property
-    def looking(self) -> bool:
+    def checks_values(self) -> bool:
         """Whether the values of the running forward are looked at, which costs more than dtypes."""
-        return self._number <= FIRST // 2 or self.sampled
+        return self._forward_number <= FIRST_WATCHED // 2 or self.is_sampled
 
-    def changed(self) -> None:
+    def reset(self) -> None:
         """Parameters changed their dtype, or something failed: nothing counts as known."""
-        self._count.clear()
+        self._counts.clear()
 
     # ---- forwards
-    def begins(self, module: torch.nn.Module, args: tuple) -> bool:
+    def start_forward(self, module: torch.nn.Module, args: tuple) -> bool:
         """Called at the start of a root module's forward. Returns whether this forward is not
         watched.
         """
-        while self._over:
-            self._over.pop().remove()
+        while self._finished_hooks:
+            self._finished_hooks.pop().remove()
         # of Module.__call__; a global hook before forward is not given them
         kwargs = sys._getframe(2).f_locals.get("kwargs", {})
-        kind, sizes = self._kind(module, args, kwargs)
-        self._count[kind] += 1
-        self._count[kind, sizes] += 1
-        self._number = self._count[kind]
-        self.unwatched = False
+        kind, sizes = self._forward_key(module, args, kwargs)
+        self._counts[kind] += 1
+        self._counts[kind, sizes] += 1
+        self._forward_number = self._counts[kind]
+        self.forward_unwatched = False
         if (
-            self._number <= FIRST
-            or _sampled(self._number)
-            or self._count[kind, sizes] <= _NEW_SIZES
-            or self._context.sums.grows()
+            self._forward_number <= FIRST_WATCHED
+            or _is_sampled(self._forward_number)
+            or self._counts[kind, sizes] <= _NEW_SIZE_FORWARDS
+            or self._context.sums.is_growing()
         ):
             return False
         recomputes = torch._C._current_autograd_node() is not None
@@ -129,46 +129,49 @@ class Pace:
             or not self._context.suspend(hooks=True)
         ):
             return False
-        self._unwatched_since_backward = self.unwatched = True
-        self._end = module.register_forward_hook(self._ends, with_kwargs=True, always_call=True)
+        self._unwatched_since_backward = self.forward_unwatched = True
+        self._end_hook = module.register_forward_hook(
+            self._end_forward, with_kwargs=True, always_call=True
+        )
         return True
 
-    def _ends(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if self._end is None:
+    def _end_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if self._end_hook is None:
             return
         error = sys.exc_info()[1] if output is None else None
         if error is not None:
-            self._over.append(self._end)
-            self._end = None
+            self._finished_hooks.append(self._end_hook)
+            self._end_hook = None
         self._context.resume()
         if isinstance(error, Exception):
-            self.changed()
-            self._context.failures.again(error, module, args, kwargs)
+            self.reset()
+            self._context.failures.rerun_forward(error, module, args, kwargs)
 
-    def resumed(self) -> None:
-        if self._end is not None:
-            self._end.remove()
-            self._end = None
+    def on_resume(self) -> None:
+        if self._end_hook is not None:
+            self._end_hook.remove()
+            self._end_hook = None
 
     def stop(self) -> None:
-        while self._over:
-            self._over.pop().remove()
+        while self._finished_hooks:
+            self._finished_hooks.pop().remove()
 
-    def _kind(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def _forward_key(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """What makes one forward like another, and the sizes of its inputs."""
         device = self._context.device
         sizes = []
 
-        def of(value: Any, nested: int = 0) -> Any:
+        def describe_value(value: Any, depth: int = 0) -> Any:
             if isinstance(value, torch.Tensor):
                 sizes.append(tuple((length - 1).bit_length() for length in value.shape))
                 return value.dtype, value.requires_grad
-            if isinstance(value, dict) and nested < _NESTED:
+            if isinstance(value, dict) and depth < _MAX_DEPTH:
                 return tuple(
-                    (key, of(item, nested + 1)) for key, item in list(value.items())[:_LONG]
+                    (key, describe_value(item, depth + 1))
+                    for key, item in list(value.items())[:_MAX_ITEMS]
                 )
-            if isinstance(value, (tuple, list)) and nested < _NESTED:
-                return tuple(of(item, nested + 1) for item in value[:_LONG])
+            if isinstance(value, (tuple, list)) and depth < _MAX_DEPTH:
+                return tuple(describe_value(item, depth + 1) for item in value[:_MAX_ITEMS])
             if value is None or isinstance(value, (bool, str)):
                 return value
             return type(value)
@@ -184,7 +187,7 @@ class Pace:
             autocast,
             torch.get_default_dtype(),
         )
-        return (state, of(args), of(kwargs)), tuple(sizes)
+        return (state, describe_value(args), describe_value(kwargs)), tuple(sizes)
 
     # ---- backwards, and steps of an optimizer
     def backward_unwatched(self) -> bool:
@@ -197,18 +200,20 @@ class Pace:
 
     def step_unwatched(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
         """Called as a step begins. One with a closure runs forwards."""
-        held = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
         kind = (
             id(optimizer),
-            frozenset((p.dtype, p.grad.dtype) for p in held if p.grad is not None),
+            frozenset((p.dtype, p.grad.dtype) for p in parameters if p.grad is not None),
         )
-        self._count[kind] += 1
-        watched = self._count[kind] <= FIRST or _sampled(self._count[kind])
-        return not watched and not any(callable(given) for given in (*args[1:], *kwargs.values()))
+        self._counts[kind] += 1
+        watched = self._counts[kind] <= FIRST_WATCHED or _is_sampled(self._counts[kind])
+        return not watched and not any(
+            callable(argument) for argument in (*args[1:], *kwargs.values())
+        )
 
 
-def _sampled(number: int) -> bool:
-    return now_and_then(number, 0) or not number % EVERY
+def _is_sampled(number: int) -> bool:
+    return is_due(number, 0) or not number % SAMPLE_PERIOD
 
 
 class Tracer(Context):
@@ -232,28 +237,28 @@ class Tracer(Context):
             event: [getattr(w, event) for w in self._watchers.values() if event in vars(type(w))]
             for event in EVENTS
         }
-        self._of_ops = {
-            name: given
+        self._op_hooks = {
+            name: hooks
             for watcher in self._watchers.values()
-            for name, given in watcher.ops().items()
+            for name, hooks in watcher.op_hooks().items()
         }
-        self.ops = 0  # watched
+        self.op_count = 0  # watched
         self._hooks: list[Any] = []
         self._running = ExitStack()
         self._module_hooks: list[Any] = []
-        self._tape = Tape(self._ran, on_new_operator=self._learned)
-        self._calls = FunctionTape(self._called)
+        self._tape = Tape(self._run_op, on_new_operator=self._attach_hooks)
+        self._calls = FunctionTape(self._run_call)
         # whether the function mode and the hooks are off too, while the dispatch mode is
         self._suspended: tuple[bool, bool] | None = None
         if model is not None:
-            self.learn(model)
+            self.register_model(model)
 
     # ---- lifetime
     def __enter__(self) -> Tracer:
         self._hook_modules()
         self._hooks = [
-            register_optimizer_step_pre_hook(self._stepping),
-            register_optimizer_step_post_hook(self._stepped),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         for part in (self.provenance, *self._watchers.values()):
             self._running.enter_context(part.running())
@@ -298,66 +303,66 @@ class Tracer(Context):
             return
         calls, hooks = self._suspended
         self._suspended = None
-        self.pace.resumed()
+        self.pace.on_resume()
         if hooks:
             self._hook_modules()
         if calls:
             self._calls.__enter__()
         self._tape.__enter__()
 
-    def learn(self, root: torch.nn.Module) -> None:
+    def register_model(self, root: torch.nn.Module) -> None:
         """Names a model, and gives its parameters and buffers their origins."""
-        self.names.learn(root)
-        first = next(root.parameters(), None)
-        if first is not None:
-            self.device = first.device.type
+        self.names.register(root)
+        parameter = next(root.parameters(), None)
+        if parameter is not None:
+            self.device = parameter.device.type
         for kind, name, tensor in self.names.tensors():
             if tensor.dtype in FLOATS:
-                known = self.provenance.known(tensor)
-                if known is None or known.kind not in ("parameter", "buffer"):
+                recorded = self.provenance.get_recorded(tensor)
+                if recorded is None or recorded.kind not in ("parameter", "buffer"):
                     self.provenance.set(tensor, Origin(tensor.dtype, kind, name))
 
-    def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.resume()  # an exception may have ended a suspended part
         self.suspend(hooks=False)  # what the watchers compute is no part of the program
-        self._tell("stepping", optimizer)
+        self._notify("on_step_start", optimizer)
         if not self.pace.step_unwatched(optimizer, args, kwargs):
             self.resume()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.suspend(hooks=False)
-        self._tell("stepped", optimizer)
+        self._notify("on_step_end", optimizer)
         self.resume()
 
     @observing
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if module not in self.names.modules:
-            self.learn(module)
+            self.register_model(module)
         if not self.stack:
             self.resume()
             self.forwards += 1
             if next(module.parameters(), None) is not None:
                 self.last_root = weakref.ref(module)
-            if self.pace.begins(module, args):
+            if self.pace.start_forward(module, args):
                 return
-            self._tell("forward_begins")
+            self._notify("on_forward_start")
             self._census = None
-        self.stack.append(ModuleCall(self.names.of(module), module))
-        self._tell("entered", module, args)
+        self.stack.append(ModuleCall(self.names.module_path(module), module))
+        self._notify("on_module_enter", module, args)
 
     @observing
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self.modules.pop(module)
-        self._tell("left", module, args, output)
+        self._notify("on_module_exit", module, args, output)
 
     # ---- the modes
-    def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _run_call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What the program called, above the dispatcher: names casts and factories, and sees the
         checks that are made there.
         """
         name = func.__name__
-        outer = self.calling
-        self.calling = func
+        outer = self.current_call
+        self.current_call = func
         self.autocast_around = torch.is_autocast_enabled(self.device)
         suspended = (
             name in ("backward", "grad")
@@ -372,13 +377,13 @@ class Tracer(Context):
         finally:
             if suspended:
                 self.resume()
-            self.calling = outer
+            self.current_call = outer
 
-    def _learned(self, op: Operator) -> None:
-        op.on_call, op.on_return = self._of_ops.get(op.name, (None, None))
+    def _attach_hooks(self, op: Operator) -> None:
+        op.on_call, op.on_return = self._op_hooks.get(op.name, (None, None))
 
-    def _ran(self, op: Operator, args: tuple, kwargs: dict) -> Any:
-        self.ops += 1
+    def _run_op(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+        self.op_count += 1
         if op.factory:
             self.factory_dtype = kwargs.get("dtype")
         token = op.on_call(op, args, kwargs) if op.on_call is not None else None
@@ -390,13 +395,13 @@ class Tracer(Context):
         if token is not None:
             op.on_return(token)
         if op.product or self.autocast.stale:
-            self._feeds(op, args)
+            self._report_inputs(op, args)
         if self.stack and torch._C._current_autograd_node() is None:
             # an op in forward: the autograd node that it gets has its number already
             number = torch._C._autograd._get_sequence_nr() - 1
             if number not in self.forward_sites:
                 self.forward_sites[number] = (self.stack[-1].module, innermost_site())
-                if len(self.forward_sites) > _KEPT_SITES:
+                if len(self.forward_sites) > _MAX_SITES:
                     del self.forward_sites[next(iter(self.forward_sites))]
         if type(out) is torch.Tensor:
             if out.dtype in FLOATS:
@@ -409,7 +414,7 @@ class Tracer(Context):
                     self.provenance.record(op, inputs, item)
         return out
 
-    def _feeds(self, op: Operator, args: tuple) -> None:
+    def _report_inputs(self, op: Operator, args: tuple) -> None:
         """What goes into a product matters to promotions; while copies are stale, what goes into
         anything matters.
         """
@@ -418,27 +423,27 @@ class Tracer(Context):
         inputs = floating_operands(args)
         if op.product:
             for tensor in inputs:
-                self.promotions.reached(
+                self.promotions.record_spread(
                     tensor,
                     (
-                        f"{op.name} in {self.names.of(self.stack[-1].module)}"
+                        f"{op.name} in {self.names.module_path(self.stack[-1].module)}"
                         if self.stack
                         else op.name
                     ),
                 )
         if self.autocast.stale and not op.view:
-            self.autocast.consumed(inputs)
+            self.autocast.on_use(inputs)
 
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
         return [finding for watcher in self._watchers.values() for finding in watcher.findings()]
 
     # ---- events
-    def _tell(self, event: str, *what: Any) -> None:
-        for told in self._events[event]:
-            told(*what)
+    def _notify(self, event: str, *arguments: Any) -> None:
+        for callback in self._events[event]:
+            callback(*arguments)
 
-    def promoted(
+    def on_promotion(
         self,
         op: Operator,
         origin: Origin,
@@ -446,7 +451,7 @@ class Tracer(Context):
         narrow: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        self._tell("promoted", op, origin, wide, narrow, out)
+        self._notify("on_promotion", op, origin, wide, narrow, out)
 
-    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        self._tell("cast", origin, source, out)
+    def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._notify("on_cast", origin, source, out)
