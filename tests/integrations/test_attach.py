@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
-from isotype.integrations.claims import TESTED
+from isotype.integrations.claims import TESTED_VERSIONS
 from isotype.optimize.trl_head import fused_head_of
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, attached, curve, plain
 
@@ -304,7 +304,7 @@ def test_a_trainer_that_is_not_attached_does_not_train_the_model_of_one_that_is(
 
 def test_versions_outside_the_tested_range_are_refused(models, monkeypatch):
     trainer = trainer_of("SFT", models)
-    monkeypatch.setitem(TESTED, "trl", ("0.0.1", "0.0.2"))
+    monkeypatch.setitem(TESTED_VERSIONS, "trl", ("0.0.1", "0.0.2"))
     with pytest.raises(UsageError, match=r"trl .*tested with 0.0.1 to below 0.0.2"):
         attach(trainer, "fp32")
 

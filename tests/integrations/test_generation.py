@@ -133,7 +133,7 @@ def test_a_reference_used_during_training_is_afterwards_what_it_was(precision, u
         answer(),
     )
     attributes = {name: set(module.__dict__) for name, module in reference.named_modules()}
-    claims = {claim.owner: claim.now for claim in attach(trainer, precision, quiet=True).claims}
+    claims = {claim.owner: claim.outcome for claim in attach(trainer, precision, quiet=True).claims}
     assert claims["checkpoint, ref_model"] == (
         "base bf16" if precision == "bf16-pure" else "fp32 as trained, bf16 where that is exact"
     )

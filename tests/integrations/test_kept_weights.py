@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from isotype.integrations import attach, detach
-from isotype.integrations.weights import Lost
+from isotype.integrations.weights import RoundingLoss
 from tests.integrations.trainers import Setting, plain
 
 
@@ -17,14 +17,14 @@ def test_what_rounding_took_is_given_back_bit_for_bit():
     bits = wide.view(-1).view(torch.int32)
     bits[:9000] = (bits[:9000] & ~0xFFFF) | 0x8000  # half-way between two bf16 numbers
     wide[-1, :5] = torch.tensor([0.0, -0.0, torch.inf, 3.4e38, -1e-40])
-    assert Lost.of(wide[:0], wide[:0].bfloat16()).nbytes == 0
+    assert RoundingLoss.from_cast(wide[:0], wide[:0].bfloat16()).nbytes == 0
     for scaled in (wide, -wide, wide * 1e-38, wide * 1e30):
         narrow = scaled.bfloat16()
-        lost = Lost.of(scaled, narrow)
+        lost = RoundingLoss.from_cast(scaled, narrow)
         assert lost.nbytes < 0.6 * scaled.nbytes + 8 * 9000
-        assert torch.equal(lost.given_back_to(narrow).view(torch.int32), scaled.view(torch.int32))
+        assert torch.equal(lost.restore(narrow).view(torch.int32), scaled.view(torch.int32))
         narrow[3, 3] *= 2
-        assert lost.given_back_to(narrow) is None
+        assert lost.restore(narrow) is None
 
 
 def test_a_frozen_base_is_as_large_attached_as_before_and_comes_back(models):

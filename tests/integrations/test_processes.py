@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from isotype.integrations import attach
-from isotype.integrations.watched import summed_in
+from isotype.integrations.monitor import read_reduce_dtypes
 from tests.distributed.processes import GUARD, environment
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 from tests.warm import ROOT, interpreter
@@ -140,11 +140,11 @@ WRAPPED = {
 def test_the_dtype_of_the_sums_is_read_and_what_is_not_known_is_told(subtests):
     for how, (made, dtype) in WRAPPED.items():
         with subtests.test(how):
-            assert summed_in(made()) == ([dtype], "")
+            assert read_reduce_dtypes(made()) == ([dtype], "")
     for model, words in (
         (ddp(own_hook), "communication hook own_hook"),
         (nn.Linear(4, 4), "neither DDP nor FSDP wraps the model"),
     ):
-        sent, why = summed_in(model)
+        sent, why = read_reduce_dtypes(model)
         assert sent == []
         assert words in why

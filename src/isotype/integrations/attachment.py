@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import FrameType, MethodType
 from typing import Any
 
@@ -26,16 +26,19 @@ READ_ONLY = ("ref_model", "teacher_model")
 
 @dataclass(frozen=True)
 class Claim:
-    """owner: which part of the trainer; value: its setting; now: what it becomes under the attached
-    precision.
+    """One owner's claim on the precision of a trainer.
+
+    owner    the part of the trainer
+    value    its setting
+    outcome  what the setting becomes under the attached precision
     """
 
     owner: str
     value: str
-    now: str
+    outcome: str
 
     def __str__(self) -> str:
-        return f"{self.owner:22s} {self.value:44s} {self.now}"
+        return f"{self.owner:22s} {self.value:44s} {self.outcome}"
 
 
 @dataclass
@@ -64,7 +67,7 @@ class Attachment:
     def precision(self) -> Precision:
         return self.resolved.precision
 
-    def put(self, part: Any) -> Any:
+    def install(self, part: Any) -> Any:
         """Installs a part, and removes it where the trainer is detached, or a later part fails."""
         self.undo.append(part.remove)
         part.install()
@@ -76,7 +79,7 @@ class Attachment:
             return parameter.grad
         return self.accumulator.gradient(parameter)
 
-    def give_back_optimizers(self) -> None:
+    def restore_optimizers(self) -> None:
         """After a `train` that raised: the next one makes its optimizer and scheduler from the
         arguments as they are then.
         """
@@ -90,18 +93,18 @@ class Attachment:
         return self.manifests["model"]
 
     def __str__(self) -> str:
-        trainer = type(self.trainer).__name__
-        shown = [
-            f"isotype attached to {trainer}: precision {self.resolved.text}"
+        trainer_name = type(self.trainer).__name__
+        lines = [
+            f"isotype attached to {trainer_name}: precision {self.resolved.text}"
             f" ({self.resolved.why_preset})"
         ]
-        shown += [f"  claimed by  {claim}" for claim in self.claims]
+        lines += [f"  claimed by  {claim}" for claim in self.claims]
         for name, manifest in self.manifests.items():
-            shown += [
+            lines += [
                 f"  {name}: {line}" if i == 0 else f"    {line}"
                 for i, line in enumerate(str(manifest).splitlines())
             ]
-        return "\n".join([*shown, *(f"  note        {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """For the record and --json."""
@@ -109,33 +112,36 @@ class Attachment:
             "trainer": f"{type(self.trainer).__module__}.{type(self.trainer).__name__}",
             "precision": self.resolved.text,
             "declared": self.resolved.to_dict(),
-            "claims": [asdict(claim) for claim in self.claims],
+            "claims": [
+                {"owner": claim.owner, "value": claim.value, "now": claim.outcome}
+                for claim in self.claims
+            ],
             "models": {name: manifest.to_dict() for name, manifest in self.manifests.items()},
             "notes": list(self.notes),
         }
 
 
-def trainers_that_run() -> list[Any]:
+def running_trainers() -> list[Any]:
     """The trainers whose `train` runs now, the innermost first."""
-    found: list[Any] = []
+    trainers: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "train" and isinstance(
             trainer := frame.f_locals.get("self"), Trainer
         ):
-            found.append(trainer)
+            trainers.append(trainer)
         frame = frame.f_back
-    return found
+    return trainers
 
 
 def is_running(trainer: Any) -> bool:
     """Whether the trainer's `train` runs now. Its `is_in_train` alone does not tell, as it stays
     true after a `train` that raised.
     """
-    return bool(trainer.is_in_train) and any(one is trainer for one in trainers_that_run())
+    return bool(trainer.is_in_train) and any(running is trainer for running in running_trainers())
 
 
-def unprepare(trainer: Any) -> None:
+def remove_accelerate_wrappers(trainer: Any) -> None:
     """Takes off the wrappers that accelerate put around the model in an earlier `train` or
     `evaluate`; the next one wraps it anew.
     """
@@ -163,55 +169,60 @@ def unwrap_forward(model: nn.Module) -> dict[str, Any]:
     return wrapped
 
 
-def models_of(trainer: Any) -> dict[str, nn.Module]:
+def collect_models(trainer: Any) -> dict[str, nn.Module]:
     """The trained model, and those that the trainer only reads."""
-    named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
-    return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+    candidates = {
+        "model": trainer.model,
+        **{name: getattr(trainer, name, None) for name in READ_ONLY},
+    }
+    return {name: model for name, model in candidates.items() if isinstance(model, nn.Module)}
 
 
-def trained_in(trainer: Any, name: str) -> set[str]:
+def trained_names(trainer: Any, name: str) -> set[str]:
     """Names of the parameters of one of `models_of` that are trained, or that a reference has from
     the trained model. A teacher is another model.
     """
     if name == "teacher_model":
         return set()
     trained = {parameter for parameter, p in trainer.model.named_parameters() if p.requires_grad}
-    return trained & {parameter for parameter, _ in models_of(trainer)[name].named_parameters()}
+    return trained & {
+        parameter for parameter, _ in collect_models(trainer)[name].named_parameters()
+    }
 
 
 _ABSENT = object()
 
 
-class Methods:
+class MethodWrappers:
     """The methods of one trainer that are wrapped, in order."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.before: list[tuple[str, Any]] = []
+        self.originals: list[tuple[str, Any]] = []
 
-    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+    def wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         """`around(original, *args, **kwargs)` is called instead of `trainer.name`; `original` is
         the bound method that was there.
         """
         trainer, original = self.trainer, getattr(self.trainer, name)
-        self.before.append((name, trainer.__dict__.get(name, _ABSENT)))
+        self.originals.append((name, trainer.__dict__.get(name, _ABSENT)))
 
         @functools.wraps(original)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
+            return wrapper(original, *args, **kwargs)
 
         setattr(trainer, name, MethodType(wrapped, trainer))
 
     def restore(self) -> None:
-        for name, before in reversed(self.before):
-            if before is _ABSENT:
+        for name, original in reversed(self.originals):
+            if original is _ABSENT:
                 delattr(self.trainer, name)
             else:
-                setattr(self.trainer, name, before)
-        self.before.clear()
+                setattr(self.trainer, name, original)
+        self.originals.clear()
 
 
-def overridden(trainer: Any, method: str) -> str | None:
+def user_override(trainer: Any, method: str) -> str | None:
     """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines
     this method.
     """
@@ -222,8 +233,8 @@ def overridden(trainer: Any, method: str) -> str | None:
             function = inspect.unwrap(cls.__dict__[method])
             code = getattr(function, "__code__", None)
             if code:
-                at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+                location = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
             else:
-                at = ""
-            return f"{cls.__name__}.{method}{at}"
+                location = ""
+            return f"{cls.__name__}.{method}{location}"
     return None

@@ -28,25 +28,30 @@ from ..precision.quantised_base import Quantisation, check_base, detect_quantisa
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips
 from ..training.preflight.static import TYPICAL_UPDATE, stuck_share
-from .attachment import Claim, is_running, models_of, trained_in
-from .weights import check_pure
+from .attachment import Claim, collect_models, is_running, trained_names
+from .weights import check_low_precision_training
 
-_WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # accelerate's names
+_ACCELERATE_DTYPES = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8": "fp8",
+    "no": "fp32",
+}  # accelerate's names
 
 
 def is_adapter(parameter_name: str) -> bool:
     return ".lora_" in parameter_name
 
 
-def dtypes_of(parameters: Iterable[nn.Parameter]) -> str:
+def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
     """`bf16 x 12, fp32 x 3`: floating parameters that are not quantised, by dtype."""
-    counted = Counter(
+    counts = Counter(
         dtype_name(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
     )
-    return ", ".join(f"{word} x {n}" for word, n in counted.most_common()) or "none"
+    return ", ".join(f"{name} x {n}" for name, n in counts.most_common()) or "none"
 
 
-def asked_by_arguments(trainer: Any) -> str | None:
+def requested_dtype(trainer: Any) -> str | None:
     """The dtype that TrainingArguments ask for, or None where they ask for none."""
     if trainer.args.bf16:
         return "bf16"
@@ -55,39 +60,43 @@ def asked_by_arguments(trainer: Any) -> str | None:
     return None
 
 
-def _auto(
+def _choose_precision(
     trainer: Any, adapter: str, *, quantised: Quantisation | None
 ) -> tuple[str, dict[str, str], str]:
     """What the arguments and the model make of `auto`: preset, what differs from it, and why.
     Without them the device decides.
     """
-    given = asked_by_arguments(trainer)
+    requested = requested_dtype(trainer)
     # TRL's configurations mean bf16 by default: False was typed; transformers' own False may be the
     # default
-    typed = given is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
-    fp32 = "bf16=False in the trainer's arguments"
+    is_fp32_requested = (
+        requested is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
+    )
+    fp32_reason = "bf16=False in the trainer's arguments"
     if quantised is not None:
-        own = quantised.is_loaded or quantised.kind == "int8"
-        preset, base = ("bf16-lora", {"base": quantised.kind}) if own else ("nf4-lora", {})
+        is_own_format = quantised.is_loaded or quantised.kind == "int8"
+        preset, base = (
+            ("bf16-lora", {"base": quantised.kind}) if is_own_format else ("nf4-lora", {})
+        )
         return (
             preset,
-            base | ({"compute": "fp32"} if typed else {}),
-            "auto: the model's base is quantised" + f", and {fp32}" * typed,
+            base | ({"compute": "fp32"} if is_fp32_requested else {}),
+            "auto: the model's base is quantised" + f", and {fp32_reason}" * is_fp32_requested,
         )
-    if given is not None:
-        if given == "fp16":
+    if requested is not None:
+        if requested == "fp16":
             preset = "fp16-mixed"
         elif adapter == "none":
             preset = "bf16-mixed"
         else:
             preset = "bf16-lora"
-        return preset, {}, f"auto: {given}=True in the trainer's arguments"
-    if typed:
-        return ("fp32", {}, f"auto: {fp32}")
+        return preset, {}, f"auto: {requested}=True in the trainer's arguments"
+    if is_fp32_requested:
+        return ("fp32", {}, f"auto: {fp32_reason}")
     return ("auto", {}, "")
 
 
-def resolve_for(trainer: Any, precision: Any) -> Resolved:
+def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
     """One precision for this trainer. Raises UsageError with both values for a contradiction."""
     model = trainer.model
     device = trainer.args.device.type
@@ -97,20 +106,20 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
     else:
         adapter = "none"
     quantised = detect_quantisation(inner_model(model))
-    why = ""
+    reason = ""
     if not isinstance(precision, str | Precision):
         raise UsageError(
             f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or"
             " auto"
         )
     if precision == "auto":
-        preset, overrides, why = _auto(trainer, adapter, quantised=quantised)
+        preset, overrides, reason = _choose_precision(trainer, adapter, quantised=quantised)
     else:
         # the short text form: a preset and what differs from it
-        asked = Precision.parse(str(precision))
+        parsed = Precision.parse(str(precision))
         preset = str(precision).split()[0]
         overrides = {
-            role: value for role, value in asked.items() if value != getattr(PRESETS[preset], role)
+            role: value for role, value in parsed.items() if value != getattr(PRESETS[preset], role)
         }
     resolved = resolve(
         {"preset": preset, **overrides},
@@ -127,9 +136,9 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
             "adapter.kind": "the trainer's model",
         },
     )
-    if why:
+    if reason:
         resolved = replace(
-            resolved, why_preset=resolved.why_preset.replace(f"preset {preset}", why, 1)
+            resolved, why_preset=resolved.why_preset.replace(f"preset {preset}", reason, 1)
         )
     _check_precision_claims(trainer, resolved.precision, preset)
     if quantised is not None and quantised.packing is not None:
@@ -144,7 +153,7 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
     if resolved.precision.packed and quantised is None:
         raise UsageError(
             f"precision {preset}: base {resolved.precision.base}, but the trainer's model is not"
-            f" quantised (its weights: {dtypes_of(model.parameters())})",
+            f" quantised (its weights: {count_dtypes(model.parameters())})",
             fix=(
                 "load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or"
                 " precision='bf16-lora'"
@@ -156,36 +165,38 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
 
 def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:
     """The arguments and accelerate against the precision."""
-    given = asked_by_arguments(trainer)
-    there = _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
-    if there == "fp8":
+    requested = requested_dtype(trainer)
+    accelerate_dtype = _ACCELERATE_DTYPES.get(
+        trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision
+    )
+    if accelerate_dtype == "fp8":
         raise UsageError(
             "accelerate's mixed_precision is fp8, and no precision declares that",
             fix="mixed_precision: bf16",
         )
-    if given is not None and given != precision.compute:
-        if given == "bf16" and is_of_trl(trainer):
-            by = " (TRL's configurations set it by default)"
+    if requested is not None and requested != precision.compute:
+        if requested == "bf16" and is_trl_trainer(trainer):
+            default_note = " (TRL's configurations set it by default)"
         else:
-            by = ""
+            default_note = ""
         raise UsageError(
-            f"{given}=True in the trainer's arguments{by}, and precision {preset} computes in"
+            f"{requested}=True in the trainer's arguments{default_note}, and precision {preset} computes in"
             f" {precision.compute}",
             fix=(
-                f"{given}=False, or precision='{'fp16-mixed' if given == 'fp16' else 'bf16-mixed'}'"
+                f"{requested}=False, or precision='{'fp16-mixed' if requested == 'fp16' else 'bf16-mixed'}'"
             ),
         )
     variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if given is None and there != "fp32" and there != precision.compute:
+    if requested is None and accelerate_dtype != "fp32" and accelerate_dtype != precision.compute:
         if variable:
-            where = f"ACCELERATE_MIXED_PRECISION={variable}"
+            source = f"ACCELERATE_MIXED_PRECISION={variable}"
         else:
-            where = "accelerate's configuration"
+            source = "accelerate's configuration"
         raise UsageError(
-            f"{where} asks for {there}, and precision {preset} computes in {precision.compute}",
+            f"{source} asks for {accelerate_dtype}, and precision {preset} computes in {precision.compute}",
             fix=(
-                f"unset it, or {there}=True in the arguments with a precision that computes in"
-                f" {there}"
+                f"unset it, or {accelerate_dtype}=True in the arguments with a precision that computes in"
+                f" {accelerate_dtype}"
             ),
         )
     if precision.loss_scaling == "dynamic" and getattr(trainer.accelerator, "scaler", None) is None:
@@ -195,15 +206,15 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
             fix="fp16=True in the arguments",
         )
     if precision.trainable != "fp32" or precision.grads != "fp32":
-        check_pure(trainer, precision, preset)
+        check_low_precision_training(trainer, precision, preset)
 
 
-def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
+def collect_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     """Every owner with its value and what becomes of it; read before anything is changed."""
     model = trainer.model
     args = trainer.args
     here = f"{precision.compute}, on the inner model"
-    given = asked_by_arguments(trainer)
+    given = requested_dtype(trainer)
     yield Claim(
         "training arguments",
         f"{given}=True" if given else "bf16=False, fp16=False",
@@ -228,7 +239,7 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     if len(trained) < len(named):
         yield Claim(
             "checkpoint, frozen",
-            dtypes_of(p for _, p in named if not p.requires_grad),
+            count_dtypes(p for _, p in named if not p.requires_grad),
             f"base {precision.unquantised}",
         )
     adapters = [p for n, p in trained if is_adapter(n)]
@@ -237,19 +248,20 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
         rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
         yield Claim(
             "checkpoint, trained",
-            dtypes_of(rest),
-            f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest),
+            count_dtypes(rest),
+            f"trainable {precision.trainable}{rounding}"
+            + _describe_vanishing_updates(trainer, rest),
         )
     if adapters:
         # TRL casts the adapters of quantised models
-        if is_of_trl(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters):
+        if is_trl_trainer(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters):
             by = "TRL's cast"
         else:
             by = "PEFT"
         yield Claim(
             f"{by}, adapters",
-            dtypes_of(adapters),
-            f"{precision.trainable} masters" + _vanishing(trainer, adapters),
+            count_dtypes(adapters),
+            f"{precision.trainable} masters" + _describe_vanishing_updates(trainer, adapters),
         )
         if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
             yield Claim(
@@ -262,14 +274,14 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
         yield Claim(
             "training arguments", f"optim={optim}", "Isotype's AdamW, which rounds stochastically"
         )
-    for name, other in models_of(trainer).items():
+    for name, other in collect_models(trainer).items():
         if name != "model":
             now = f"base {precision.unquantised}"
-            if precision.trainable != precision.unquantised and trained_in(trainer, name):
+            if precision.trainable != precision.unquantised and trained_names(trainer, name):
                 now = (
                     f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
                 )
-            yield Claim(f"checkpoint, {name}", dtypes_of(other.parameters()), now)
+            yield Claim(f"checkpoint, {name}", count_dtypes(other.parameters()), now)
     if getattr(args, "cast_lm_head_to_fp32", False):
         yield Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32")
     if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
@@ -287,29 +299,29 @@ def claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
             )
 
 
-def is_of_trl(trainer: Any) -> bool:
+def is_trl_trainer(trainer: Any) -> bool:
     return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
 
 
-def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
+def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) -> str:
     """The updates that training bf16 weights directly would lose. They are reported because the
     trainer does not report them.
     """
-    low = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
+    narrow = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL_UPDATE
-    total = sum(p.numel() for p in low)
+    total = sum(p.numel() for p in narrow)
     if not total or not update:
         return ""
-    share = sum(stuck_share(p, update) * p.numel() for p in low) / total
+    share = sum(stuck_share(p, update) * p.numel() for p in narrow) / total
     return (
-        f"; trained as they are, {share:.0%} of {dtype_name(low[0].dtype)} updates at"
+        f"; trained as they are, {share:.0%} of {dtype_name(narrow[0].dtype)} updates at"
         f" {trainer.args.learning_rate:g} would vanish"
     )
 
 
 ATTACHED = "_isotype_attachment"
 # package -> (first version, first version that is not tested any more)
-TESTED = {
+TESTED_VERSIONS = {
     "transformers": ("5.17", "6"),
     "accelerate": ("1.10", "2"),
     "peft": ("0.21", "1"),
@@ -323,14 +335,14 @@ def check_trainer(trainer: Any) -> None:
     """
     if not isinstance(trainer, Trainer):
         if isinstance(trainer, type):
-            what = "is a class: give the trainer itself"
+            complaint = "is a class: give the trainer itself"
         else:
-            what = "is no transformers.Trainer"
+            complaint = "is no transformers.Trainer"
         if isinstance(trainer, nn.Module):
             fix = "isotype.optimize(model) for a loop of your own"
         else:
             fix = "attach(trainer) after Trainer(...)"
-        raise UsageError(f"attach() takes a trainer: {type(trainer).__name__} {what}", fix=fix)
+        raise UsageError(f"attach() takes a trainer: {type(trainer).__name__} {complaint}", fix=fix)
     if ATTACHED in trainer.__dict__:
         raise UsageError("this trainer is attached already", fix="detach(trainer) first")
     if is_running(trainer):
@@ -362,45 +374,47 @@ def _check_versions(trainer: Any) -> None:
         "accelerate",
     }
     packages |= {"peft"} if hasattr(trainer.model, "peft_config") else set()
-    for package, (first, last) in TESTED.items():
+    for package, (minimum, limit) in TESTED_VERSIONS.items():
         if package not in packages:
             continue
-        found = metadata.version(package)
-        if not Version(first) <= Version(found) < Version(last):
+        version = metadata.version(package)
+        if not Version(minimum) <= Version(version) < Version(limit):
             raise UsageError(
-                f"{package} {found}: attach() was tested with {first} to below {last}",
-                fix=f"pip install '{package}>={first},<{last}'",
+                f"{package} {version}: attach() was tested with {minimum} to below {limit}",
+                fix=f"pip install '{package}>={minimum},<{limit}'",
             )
 
 
 def _check_model(trainer: Any) -> None:
     model = trainer.model
     args = trainer.args
-    why = ""
+    reason = ""
     if not isinstance(model, nn.Module):
-        why = "this trainer has no model yet (model_init builds it in train())"
+        reason = "this trainer has no model yet (model_init builds it in train())"
         fix = "Trainer(model=...)"
     elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        why = f"the trainer's model is wrapped in {type(model).__name__} already"
+        reason = f"the trainer's model is wrapped in {type(model).__name__} already"
         fix = "give the trainer the plain model: it wraps it"
     elif trainer.optimizer is not None and trainer.optimizer.state:
-        why = "this trainer has trained already: its optimizer has states of the earlier precision"
+        reason = (
+            "this trainer has trained already: its optimizer has states of the earlier precision"
+        )
         fix = "attach(trainer) before train()"
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "accelerate's FSDP"
-        why = (
+        reason = (
             f"attach() does not support {engine}, which owns the dtypes and the casts of the"
             " weights that the ops read"
         )
         fix = "DDP or a single process; or isotype train, which shards with FSDP2"
     elif args.use_liger_kernel and args.device.type in ("cpu", "mps"):
-        why = (
+        reason = (
             "use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do"
             f" not run on {args.device.type}"
         )
         fix = "use_liger_kernel=False: attach() brings kernels of its own"
     elif not any(p.requires_grad for p in model.parameters()):
-        why = "no parameter of this model is trained"
+        reason = "no parameter of this model is trained"
         fix = "give the trainer a peft_config, or requires_grad_(True)"
-    if why:
-        raise UsageError(why, fix=fix)
+    if reason:
+        raise UsageError(reason, fix=fix)

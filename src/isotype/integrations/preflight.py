@@ -51,7 +51,7 @@ from ..training.setup import Prepared, Subject
 from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation, eval_mode, preserve_random_state
 from ..wording import pluralise
-from .attachment import Attachment, Methods
+from .attachment import Attachment, MethodWrappers
 
 _ARGUMENTS = {
     "run.sample_every: 0 trains without samples; ": "",
@@ -70,33 +70,33 @@ _ARGUMENTS = {
 }
 
 
-def in_trainers_words(text: str) -> str:
-    for ours, theirs in _ARGUMENTS.items():
-        text = text.replace(ours, theirs)
+def use_argument_names(text: str) -> str:
+    for setting, argument in _ARGUMENTS.items():
+        text = text.replace(setting, argument)
     return text
 
 
 # rows looked at: the first ones. Each of a dataset's pictures is decoded when its row is read
-MOST = 4096
-MOST_WITH_PICTURES = 32
-_LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+MAX_ROWS = 4096
+MAX_PICTURE_ROWS = 32
+_ID_COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
-def _first(dataset: Any) -> tuple[list[Any], str]:
+def _read_first_rows(dataset: Any) -> tuple[list[Any], str]:
     """The first rows; a stream is not read, as that would take rows from it."""
     if dataset is None:
         return [], "no dataset"
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return [], "the dataset is a stream"
-    most = MOST_WITH_PICTURES if len(dataset) and _has_pictures(dataset[0]) else MOST
-    return [dataset[i] for i in range(min(most, len(dataset)))], ""
+    limit = MAX_PICTURE_ROWS if len(dataset) and _has_pictures(dataset[0]) else MAX_ROWS
+    return [dataset[i] for i in range(min(limit, len(dataset)))], ""
 
 
 def _has_pictures(row: Any) -> bool:
     return isinstance(row, Mapping) and ("images" in row or "image" in row)
 
 
-def _ids(value: Any) -> tuple[int, ...] | None:
+def _to_ids(value: Any) -> tuple[int, ...] | None:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple) and all(isinstance(i, int) for i in value):
         return tuple(value)
@@ -107,14 +107,14 @@ def _token_rows(rows: list[Any]) -> list[Row]:
     """Rows with input_ids; labels from their column, or every token where only ids are given.
     Padding of masked positions is left out.
     """
-    made = []
+    token_rows = []
     for row in rows:
-        ids = _ids(row.get("input_ids")) if isinstance(row, dict) else None
+        ids = _to_ids(row.get("input_ids")) if isinstance(row, dict) else None
         if ids is None:
             return []
-        labels = _ids(row["labels"]) if row.get("labels") is not None else None
+        labels = _to_ids(row["labels"]) if row.get("labels") is not None else None
         if row.get("completion_mask") is not None:
-            mask = _ids(row["completion_mask"])
+            mask = _to_ids(row["completion_mask"])
         else:
             mask = None
         if labels is None:
@@ -125,23 +125,25 @@ def _token_rows(rows: list[Any]) -> list[Row]:
         if len(labels) != len(ids):  # an encoder-decoder's
             return []
         if row.get("attention_mask") is not None:
-            mask = _ids(row["attention_mask"])
+            mask = _to_ids(row["attention_mask"])
         else:
             mask = None
         if mask is not None:
-            there = [k for k, seen in enumerate(mask) if seen]
-            ids = tuple(ids[k] for k in there)
-            labels = tuple(labels[k] for k in there)
+            kept_positions = [k for k, is_kept in enumerate(mask) if is_kept]
+            ids = tuple(ids[k] for k in kept_positions)
+            labels = tuple(labels[k] for k in kept_positions)
         prompt = next((k for k, label in enumerate(labels) if label != IGNORED), len(labels))
-        made.append(Row(ids, labels, prompt))
-    return made
+        token_rows.append(Row(ids, labels, prompt))
+    return token_rows
 
 
-def _largest(rows: list[Any], count: int) -> list[Any]:
+def _longest_rows(rows: list[Any], count: int) -> list[Any]:
     def length(row: Any) -> int:
         if isinstance(row, dict):
             return sum(
-                len(row[name]) for name in _LENGTHS if name in row and hasattr(row[name], "__len__")
+                len(row[name])
+                for name in _ID_COLUMNS
+                if name in row and hasattr(row[name], "__len__")
             )
         return 0
 
@@ -177,17 +179,17 @@ class TrainerBatch:
 class TrainerStepper:
     """A step as the trainer makes it: its own compute_loss, its own optimizer."""
 
-    def __init__(self, attached: Attachment) -> None:
-        self.trainer = attached.trainer
-        self.compute = attached.precision.compute
+    def __init__(self, attachment: Attachment) -> None:
+        self.trainer = attachment.trainer
+        self.compute = attachment.precision.compute
         self.model: nn.Module = self.trainer.model
         self.optimizer = self.trainer.optimizer
         self.loss_scale: LossScale | None = None  # under accelerate's scaler no step is rehearsed
         self.sharding: Sharding | None = None  # one process has the whole model
         self.world = ALONE
-        dtype = attached.precision.trainable
+        dtype = attachment.precision.trainable
         # of weights in their gradients' dtype: those stay in .grad
-        self.accumulator = attached.accumulator or GradientAccumulator(
+        self.accumulator = attachment.accumulator or GradientAccumulator(
             self.model.parameters(), dtype=dtype
         )
         assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), (
@@ -237,51 +239,56 @@ class TrainerTask:
     data           the rows as tokens, empty where they are none
     longest_batch  rows of the largest batch, as the dataset has them; largest_eval_rows: of an
                    evaluation's
-    why_no_tokens  "" where rows are tokens
+    no_tokens_reason  "" where rows are tokens
     """
 
-    def __init__(self, attached: Attachment) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self.trainer, self.model, args = (
-            attached.trainer,
-            attached.trainer.model,
-            attached.trainer.args,
+            attachment.trainer,
+            attachment.trainer.model,
+            attachment.trainer.args,
         )
-        self.tokenizer = tokenizer_of(self.trainer)
-        rows, why = _first(self.trainer.train_dataset)
-        sets = self.trainer.eval_dataset
-        eval_rows, _ = _first(next(iter(sets.values()), None) if isinstance(sets, dict) else sets)
-        train = _token_rows(rows)
-        evaluated = _token_rows(eval_rows) if train else []
-        if train:
-            self.why_no_tokens = ""
+        self.tokenizer = find_tokenizer(self.trainer)
+        rows, no_rows_reason = _read_first_rows(self.trainer.train_dataset)
+        eval_dataset = self.trainer.eval_dataset
+        eval_rows, _ = _read_first_rows(
+            next(iter(eval_dataset.values()), None)
+            if isinstance(eval_dataset, dict)
+            else eval_dataset
+        )
+        token_rows = _token_rows(rows)
+        eval_token_rows = _token_rows(eval_rows) if token_rows else []
+        if token_rows:
+            self.no_tokens_reason = ""
         else:
-            self.why_no_tokens = why or "the rows are no plain tokens with labels"
-        self.longest_batch = _largest(rows, args.per_device_train_batch_size)
-        self.largest_eval_rows = _largest(eval_rows, args.per_device_eval_batch_size)
+            self.no_tokens_reason = no_rows_reason or "the rows are no plain tokens with labels"
+        self.longest_batch = _longest_rows(rows, args.per_device_train_batch_size)
+        self.largest_eval_rows = _longest_rows(eval_rows, args.per_device_eval_batch_size)
         # else every token is learnt: no answers that should end
-        answered = any(IGNORED in row.labels for row in train)
+        has_masked_tokens = any(IGNORED in row.labels for row in token_rows)
         longest, longest_eval = (
-            max((len(row.input_ids) for row in side), default=0) for side in (train, evaluated)
+            max((len(row.input_ids) for row in side), default=0)
+            for side in (token_rows, eval_token_rows)
         )
         facts = {
             "train": {
                 "dropped": [],
                 "truncated": 0,
                 "lengths": {"longest": longest},
-                "files": [{"format": "messages" if answered else "text"}],
+                "files": [{"format": "messages" if has_masked_tokens else "text"}],
             },
             "eval": {"dropped": [], "lengths": {"longest": longest_eval}},
             "tokens": {"end_of_turn": {}},
             "template": None,
             "max_length": longest,
         }
-        self.data = LoadedData(train, evaluated, [], None, facts)
+        self.data = LoadedData(token_rows, eval_token_rows, [], None, facts)
         self.prompts: list[SamplePrompt] = []
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
-    def largest_rows(self, count: int) -> Sequence[Any]:
+    def longest_batch(self, count: int) -> Sequence[Any]:
         return self.longest_batch
 
     def collate(self, rows: Sequence[Any]) -> TrainerBatch:
@@ -319,18 +326,18 @@ class TrainerTask:
         return []
 
 
-def tokenizer_of(trainer: Any) -> Any | None:
+def find_tokenizer(trainer: Any) -> Any | None:
     """The trainer's tokenizer, also inside a processor; None where it has none."""
-    given = getattr(trainer, "processing_class", None)
-    found = getattr(given, "tokenizer", given)
-    return found if hasattr(found, "added_tokens_decoder") else None
+    processing_class = getattr(trainer, "processing_class", None)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    return tokenizer if hasattr(tokenizer, "added_tokens_decoder") else None
 
 
-def subject_of(attached: Attachment, folder: Path, *, resuming: bool) -> Subject:
+def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> Subject:
     """The trainer's own arguments under the names of a run file. Only those that the checks read
     are translated.
     """
-    trainer, args, task = attached.trainer, attached.trainer.args, TrainerTask(attached)
+    trainer, args, task = attachment.trainer, attachment.trainer.args, TrainerTask(attachment)
     config = RunConfig(
         model=ModelSection(name="the trainer's model"),
         data=DataSection(
@@ -346,10 +353,10 @@ def subject_of(attached: Attachment, folder: Path, *, resuming: bool) -> Subject
     # the parts of a prepared run that the checks use
     prepared = SimpleNamespace(
         model=trainer.model,
-        resolved=attached.resolved,
+        resolved=attachment.resolved,
         device=args.device,
-        stepper=TrainerStepper(attached),
-        manifest=attached.manifest,
+        stepper=TrainerStepper(attachment),
+        manifest=attachment.manifest,
     )
     return Subject(
         config=config,
@@ -362,7 +369,7 @@ def subject_of(attached: Attachment, folder: Path, *, resuming: bool) -> Subject
 
 
 def run_preflight(
-    attached: Attachment,
+    attachment: Attachment,
     folder: Path,
     skip: Mapping[str, str],
     observer: Observer,
@@ -372,22 +379,22 @@ def run_preflight(
     """Returns what the observer saw of each rehearsal. Raises PreflightError with every error
     found; `attach(..., skip={"PF003": "why"})` leaves a check out.
     """
-    trainer = attached.trainer
+    trainer = attachment.trainer
     with _trainer_restored(trainer):
         subject = replace(
-            subject_of(attached, folder, resuming=resuming),
+            build_subject(attachment, folder, resuming=resuming),
             observer=observer,
             violation_severity=Severity.WARNING,
         )
-        _run(attached, subject, skip)
+        _run(attachment, subject, skip)
     return subject.observations
 
 
-def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
-    trainer = attached.trainer
+def _run(attachment: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
+    trainer = attachment.trainer
     task = cast(TrainerTask, subject.task)
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), check_update_sizes),)}
-    why_not = _why_not_rehearsed(task)
+    why_not = _rehearsal_blocker(task)
     unmeasured = f", which does not run: {why_not}" if why_not else ""
     skipped = {
         "PF011": (
@@ -396,7 +403,7 @@ def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Out
         ),
         **skip,
     }
-    no_rows = task.why_no_tokens
+    no_rows = task.no_tokens_reason
     without = no_rows or ("" if task.tokenizer else "the trainer has no processing_class")
     if hasattr(inner_model(trainer.model), "config"):
         unknown = ""
@@ -416,8 +423,8 @@ def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Out
         ("data", ("PF007",), end_never_learnt, without),
         ("data", ("PF008",), beyond_the_embeddings, unknown or without),
         ("data", ("PF009",), untrained_new_tokens, unknown or without),
-        ("data", ("PF023",), places_learnt, unknown or blind),
-        ("static", ("PF024",), names_that_do_not_load, unknown),
+        ("data", ("PF023",), find_learnt_picture_tokens, unknown or blind),
+        ("static", ("PF024",), find_unloadable_names, unknown),
         ("real", ("PF012", "PF013", "PF014", "PF015"), rehearse_step, why_not),
         ("real", ("PF017",), rehearse_samples, why_not),
         ("real", ("PF016",), rehearse_evaluation, why_not or unplanned),
@@ -431,13 +438,13 @@ def _run(attached: Attachment, subject: Subject, skip: Mapping[str, str]) -> Out
     try:
         return preflight(subject, skipped, checks=checks, world=world)
     except PreflightError as error:
-        attached.give_back_optimizers()  # their rates may be what was refused
+        attachment.restore_optimizers()  # their rates may be what was refused
         first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
         fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'
-        raise PreflightError(in_trainers_words(error.message), fix=fix) from None
+        raise PreflightError(use_argument_names(error.message), fix=fix) from None
 
 
-def _why_not_rehearsed(task: TrainerTask) -> str:
+def _rehearsal_blocker(task: TrainerTask) -> str:
     trainer = task.trainer
     if trainer.args.world_size > 1:
         return "several processes: a rehearsed backward would meet DDP's hooks"
@@ -450,7 +457,7 @@ def _why_not_rehearsed(task: TrainerTask) -> str:
             f"{hook} runs in backward: what it does there, as an update of the weights, could not"
             " be put back"
         )
-    return "" if task.longest_batch else task.why_no_tokens
+    return "" if task.longest_batch else task.no_tokens_reason
 
 
 @contextmanager
@@ -476,21 +483,21 @@ def _trainer_restored(trainer: Any) -> Iterator[None]:
                     copy.deepcopy(value) if _is_plain(value) else value,
                 )
             )
-    methods = Methods(trainer)
+    methods = MethodWrappers(trainer)
     with preserve_random_state():
         methods.wrap("log", lambda *_, **__: None)
         try:
             yield
         finally:
             methods.restore()
-            for put_back in undo:
-                put_back()
+            for restore in undo:
+                restore()
 
 
 def _is_plain(value: Any) -> bool:
     """Numbers, text and containers of them."""
     if isinstance(value, dict):
-        return all(_is_plain(one) for one in (*value.keys(), *value.values()))
+        return all(_is_plain(item) for item in (*value.keys(), *value.values()))
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
@@ -499,32 +506,32 @@ def _is_plain(value: Any) -> bool:
 # --- of a vision-language model: what it learns of a picture, and where its adapter will load
 
 
-def places_learnt(subject: Subject) -> Iterator[Finding]:
+def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
     """PF023: labels on the places of pictures, as trainers that learn every token have them."""
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config
-    place = next(
+    picture_token = next(
         (
-            at
+            token
             for key in ("image_token_id", "image_token_index")
-            if (at := getattr(config, key, None)) is not None
+            if (token := getattr(config, key, None)) is not None
         ),
         None,
     )
     rows = list(islice(iter(trainer.train_dataset), 4))
-    made = trainer.data_collator(rows) if rows and place is not None else None
+    batch = trainer.data_collator(rows) if rows and picture_token is not None else None
     # a trainer of policies makes its rows itself
-    labels = made.get("labels") if isinstance(made, Mapping) else None
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if labels is None:
         return
-    learnt = int((labels != IGNORED).sum())
-    places = int((labels == place).sum())
-    if places:
+    learnt_labels = int((labels != IGNORED).sum())
+    picture_labels = int((labels == picture_token).sum())
+    if picture_labels:
         yield Finding(
             code="PF023",
             severity=Severity.WARNING,
             place=Place(symbol="labels"),
-            message=f"{places} of {learnt} learnt tokens of the first rows are places of pictures",
+            message=f"{picture_labels} of {learnt_labels} learnt tokens of the first rows are places of pictures",
             cause=(
                 "the model learns to write the token for a picture; the user's words are learnt too"
                 " where every token is"
@@ -536,7 +543,7 @@ def places_learnt(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def names_that_do_not_load(subject: Subject) -> Iterator[Finding]:
+def find_unloadable_names(subject: Subject) -> Iterator[Finding]:
     """PF024: an adapter on a family's class for text, whose names the released class does not have."""
     from transformers import AutoConfig
 

@@ -29,10 +29,10 @@ from ..environment.versions import environment
 from ..report.page import write_report
 from ..runs.folder import Metrics, RunFolder
 from ..training.memory.device import trim_freed_blocks
-from .attachment import Attachment, Methods
+from .attachment import Attachment, MethodWrappers
+from .monitor import StepMonitor
 from .preflight import run_preflight
 from .steps import Guards
-from .watched import WatchedSteps
 
 FOLDER = "isotype"
 
@@ -41,45 +41,45 @@ class Record(TrainerCallback):
     """One trainer's record; also where the preflight and the watched steps are called from."""
 
     def __init__(
-        self, attached: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]
+        self, attachment: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]
     ) -> None:
-        self.attached = attached
+        self.attachment = attachment
         self.guards = guards
         self.preflight = preflight
         self.skip = skip
-        self.folder = RunFolder(Path(attached.trainer.args.output_dir) / FOLDER)
+        self.folder = RunFolder(Path(attachment.trainer.args.output_dir) / FOLDER)
         self.metrics: Metrics | None = None  # in the first process
-        self.watched: WatchedSteps | None = None  # while the trainer trains
-        self.methods = Methods(attached.trainer)
+        self.monitor: StepMonitor | None = None  # while the trainer trains
+        self.methods = MethodWrappers(attachment.trainer)
 
     def install(self) -> None:
-        self.methods.wrap("_inner_training_loop", self._training)
-        self.methods.wrap("training_step", self._micro_batch)
-        self.attached.trainer.add_callback(self)
+        self.methods.wrap("_inner_training_loop", self._run_training)
+        self.methods.wrap("training_step", self._run_micro_batch)
+        self.attachment.trainer.add_callback(self)
 
     def remove(self) -> None:
         self.methods.restore()
-        self.attached.trainer.remove_callback(self)
+        self.attachment.trainer.remove_callback(self)
 
-    def _training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         finally:
-            if self.watched is not None:  # a step that raised ends the watch too
-                self.watched.close()
+            if self.monitor is not None:  # a step that raised ends the watch too
+                self.monitor.close()
 
-    def _micro_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.watched is not None:
-            self.watched.before_micro_batch()
+    def _run_micro_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.monitor is not None:
+            self.monitor.check_buffers()
         return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
-        self.watched = watched = WatchedSteps(
-            self.attached, partial(self.folder.write_json, "precision.json")
+        self.monitor = monitor = StepMonitor(
+            self.attachment, partial(self.folder.write_json, "precision.json")
         )
         resuming = state.global_step > 0
-        self._said = len(state.log_history)
+        self._logged_rows = len(state.log_history)
         if state.is_world_process_zero:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self.metrics = Metrics(self.folder.metrics)
@@ -91,46 +91,52 @@ class Record(TrainerCallback):
             self.folder.write_json("plan.json", {"total": state.max_steps})
             self._write_manifest()
         if self.preflight:
-            watched.rehearsed(
+            monitor.add_rehearsals(
                 run_preflight(
-                    self.attached, self.folder.path, self.skip, watched.observer, resuming=resuming
+                    self.attachment,
+                    self.folder.path,
+                    self.skip,
+                    monitor.observer,
+                    resuming=resuming,
                 )
             )
             trim_freed_blocks()
-        watched.start()
+        monitor.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.watching.begin(state.global_step + 1)
+        self.active_monitor.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.watching.look_at_gradients()
+        self.active_monitor.check_gradients()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.attached.trainer.accelerator.optimizer_step_was_skipped:
-            self.watching.check_update(self.guards.extra.get("share_changed", 0.0))
-        if (seen := self.watching.end()) is not None:
+        if not self.attachment.trainer.accelerator.optimizer_step_was_skipped:
+            self.active_monitor.check_update(self.guards.extra.get("share_changed", 0.0))
+        if (observation := self.active_monitor.end()) is not None:
             trim_freed_blocks()
             if state.is_world_process_zero:
                 self._write_manifest()
-            self.guards.extra["promotions"] = sum(seen.promotions.values())
+            self.guards.extra["promotions"] = sum(observation.promotions.values())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.watching.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.active_monitor.observe_checkpoint(
+            Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        )
 
     @property
-    def watching(self) -> WatchedSteps:
-        assert self.watched is not None, "on_train_begin comes first"
-        return self.watched
+    def active_monitor(self) -> StepMonitor:
+        assert self.monitor is not None, "on_train_begin comes first"
+        return self.monitor
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.metrics is None:
             return
-        for row in state.log_history[self._said :]:
+        for row in state.log_history[self._logged_rows :]:
             plain = {
                 key: value for key, value in row.items() if isinstance(value, int | float | str)
             }
             self.metrics.write(**plain, **({"event": "evaluation"} if "eval_loss" in plain else {}))
-        self._said = len(state.log_history)
+        self._logged_rows = len(state.log_history)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -147,10 +153,10 @@ class Record(TrainerCallback):
             warnings.warn(f"isotype: no report: {problem}", stacklevel=2)
 
     def _write_manifest(self) -> None:
-        said = self.attached.to_dict()
-        if self.watched is not None and self.watched.calls:
-            said["first_step"] = [
+        content = self.attachment.to_dict()
+        if self.monitor is not None and self.monitor.calls:
+            content["first_step"] = [
                 {"part": part, "op": op, "calls": n}
-                for (part, op), n in sorted(self.watched.calls.items())
+                for (part, op), n in sorted(self.monitor.calls.items())
             ]
-        self.folder.write_json("manifest.json", said)
+        self.folder.write_json("manifest.json", content)

@@ -29,8 +29,8 @@ from ..optimize.generation import from_training
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
 from ..training.step import choose_sampled_elements, share_changed
-from .attachment import Attachment, Methods, trainers_that_run
-from .preflight import in_trainers_words
+from .attachment import Attachment, MethodWrappers, running_trainers
+from .preflight import use_argument_names
 
 
 class Guards(TrainerCallback):
@@ -40,18 +40,18 @@ class Guards(TrainerCallback):
     extra  metrics for the trainer's next training log
     """
 
-    def __init__(self, attached: Attachment) -> None:
-        self.attached, self.trainer, self.methods = (
-            attached,
-            attached.trainer,
-            Methods(attached.trainer),
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment, self.trainer, self.methods = (
+            attachment,
+            attachment.trainer,
+            MethodWrappers(attachment.trainer),
         )
         self.extra: dict[str, float] = {}
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
-        self._before: list[Tensor] = []
-        self._filter = self.trainer.args.logging_nan_inf_filter
+        self._samples_before_update: list[Tensor] = []
+        self._nan_filter_setting = self.trainer.args.logging_nan_inf_filter
         # of a training step's last forward
-        self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._last_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._hook: Any = None
 
     def install(self) -> None:
@@ -64,16 +64,16 @@ class Guards(TrainerCallback):
         self.methods.wrap("log", self._log)
         self.methods.wrap("evaluation_loop", self._evaluation_loop)
         self._hook = inner_model(self.trainer.model).register_forward_pre_hook(
-            self._before_forward, with_kwargs=True
+            self._record_inputs, with_kwargs=True
         )
-        defer_teachers(self.trainer, self.methods)
+        defer_teacher_logits(self.trainer, self.methods)
 
     def remove(self) -> None:
         self.trainer.remove_callback(self)
         if self._hook is not None:
             self._hook.remove()
         self.methods.restore()
-        self.trainer.args.logging_nan_inf_filter = self._filter
+        self.trainer.args.logging_nan_inf_filter = self._nan_filter_setting
 
     def _training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         check_placed(self.trainer.model)
@@ -81,11 +81,11 @@ class Guards(TrainerCallback):
         with from_training():
             loss = original(*args, **kwargs)
         if not math.isfinite(float(loss)):
-            raise self._not_finite("the loss")
-        self._called = None
+            raise self._non_finite_error("the loss")
+        self._last_inputs = None
         return loss
 
-    def _before_forward(
+    def _record_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Keeps the inputs, to find the module in which a value became non-finite. Raises
@@ -94,14 +94,14 @@ class Guards(TrainerCallback):
         """
         if not module.training:
             return
-        if not self.trainer.is_in_train and (running := trainers_that_run()):
-            mine = type(self.trainer).__name__
-            other = type(running[0]).__name__
+        if not self.trainer.is_in_train and (trainers := running_trainers()):
+            attached_trainer = type(self.trainer).__name__
+            training_trainer = type(trainers[0]).__name__
             raise UsageError(
-                f"this model is attached to {mine}, and {other} trains it",
-                fix=f"detach(the {mine}) first; attach(the other) trains it under a precision",
+                f"this model is attached to {attached_trainer}, and {training_trainer} trains it",
+                fix=f"detach(the {attached_trainer}) first; attach(the other) trains it under a precision",
             )
-        self._called = args, kwargs
+        self._last_inputs = args, kwargs
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Logits are deferred: a gather, a logsumexp and a cross-entropy do without all of them.
@@ -115,31 +115,31 @@ class Guards(TrainerCallback):
         nan would make every gradient nan.
         """
         trainer = self.trainer
-        if self._scaled or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
+        if self._has_loss_scaling or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
             return original(model)
         # gradients are not in `.grad`: the object that holds them clips them
-        if self.attached.accumulator is not None:
+        if self.attachment.accumulator is not None:
             norm = original(model)
-            self._check(norm)
+            self._check_norm(norm)
             return norm
         norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        self._check(norm)
+        self._check_norm(norm)
         clip_grads_with_norm_(model.parameters(), trainer.args.max_grad_norm, norm)
         return norm
 
     def _get_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)
-        self._check(norm)
+        self._check_norm(norm)
         return norm
 
     @property
-    def _scaled(self) -> bool:
+    def _has_loss_scaling(self) -> bool:
         """Under loss scaling an overflow is expected occasionally: the scaler skips that update."""
         return getattr(self.trainer.accelerator, "scaler", None) is not None
 
-    def _check(self, norm: Any) -> None:
-        if not self._scaled and norm is not None and not math.isfinite(float(norm)):
-            raise self._not_finite("the gradient")
+    def _check_norm(self, norm: Any) -> None:
+        if not self._has_loss_scaling and norm is not None and not math.isfinite(float(norm)):
+            raise self._non_finite_error("the gradient")
 
     def _log(
         self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any
@@ -165,35 +165,39 @@ class Guards(TrainerCallback):
         )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before = self._look()
+        self._samples_before_update = self._read_samples()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.accelerator.optimizer_step_was_skipped:
-            self.extra["share_changed"] = float(share_changed(self._before, self._look()))
-        self._before = []
+            self.extra["share_changed"] = float(
+                share_changed(self._samples_before_update, self._read_samples())
+            )
+        self._samples_before_update = []
 
-    def _look(self) -> list[Tensor]:
+    def _read_samples(self) -> list[Tensor]:
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
-    def _not_finite(self, what: str) -> RunError:
+    def _non_finite_error(self, quantity: str) -> RunError:
         """NF001 with the step and where the first such number is; the fix names the trainer's own
         arguments.
         """
-        called = self._called
+        last_inputs = self._last_inputs
         model = inner_model(self.trainer.model)
-        passes = [lambda: model(*called[0], **called[1])] if called is not None else []
+        passes = (
+            [lambda: model(*last_inputs[0], **last_inputs[1])] if last_inputs is not None else []
+        )
         args = self.trainer.args
         error = non_finite_error(
             self.trainer.model,
             passes,
             step=self.trainer.state.global_step + 1,
-            quantity=what,
-            gradient=self.attached.gradient,
+            quantity=quantity,
+            gradient=self.attachment.gradient,
             learning_rate=args.learning_rate,
             clip=args.max_grad_norm or None,
-            compute=self.attached.precision.compute,
+            compute=self.attachment.precision.compute,
         )
-        return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
+        return RunError(error.message, code="NF001", fix=use_argument_names(error.fix or ""))
 
 
 # --- TRL's distillation: DistillationTrainer, which compares two heads in tiles, and GKD, which
@@ -202,32 +206,36 @@ class Guards(TrainerCallback):
 
 OP = "linear_divergence"
 # the function of TRL's module that DistillationTrainer's loss calls
-_TILES = "_chunked_divergence_loss"
-_GKD = "trl.experimental.gkd.gkd_trainer"
+_TRL_TILED_LOSS = "_chunked_divergence_loss"
+_GKD_MODULE = "trl.experimental.gkd.gkd_trainer"
 
 
-def defer_teachers(trainer: Any, methods: Methods) -> None:
+def defer_teacher_logits(trainer: Any, methods: MethodWrappers) -> None:
     """Wraps the methods of a trainer in which two heads are compared."""
     loss = getattr(type(trainer), "_compute_loss", None)
     if (
         isinstance(loss, FunctionType)
-        and _TILES in loss.__code__.co_names
+        and _TRL_TILED_LOSS in loss.__code__.co_names
         and loss.__module__.startswith("trl.")
     ):
         # TRL's own method with one name that means another function; its module stays as it is
-        names = {**loss.__globals__, _TILES: of_hidden_states}
+        names = {**loss.__globals__, _TRL_TILED_LOSS: divergence_from_hidden_states}
         bound = MethodType(
             FunctionType(loss.__code__, names, loss.__name__, loss.__defaults__, loss.__closure__),
             trainer,
         )
         methods.wrap("_compute_loss", lambda original, *args, **kwargs: bound(*args, **kwargs))
-    compared = getattr(type(trainer), "generalized_jsd_loss", None)
-    if getattr(compared, "__module__", None) == _GKD == type(trainer).compute_loss.__module__:
-        methods.wrap("compute_loss", _both_deferred)
-        methods.wrap("generalized_jsd_loss", of_logits)
+    jsd_loss = getattr(type(trainer), "generalized_jsd_loss", None)
+    if (
+        getattr(jsd_loss, "__module__", None)
+        == _GKD_MODULE
+        == type(trainer).compute_loss.__module__
+    ):
+        methods.wrap("compute_loss", _compute_loss_with_deferred_teacher)
+        methods.wrap("generalized_jsd_loss", divergence_from_logits)
 
 
-def of_hidden_states(
+def divergence_from_hidden_states(
     student_hidden_states: Tensor,
     teacher_hidden_states: Tensor,
     student_lm_head_weight: Tensor,
@@ -251,7 +259,7 @@ def of_hidden_states(
     heads = [
         x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)
     ]
-    found, entropy = divergence_and_entropy(
+    divergence, entropy = divergence_and_entropy(
         heads[0],
         student_lm_head_weight,
         heads[1],
@@ -266,16 +274,18 @@ def of_hidden_states(
         teacher_softcap=teacher_final_logit_softcapping,
     )
     tokens = valid.sum()
-    return _reduced(found, tokens, num_items_in_batch), entropy.sum(), tokens
+    return _reduce_divergence(divergence, tokens, num_items_in_batch), entropy.sum(), tokens
 
 
-def _both_deferred(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _compute_loss_with_deferred_teacher(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """The teacher's logits too, which are made without gradients."""
     with deferring():
         return original(*args, **kwargs)
 
 
-def of_logits(
+def divergence_from_logits(
     original: Callable[..., Tensor],
     student_logits: Tensor,
     teacher_logits: Tensor,
@@ -286,12 +296,14 @@ def of_logits(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """In place of GKD's function, whose arguments and result these are."""
-    both = student_logits, teacher_logits
-    plain = labels is not None and (reduction == "batchmean" or num_items_in_batch is not None)
+    logits = student_logits, teacher_logits
+    is_supported = labels is not None and (
+        reduction == "batchmean" or num_items_in_batch is not None
+    )
     if (
-        not plain
-        or not all(isinstance(z, DeferredLogits) and z.computed is None for z in both)
-        or both[0].shape != both[1].shape
+        not is_supported
+        or not all(isinstance(z, DeferredLogits) and z.computed is None for z in logits)
+        or logits[0].shape != logits[1].shape
     ):
         return original(
             student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch
@@ -299,17 +311,20 @@ def of_logits(
     assert labels is not None
     answered[OP] += 1
     mask = labels != -100
-    mine, theirs = (z[mask].recipe for z in both)  # type: ignore[attr-defined]  # deferred logits, of which a mask's rows are deferred
-    (scale, cap), (teacher_scale, teacher_cap) = mine.scale_and_softcap, theirs.scale_and_softcap
-    theirs.check()
-    with mine.as_then():
-        found = linear_divergence(
-            mine.hidden,
-            mine.weight,
-            theirs.hidden,
-            theirs.weight,
-            bias=mine.bias,
-            teacher_bias=theirs.bias,
+    student, teacher = (z[mask].recipe for z in logits)  # type: ignore[attr-defined]  # deferred logits, of which a mask's rows are deferred
+    (scale, cap), (teacher_scale, teacher_cap) = (
+        student.scale_and_softcap,
+        teacher.scale_and_softcap,
+    )
+    teacher.check()
+    with student.as_then():
+        divergence = linear_divergence(
+            student.hidden,
+            student.weight,
+            teacher.hidden,
+            teacher.weight,
+            bias=student.bias,
+            teacher_bias=teacher.bias,
             beta=beta,
             temperature=temperature,
             logit_scale=scale,
@@ -317,15 +332,15 @@ def of_logits(
             teacher_logit_scale=teacher_scale,
             teacher_softcap=teacher_cap,
         )
-    return _reduced(found, mask.sum(), num_items_in_batch)
+    return _reduce_divergence(divergence, mask.sum(), num_items_in_batch)
 
 
-def _reduced(found: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
+def _reduce_divergence(divergence: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
     """TRL's: the sum over the step's items, or the mean over these tokens."""
-    return found.sum() / (
+    return divergence.sum() / (
         tokens.clamp(min=1)
         if items is None
-        else items.to(found.device)
+        else items.to(divergence.device)
         if isinstance(items, Tensor)
         else items
     )

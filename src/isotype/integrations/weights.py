@@ -28,22 +28,22 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model, is_quantised
 from ..precision.precision import Precision
 from ..training.optimizer import MixedAdamW
-from .attachment import Methods, overridden, unwrap_forward
+from .attachment import MethodWrappers, unwrap_forward, user_override
 
 
 @dataclass
-class Weights:
+class CastWeights:
     """What `cast` changed.
 
     dtypes     parameter -> its dtype before
     originals  id of a narrowed parameter -> what the rounding lost, or the wide tensor, in host
                memory
-    rounded    how many were narrowed without keeping it
+    rounded_count  how many were narrowed without keeping it
     """
 
     dtypes: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
-    originals: dict[int, Lost | Tensor] = field(default_factory=dict)
-    rounded: int = 0
+    originals: dict[int, RoundingLoss | Tensor] = field(default_factory=dict)
+    rounded_count: int = 0
 
     def cast(
         self,
@@ -75,19 +75,19 @@ class Weights:
             if parameter.dtype == dtype:
                 continue
             self.dtypes.append((parameter, parameter.dtype))
-            made = parameter.data.to(dtype)
+            cast_data = parameter.data.to(dtype)
             if not _is_exact(parameter, dtype):
                 if keep:
                     self.originals[id(parameter)] = (
-                        Lost.of(parameter.data, made) or parameter.data.cpu()
+                        RoundingLoss.from_cast(parameter.data, cast_data) or parameter.data.cpu()
                     )
                 else:
-                    self.rounded += 1
-            parameter.data = made
+                    self.rounded_count += 1
+            parameter.data = cast_data
 
     @property
-    def kept_bytes(self) -> int:
-        return sum(kept.nbytes for kept in self.originals.values())
+    def stored_bytes(self) -> int:
+        return sum(original.nbytes for original in self.originals.values())
 
     def restore(self) -> list[str]:
         """Gives every parameter its dtype back, and its value where nothing changed it since;
@@ -95,8 +95,8 @@ class Weights:
         """
         for parameter, dtype in reversed(self.dtypes):
             original = self.originals.get(id(parameter))
-            if isinstance(original, Lost):
-                original = original.given_back_to(parameter.data.cpu())
+            if isinstance(original, RoundingLoss):
+                original = original.restore(parameter.data.cpu())
             elif original is not None and not torch.equal(
                 original.to(parameter.dtype), parameter.data.cpu()
             ):
@@ -105,32 +105,32 @@ class Weights:
                 parameter.data = original.to(parameter.device)
             else:
                 parameter.data = parameter.data.to(dtype)
-        said = (
-            f"{self.rounded} tensors keep the rounding of the precision that was attached"
+        message = (
+            f"{self.rounded_count} tensors keep the rounding of the precision that was attached"
             " (reversible=False)"
         )
         self.dtypes.clear()
         self.originals.clear()
-        return [said] if self.rounded else []
+        return [message] if self.rounded_count else []
 
 
 @dataclass(frozen=True)
-class Lost:
+class RoundingLoss:
     """What rounding to bf16 took from an fp32 tensor: the difference of their bits, from -2^15 to
     2^15. With the bf16 tensor it needs the memory of the fp32 one, where the whole original beside
     it would take half as much again.
 
-    low     int16[...]: the difference, in which 2^15 is written as -2^15
-    most    int64[N]: where it is 2^15, in the flattened tensor
-    narrow  sum of the bf16 tensor's bits: whether it still is what it was
+    differences  int16[...]: the difference, in which 2^15 is written as -2^15
+    largest  int64[N]: where it is 2^15, in the flattened tensor
+    narrow_sum  sum of the bf16 tensor's bits: whether it still is what it was
     """
 
-    low: Tensor
-    most: Tensor
-    narrow: int
+    differences: Tensor
+    largest: Tensor
+    narrow_sum: int
 
     @classmethod
-    def of(cls, wide: Tensor, narrow: Tensor) -> Lost | None:
+    def from_cast(cls, wide: Tensor, narrow: Tensor) -> RoundingLoss | None:
         """None for other dtypes, and where a NaN has other bits in bf16."""
         if (
             wide.dtype != torch.float32
@@ -138,41 +138,41 @@ class Lost:
             or not wide.is_contiguous()
         ):
             return None
-        difference = _widened(narrow).neg_().add_(wide.view(torch.int32))
-        if bool(((difference < -_HALF) | (difference > _HALF)).any()):
+        difference = _widen_bits(narrow).neg_().add_(wide.view(torch.int32))
+        if bool(((difference < -_HALF_STEP) | (difference > _HALF_STEP)).any()):
             return None
         return cls(
             difference.to(torch.int16).cpu(),
-            (difference.view(-1) == _HALF).nonzero().view(-1).cpu(),
-            _sum_of(narrow),
+            (difference.view(-1) == _HALF_STEP).nonzero().view(-1).cpu(),
+            _sum_bits(narrow),
         )
 
     @property
     def nbytes(self) -> int:
-        return self.low.nbytes + self.most.nbytes
+        return self.differences.nbytes + self.largest.nbytes
 
-    def given_back_to(self, narrow: Tensor) -> Tensor | None:
+    def restore(self, narrow: Tensor) -> Tensor | None:
         """The fp32 tensor, on the CPU; None where the bf16 one is another now."""
-        if narrow.dtype != torch.bfloat16 or _sum_of(narrow) != self.narrow:
+        if narrow.dtype != torch.bfloat16 or _sum_bits(narrow) != self.narrow_sum:
             return None
-        bits = _widened(narrow).add_(self.low)
-        bits.view(-1)[self.most] += 2 * _HALF
+        bits = _widen_bits(narrow).add_(self.differences)
+        bits.view(-1)[self.largest] += 2 * _HALF_STEP
         return bits.view(torch.float32)
 
 
-_HALF = 1 << 15
-_AT_ONCE = 1 << 22  # elements: a sum in another dtype copies what it adds up
+_HALF_STEP = 1 << 15
+_SUM_CHUNK = 1 << 22  # elements: a sum in another dtype copies what it adds up
 
 
-def _widened(narrow: Tensor) -> Tensor:
+def _widen_bits(narrow: Tensor) -> Tensor:
     """int32[...]: the bits of the fp32 number."""
     return narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
 
 
-def _sum_of(narrow: Tensor) -> int:
+def _sum_bits(narrow: Tensor) -> int:
     return sum(
         int(part.sum(dtype=torch.int64))
-        for part in narrow.view(-1).view(torch.int16).split(_AT_ONCE)
+        for part in narrow.view(-1).view(torch.int16).split(_SUM_CHUNK)
     )
 
 
@@ -203,35 +203,35 @@ class ResumableAdamW(MixedAdamW):
                 self.state[p]["step"] = int(saved["step"])
 
 
-def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
+def check_low_precision_training(trainer: Any, precision: Precision, preset: str) -> None:
     """Raises  UsageError where a trainer cannot train such weights"""
     args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
-    why = ""
+    reason = ""
     fix = "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
     if precision.grads != "fp32" or precision.rounding != "stochastic":
-        why = (
+        reason = (
             f": trainable {precision.trainable}, grads {precision.grads}, rounding"
             f" {precision.rounding}: "
             + "in a trainer, low-precision weights are trained with fp32 gradients and stochastic"
             " rounding"
         )
     elif args.world_size > 1:
-        why = f" on {args.world_size} processes: DDP sums gradients in the weights' own dtype"
+        reason = f" on {args.world_size} processes: DDP sums gradients in the weights' own dtype"
     elif trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        why = " brings an optimizer of its own, and this trainer was given one"
+        reason = " brings an optimizer of its own, and this trainer was given one"
         fix = "leave out optimizers=(...)"
     elif optim not in ("adamw_torch", "adamw_torch_fused"):
-        why = f" trains with AdamW, and the arguments ask for optim={optim}"
+        reason = f" trains with AdamW, and the arguments ask for optim={optim}"
         fix = "optim='adamw_torch'"
-    if why:
-        raise UsageError(f"precision {preset}{why}", fix=fix)
+    if reason:
+        raise UsageError(f"precision {preset}{reason}", fix=fix)
 
 
-class PureWeights(TrainerCallback):
+class LowPrecisionWeights(TrainerCallback):
     """One trainer's buffers and optimizer."""
 
     def __init__(self, trainer: Any, precision: Precision) -> None:
-        self.trainer, self.precision, self.methods = trainer, precision, Methods(trainer)
+        self.trainer, self.precision, self.methods = trainer, precision, MethodWrappers(trainer)
         self.accumulator = GradientAccumulator(trainer.model.parameters(), dtype=precision.grads)
 
     def install(self) -> None:
@@ -243,13 +243,13 @@ class PureWeights(TrainerCallback):
     def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """By the arguments as they are when a training begins."""
         trainer = self.trainer
-        _, given = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        _, settings = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         trainer.optimizer_cls_and_kwargs = (
             ResumableAdamW,
             {
-                "lr": given["lr"],
-                "betas": given["betas"],
-                "eps": given["eps"],
+                "lr": settings["lr"],
+                "betas": settings["betas"],
+                "eps": settings["eps"],
                 "gradient": self.accumulator.gradient,
                 "state": self.precision.optimizer,
                 "rounding": self.precision.rounding,
@@ -265,9 +265,9 @@ class PureWeights(TrainerCallback):
         # accelerate wraps it
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         if not isinstance(optimizer, ResumableAdamW):
-            by = overridden(self.trainer, "create_optimizer") or type(self.trainer).__name__
+            creator = user_override(self.trainer, "create_optimizer") or type(self.trainer).__name__
             raise UsageError(
-                f"bf16-pure trains with Isotype's AdamW, and {by} makes {type(optimizer).__name__}:"
+                f"bf16-pure trains with Isotype's AdamW, and {creator} makes {type(optimizer).__name__}:"
                 " it would find no gradient",
                 fix="leave out create_optimizer, or precision='bf16-mixed' (fp32 weights)",
             )

@@ -44,11 +44,11 @@ from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
 from ..optimize.trl_head import fused_head_of
 from .attachment import Attachment
-from .preflight import in_trainers_words
+from .preflight import use_argument_names
 
 _NO_STEP = "no step of this training ended"
 # roles that a run of Isotype's own observes and an attached trainer does not, or not always
-_OF_THE_TRAINER = {
+_TRAINER_ROLES = {
     "loss": (
         "the trainer computes it: its operators are judged with the step's, the dtype of the result"
         " is not counted"
@@ -60,17 +60,17 @@ _NOT_WATCHED = (
     "what callbacks and schedulers compute: only what they leave in weights, states and buffers",
     "files, but for the weights in the first checkpoint, and what a resumed training loads",
 )
-_COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
+_COUNTED_PARTS = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
 
 # hooks of PyTorch's own that a DDP may send its buckets with -> the dtype in which these are
 # summed; None: that of the gradients
-_HOOKS = {
+_HOOK_DTYPES = {
     default_hooks.allreduce_hook: None, default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16,
 }  # fmt: skip
 
 
-def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
+def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
     """The dtypes in which a wrapped model sums its gradients across processes; none and why, where
     that cannot be read.
     """
@@ -80,7 +80,7 @@ def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
         if not hooks and (builtin := model._get_ddp_logging_data().get("comm_hook")):
             hooks = [builtin]
         for hook in hooks:
-            if hook not in _HOOKS:
+            if hook not in _HOOK_DTYPES:
                 name = getattr(hook, "__qualname__", str(hook))
                 return (
                     [],
@@ -89,7 +89,7 @@ def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
                         " read"
                     ),
                 )
-            if (narrow := _HOOKS[hook]) is not None:
+            if (narrow := _HOOK_DTYPES[hook]) is not None:
                 return [narrow], ""
     elif isinstance(model, FullyShardedDataParallel):
         policy = model.mixed_precision
@@ -104,127 +104,133 @@ def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
             ),
         )
     declared = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
-    own = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
-    return ([declared] if declared else list(own)), ""
+    gradient_dtypes = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
+    return ([declared] if declared else list(gradient_dtypes)), ""
 
 
-class WatchedSteps:
+class StepMonitor:
     """Counts calls in the first step of a training. Observes dtypes in the first, in those of the
     schedule of `isotype train` and in the one after a change of the model; every other step costs a
     comparison of hooks and dtypes, and of samples (`observe.continuity`).
     """
 
-    def __init__(self, attached: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, attachment: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
         """write  gets the record whenever it changes, in the first process"""
-        self.attached, self.model, self.write = attached, attached.trainer.model, write
+        self.attachment, self.model, self.write = attachment, attachment.trainer.model, write
         read_only = [
-            getattr(attached.trainer, name) for name in attached.manifests if name != "model"
+            getattr(attachment.trainer, name) for name in attachment.manifests if name != "model"
         ]
-        self.observer = Observer(self.model, attached.precision, read_only=read_only)
+        self.observer = Observer(self.model, attachment.precision, read_only=read_only)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.record: dict[str, Any] = {}
         self.steps = 0
-        self._seen: Observation | None = None
-        self._unsummed = ""
+        self._observation: Observation | None = None
+        self._reduce_unknown_reason = ""
         self._stack = ExitStack()
         self._hooks: list[Any] = []
-        self._of_updates: list[Any] = []
+        self._update_hooks: list[Any] = []
         # accelerate's optimizer wraps the one whose step is observed
         self.optimizer: Any = getattr(
-            attached.trainer.optimizer, "optimizer", attached.trainer.optimizer
+            attachment.trainer.optimizer, "optimizer", attachment.trainer.optimizer
         )
-        self.carried = Continuity(self.model, self.optimizer, kinds=(WEIGHT, STATE))
+        self.continuity = Continuity(self.model, self.optimizer, kinds=(WEIGHT, STATE))
         self.buffers = Continuity(self.model, kinds=(BUFFER,))
         self._buffers_compared = False
-        self._said: set[tuple[str, str, str]] = set()
+        self._reported: set[tuple[str, str, str]] = set()
         self._updates = 0
-        self._moved = self._had_gradient = False
+        self._has_moved = self._has_gradient = False
 
     @property
     def step(self) -> int:
-        return int(self.attached.trainer.state.global_step) + 1
+        return int(self.attachment.trainer.state.global_step) + 1
 
     def start(self) -> None:
         """After the preflight, whose rehearsed update is none of the training's."""
-        hooked = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
-        if hooked:
-            before = self.optimizer.register_step_pre_hook
+        has_hooks = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
+        if has_hooks:
+            register_before = self.optimizer.register_step_pre_hook
         else:
-            before = register_optimizer_step_pre_hook
-        if hooked:
-            after = self.optimizer.register_step_post_hook
+            register_before = register_optimizer_step_pre_hook
+        if has_hooks:
+            register_after = self.optimizer.register_step_post_hook
         else:
-            after = register_optimizer_step_post_hook
-        self._of_updates = [
-            before(lambda *_: self._compare(self.carried, "the update of")),
-            after(self._after_update),
+            register_after = register_optimizer_step_post_hook
+        self._update_hooks = [
+            register_before(lambda *_: self._compare(self.continuity, "the update of")),
+            register_after(self._after_update),
         ]
-        self._take("the start of the training")
+        self._take_samples("the start of the training")
         if self.step > 2:
-            seen = Observation(self.step - 1)
+            observation = Observation(self.step - 1)
             report_narrow_values(
-                seen, self.carried.find_narrow_loads(), f"after the load of step {self.step - 1}"
+                observation,
+                self.continuity.find_narrow_loads(),
+                f"after the load of step {self.step - 1}",
             )
-            self._keep(seen)
+            self._add_observation(observation)
 
-    def _take(self, moment: str) -> None:
-        self.carried.take_sample(moment)
+    def _take_samples(self, moment: str) -> None:
+        self.continuity.take_sample(moment)
         self.buffers.take_sample(moment)
 
-    def before_micro_batch(self) -> None:
+    def check_buffers(self) -> None:
         """Compares buffers at the beginning of a step: its forwards may change them."""
         if not self._buffers_compared:
             self._buffers_compared = True
             self._compare(self.buffers, "")
 
-    def _compare(self, kept: Continuity, moment: str) -> None:
-        kept.compare()
-        if any(map(float, kept.flags)):
-            seen = Observation(self.step)
+    def _compare(self, continuity: Continuity, moment: str) -> None:
+        continuity.compare()
+        if any(map(float, continuity.flags)):
+            observation = Observation(self.step)
             report_differences(
-                seen,
-                self._first_time(kept.differences()),
-                kept.moment,
+                observation,
+                self._drop_reported(continuity.differences()),
+                continuity.moment,
                 f"{moment} step {self.step}".strip(),
                 strict=False,
             )
-            self._keep(seen)
+            self._add_observation(observation)
 
-    def _first_time(self, found: list[Difference], of: str = "") -> list[Difference]:
+    def _drop_reported(self, differences: list[Difference], topic: str = "") -> list[Difference]:
         """Those of a sort that was not said before: what a callback does after each step is said
         once.
         """
-        new = [one for one in found if (one.kind, one.narrower, of) not in self._said]
-        self._said |= {(one.kind, one.narrower, of) for one in new}
+        new = [
+            difference
+            for difference in differences
+            if (difference.kind, difference.narrower, topic) not in self._reported
+        ]
+        self._reported |= {(difference.kind, difference.narrower, topic) for difference in new}
         return new
 
     def _after_update(self, *_: Any) -> None:
         self._updates += 1
-        if self._seen is not None:
-            few = self._first_time(self.carried.find_narrow_updates(), "few bits")
-            report_narrow_values(self._seen, few, f"after the update of step {self.step}")
-        self._take(f"the update of step {self.step}")
+        if self._observation is not None:
+            few = self._drop_reported(self.continuity.find_narrow_updates(), "few bits")
+            report_narrow_values(self._observation, few, f"after the update of step {self.step}")
+        self._take_samples(f"the update of step {self.step}")
         self._buffers_compared = False
 
-    def look_at_gradients(self) -> None:
+    def check_gradients(self) -> None:
         """Before the first update: whether there is one that could move a weight."""
-        if not self._moved:
+        if not self._has_moved:
             rates = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
             gradients = (
                 g
                 for p in self.model.parameters()
-                if p.requires_grad and (g := self.attached.gradient(p)) is not None
+                if p.requires_grad and (g := self.attachment.gradient(p)) is not None
             )
-            self._had_gradient = rates and any(bool(g.any()) for g in gradients)
+            self._has_gradient = rates and any(bool(g.any()) for g in gradients)
 
     def check_update(self, share_changed: float) -> None:
         """After each update until one moved weights. Raises UsageError where Isotype's optimizer is
         not the one that runs, and RunError where gradients moved no weight.
         """
-        if self._moved:
+        if self._has_moved:
             return
         name = f"step {self.step}"
-        if not self._updates and self.attached.accumulator is not None:
+        if not self._updates and self.attachment.accumulator is not None:
             raise UsageError(
                 f"{name}: Isotype's AdamW was placed, and the trainer made this update without it:"
                 " no weight gets its gradient",
@@ -233,7 +239,7 @@ class WatchedSteps:
                     " precision='bf16-mixed' (fp32 weights)"
                 ),
             )
-        if self._had_gradient and not share_changed:
+        if self._has_gradient and not share_changed:
             raise RunError(
                 f"{name} changed no weight, and its gradients and learning rate are not zero:"
                 f" {type(self.optimizer).__name__} did not run, or updates other tensors than the"
@@ -243,62 +249,62 @@ class WatchedSteps:
                     " trainer"
                 ),
             )
-        self._moved = share_changed > 0
+        self._has_moved = share_changed > 0
 
-    def saved(self, folder: Path) -> None:
+    def observe_checkpoint(self, folder: Path) -> None:
         """Looks at the weights' files of the first checkpoint."""
         if "save" in self.record.get("observed", {}) or not any(folder.glob("*.safetensors")):
             return
-        seen = Observation(self.step - 1)
-        precision = self.attached.precision
+        observation = Observation(self.step - 1)
+        precision = self.attachment.precision
         frozen = () if hasattr(self.model, "peft_config") else (precision.unquantised,)
-        self.observer.observe_files(seen, folder, precision.trainable, allowed=frozen)
-        self._keep(seen)
+        self.observer.observe_files(observation, folder, precision.trainable, allowed=frozen)
+        self._add_observation(observation)
 
-    def rehearsed(self, seen: Mapping[str, Observation]) -> None:
+    def add_rehearsals(self, observations: Mapping[str, Observation]) -> None:
         """What the preflight ran under the observer, by what it was."""
-        for one in seen.values():
-            self._keep(one)
-        self.record["watched"] = list(seen)
+        for observation in observations.values():
+            self._add_observation(observation)
+        self.record["watched"] = list(observations)
 
-    def _keep(self, seen: Observation) -> None:
+    def _add_observation(self, observation: Observation) -> None:
         """Adds to the record, and warns of what is new in it."""
-        seen.violations = [
-            replace(finding, fix=in_trainers_words(finding.fix or ""))
-            for finding in seen.violations
+        observation.violations = [
+            replace(finding, fix=use_argument_names(finding.fix or ""))
+            for finding in observation.violations
         ]
         earlier = self.record.get("violations", [])
-        self.record = merge_observation(self.record, seen)
+        self.record = merge_observation(self.record, observation)
         new = [finding for finding in self.record["violations"] if finding not in earlier]
         self.record["violations"] = earlier + new
         if new:
-            warnings.warn(f"isotype: {seen.violations[0].render()}", stacklevel=2)
-        if self.attached.trainer.is_world_process_zero():
+            warnings.warn(f"isotype: {observation.violations[0].render()}", stacklevel=2)
+        if self.attachment.trainer.is_world_process_zero():
             self.write(self.precision_json())
 
     def close(self) -> None:
         """At the end of a training, also of one that raised."""
         self.stop()
-        for hook in self._of_updates:
+        for hook in self._update_hooks:
             hook.remove()
-        self._of_updates.clear()
+        self._update_hooks.clear()
 
     def begin(self, step: int) -> None:
         """At the beginning of a step, whose number is `step`."""
-        trainer = self.attached.trainer
+        trainer = self.attachment.trainer
         self.steps += 1
         first = self.steps == 1
-        drawn = first or is_observed(
+        is_scheduled = first or is_observed(
             step,
             every=RunSection().observe_every,
             seed=trainer.args.seed,
             total=trainer.state.max_steps,
         )
-        if not drawn and not self.observer.has_changed():
+        if not is_scheduled and not self.observer.has_changed():
             return
         if first:
-            for entry in self.attached.manifest.entries:
-                if entry.part in _COUNTED:
+            for entry in self.attachment.manifest.entries:
+                if entry.part in _COUNTED_PARTS:
                     self._count(
                         self.model.get_submodule(entry.module),
                         entry.part,
@@ -309,32 +315,32 @@ class WatchedSteps:
                     layer.register_forward_pre_hook(observing(partial(self._count_lora)))
                 )
             self._materialised = Counter(materialised)
-            self._before = self._heads()
-        self._seen = self._stack.enter_context(
-            self.observer.watch(step, optimizer=self.optimizer, gradient=self.attached.gradient)
+            self._head_calls_at_start = self._count_head_calls()
+        self._observation = self._stack.enter_context(
+            self.observer.watch(step, optimizer=self.optimizer, gradient=self.attachment.gradient)
         )
 
     def end(self) -> Observation | None:
         """After the update of a step: what was observed in it."""
-        seen = self._seen
-        if seen is None:
+        observation = self._observation
+        if observation is None:
             return None
         self.stop()
         if self.steps == 1:
-            for op, count in (self._heads() - self._before).items():
+            for op, count in (self._count_head_calls() - self._head_calls_at_start).items():
                 self.calls["head", op] += count
-            for where, count in (Counter(materialised) - self._materialised).items():
-                self.calls["head", f"logits computed: {where}"] += count
-        trainer = self.attached.trainer
+            for location, count in (Counter(materialised) - self._materialised).items():
+                self.calls["head", f"logits computed: {location}"] += count
+        trainer = self.attachment.trainer
         if trainer.args.world_size > 1:
-            sent, self._unsummed = summed_in(trainer.model_wrapped)
-            self.observer.observe_sums(seen, sent)
-        self._keep(seen)
-        return seen
+            dtypes, self._reduce_unknown_reason = read_reduce_dtypes(trainer.model_wrapped)
+            self.observer.observe_sums(observation, dtypes)
+        self._add_observation(observation)
+        return observation
 
     def stop(self) -> None:
         """Removes every hook."""
-        self._seen = None
+        self._observation = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -359,11 +365,11 @@ class WatchedSteps:
             ),
         ] += 1
 
-    def _heads(self) -> Counter[str]:
-        found = Counter(answered)
+    def _count_head_calls(self) -> Counter[str]:
+        calls = Counter(answered)
         for module in self.model.modules():
             head = fused_head_of(module)
-            found += Counter(
+            calls += Counter(
                 {
                     op if op == "linear_log_probs" else f"TRL's own code: {op}": n
                     for op, n in head.calls.items()
@@ -371,11 +377,11 @@ class WatchedSteps:
                 if head
                 else {}
             )
-        return found
+        return calls
 
     def precision_json(self) -> dict[str, Any]:
         """precision.json, as a run of Isotype's own writes it."""
-        resolved = self.attached.resolved
+        resolved = self.attachment.resolved
         record = self.record or {"places": {"every role": _NO_STEP}}
         return {
             "precision": resolved.text,
@@ -384,25 +390,25 @@ class WatchedSteps:
             **to_file_record(
                 record,
                 compute=resolved.precision.compute,
-                extra_reasons=self._unseen(),
+                extra_reasons=self._unobserved_reasons(),
                 extra_unwatched=_NOT_WATCHED,
             ),
         }
 
-    def _unseen(self) -> dict[str, str]:
+    def _unobserved_reasons(self) -> dict[str, str]:
         """The reason for each role, and each model beside the trained one, of which nothing is
         counted.
         """
-        reasons = dict(_OF_THE_TRAINER)
+        reasons = dict(_TRAINER_ROLES)
         if not self.record:
             reasons["generate"] = _NO_STEP
-        if self._moved and not self._updates:
+        if self._has_moved and not self._updates:
             reasons["optimizer"] = "another optimizer than the trainer's moved the weights"
-        if self._unsummed:
-            reasons["reduce"] = self._unsummed
+        if self._reduce_unknown_reason:
+            reasons["reduce"] = self._reduce_unknown_reason
         if all(p.requires_grad for p in self.model.parameters()):
             reasons["base"] = "every weight is trained"
-        for name in self.attached.manifests:
+        for name in self.attachment.manifests:
             if name != "model":
                 reasons[f"the weights of {name}"] = (
                     "they are not counted; what is computed with them is judged with the step's"

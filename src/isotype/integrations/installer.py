@@ -14,11 +14,24 @@ from typing import Any
 from ..errors import UsageError
 from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, get_precision, remove_precision
-from .attachment import Attachment, is_running, models_of, overridden, trained_in, unprepare
-from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
+from .attachment import (
+    Attachment,
+    collect_models,
+    is_running,
+    remove_accelerate_wrappers,
+    trained_names,
+    user_override,
+)
+from .claims import (
+    ATTACHED,
+    check_preflight,
+    check_trainer,
+    collect_claims,
+    resolve_trainer_precision,
+)
 from .record import Record
 from .steps import Guards
-from .weights import PureWeights, Weights, take_autocast
+from .weights import CastWeights, LowPrecisionWeights, take_autocast
 
 
 def attach(
@@ -49,7 +62,7 @@ def attach(
     Raises      UsageError in one sentence, and the trainer is as it was
     """
     check_trainer(trainer)
-    for name, model in models_of(trainer).items():
+    for name, model in collect_models(trainer).items():
         if get_precision(model) is not None:  # a failed attach() would take it off
             raise UsageError(
                 f"{type(trainer).__name__}.{name} has a precision already, from another attached"
@@ -60,22 +73,22 @@ def attach(
                 ),
             )
     skips = check_preflight(skip or {}, preflight=preflight, record=record)
-    resolved = resolve_for(trainer, precision)
-    claimed = list(claims(trainer, resolved.precision))
-    attached = Attachment(
-        trainer, resolved, claimed, optimizers=(trainer.optimizer, trainer.lr_scheduler)
+    resolved = resolve_trainer_precision(trainer, precision)
+    claims = list(collect_claims(trainer, resolved.precision))
+    attachment = Attachment(
+        trainer, resolved, claims, optimizers=(trainer.optimizer, trainer.lr_scheduler)
     )
     try:
-        guards = _put_on(attached, reversible=reversible)
+        guards = _install(attachment, reversible=reversible)
         if record:
-            attached.put(Record(attached, guards, preflight=preflight, skip=skips))
+            attachment.install(Record(attachment, guards, preflight=preflight, skip=skips))
     except BaseException:
-        _take_off(attached)
+        _uninstall(attachment)
         raise
-    trainer.__dict__[ATTACHED] = attached
+    trainer.__dict__[ATTACHED] = attachment
     if not quiet and trainer.is_world_process_zero():
-        print(attached)
-    return attached
+        print(attachment)
+    return attachment
 
 
 def detach(trainer: Any) -> list[str]:
@@ -84,75 +97,75 @@ def detach(trainer: Any) -> list[str]:
 
     Raises  UsageError for a trainer that is not attached, or is training
     """
-    attached = getattr(trainer, "__dict__", {}).get(ATTACHED)
-    if attached is None:
+    attachment = getattr(trainer, "__dict__", {}).get(ATTACHED)
+    if attachment is None:
         raise UsageError("this trainer is not attached", fix="attach(trainer) before")
     if is_running(trainer):
         raise UsageError("this trainer is training", fix="detach(trainer) after trainer.train()")
     if trainer.is_in_train:  # its train() raised: what that made goes too
-        attached.give_back_optimizers()
-    unprepare(trainer)
+        attachment.restore_optimizers()
+    remove_accelerate_wrappers(trainer)
     del trainer.__dict__[ATTACHED]
-    return _take_off(attached)
+    return _uninstall(attachment)
 
 
-def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
-    trainer = attached.trainer
-    precision = attached.precision
-    unprepare(trainer)
-    models = models_of(trainer)
+def _install(attachment: Attachment, *, reversible: bool) -> Guards:
+    trainer = attachment.trainer
+    precision = attachment.precision
+    remove_accelerate_wrappers(trainer)
+    models = collect_models(trainer)
     device = trainer.args.device.type
-    take_autocast(trainer.accelerator, list(models.values()), precision, attached.undo)
-    weights = Weights()
-    attached.undo.append(weights.restore)
+    take_autocast(trainer.accelerator, list(models.values()), precision, attachment.undo)
+    weights = CastWeights()
+    attachment.undo.append(weights.restore)
     for name, model in models.items():
         weights.cast(
             model,
             precision,
-            trained=trained_in(trainer, name),
+            trained=trained_names(trainer, name),
             read_only=name != "model",
             keep=reversible,
         )
         # before the precision, which wraps the forward that the ops look at
-        attached.undo += [partial(restore, model), partial(remove_precision, model)]
-        attached.manifests[name] = optimize(model, precision, device_type=device)
+        attachment.undo += [partial(restore, model), partial(remove_precision, model)]
+        attachment.manifests[name] = optimize(model, precision, device_type=device)
         apply_precision(model, precision, device_type=device, cast=False)
-    if weights.kept_bytes:
-        attached.notes.append(
-            f"{weights.kept_bytes / 2**20:.0f} MiB that rounding took from weights are kept for"
+    if weights.stored_bytes:
+        attachment.notes.append(
+            f"{weights.stored_bytes / 2**20:.0f} MiB that rounding took from weights are kept for"
             " detach(); attach(..., reversible=False) keeps none"
         )
     if precision.trainable != "fp32":
-        pure = PureWeights(trainer, precision)
-        attached.accumulator = pure.accumulator
-        attached.put(pure)
-    guards: Guards = attached.put(Guards(attached))
+        pure = LowPrecisionWeights(trainer, precision)
+        attachment.accumulator = pure.accumulator
+        attachment.install(pure)
+    guards: Guards = attachment.install(Guards(attachment))
     args = trainer.args
     if args.world_size > 1 and args.ddp_find_unused_parameters is None:
         # DDP's search for unused parameters, Trainer's default for PEFT models, walks the outputs
         # and makes deferred logits real
         args.ddp_find_unused_parameters = False
-        attached.undo.append(partial(setattr, args, "ddp_find_unused_parameters", None))
-        attached.notes.append(
+        attachment.undo.append(partial(setattr, args, "ddp_find_unused_parameters", None))
+        attachment.notes.append(
             "ddp_find_unused_parameters=False: the search makes every rank's logits real"
         )
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
-        attached.notes.append(
+        attachment.notes.append(
             f"fsdp has no effect on a {device.upper()}: accelerate replicates the model there (DDP)"
             " and says nothing"
         )
     for method in ("training_step", "compute_loss"):
-        if own := overridden(trainer, method):
-            attached.notes.append(
-                f"{own} runs as it is; logits that it reads as a whole are computed, counted and"
+        if override := user_override(trainer, method):
+            attachment.notes.append(
+                f"{override} runs as it is; logits that it reads as a whole are computed, counted and"
                 " named with their line"
             )
     return guards
 
 
-def _take_off(attached: Attachment) -> list[str]:
-    said: list[str] = []
-    while attached.undo:
-        made = attached.undo.pop()()
-        said += made if isinstance(made, list) else []
-    return said
+def _uninstall(attachment: Attachment) -> list[str]:
+    messages: list[str] = []
+    while attachment.undo:
+        result = attachment.undo.pop()()
+        messages += result if isinstance(result, list) else []
+    return messages
