@@ -234,12 +234,12 @@ class TrainerStepper:
 
 
 class TrainerTask:
-    """The task of an attached trainer: answers what the checks ask of a task.
+    """The task of an attached trainer: it answers what the checks ask of a task.
 
-    data           the rows as tokens, empty where they are none
-    longest_batch  rows of the largest batch, as the dataset has them; largest_eval_rows: of an
-                   evaluation's
-    no_tokens_reason  "" where rows are tokens
+    data                the rows as tokens; empty where they are none
+    no_tokens_reason    why the rows are no tokens, or ""
+    longest_train_rows  the rows of the largest training batch, as the dataset has them
+    longest_eval_rows   the same of an evaluation
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -262,8 +262,8 @@ class TrainerTask:
             self.no_tokens_reason = ""
         else:
             self.no_tokens_reason = no_rows_reason or "the rows are no plain tokens with labels"
-        self.longest_batch = _longest_rows(rows, args.per_device_train_batch_size)
-        self.largest_eval_rows = _longest_rows(eval_rows, args.per_device_eval_batch_size)
+        self.longest_train_rows = _longest_rows(rows, args.per_device_train_batch_size)
+        self.longest_eval_rows = _longest_rows(eval_rows, args.per_device_eval_batch_size)
         # else every token is learnt: no answers that should end
         has_masked_tokens = any(IGNORED in row.labels for row in token_rows)
         longest, longest_eval = (
@@ -288,8 +288,8 @@ class TrainerTask:
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
-    def longest_batch(self, count: int) -> Sequence[Any]:
-        return self.longest_batch
+    def largest_rows(self, count: int) -> Sequence[Any]:
+        return self.longest_train_rows
 
     def collate(self, rows: Sequence[Any]) -> TrainerBatch:
         return TrainerBatch(self.trainer.data_collator(list(rows)))
@@ -297,9 +297,9 @@ class TrainerTask:
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        if not self.largest_eval_rows:
+        if not self.longest_eval_rows:
             return None
-        batch = self.collate(self.largest_eval_rows)
+        batch = self.collate(self.longest_eval_rows)
         with eval_mode(model):
             loss, *_ = self.trainer.prediction_step(model, dict(batch.inputs), True)
         if loss is None:
@@ -457,7 +457,7 @@ def _rehearsal_blocker(task: TrainerTask) -> str:
             f"{hook} runs in backward: what it does there, as an update of the weights, could not"
             " be put back"
         )
-    return "" if task.longest_batch else task.no_tokens_reason
+    return "" if task.longest_train_rows else task.no_tokens_reason
 
 
 @contextmanager
