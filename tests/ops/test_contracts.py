@@ -9,7 +9,7 @@ import pytest
 from isotype.ops import cpp
 from isotype.ops.backend import force_backend
 from isotype.testing import ampcheck
-from isotype.testing.amp import inexact
+from isotype.testing.amp import numerics
 from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.ops.cases import CASES, LONG, OPTIONAL, Case
 
@@ -71,9 +71,9 @@ def test_its_kernels_keep_it_in_the_interpreter(name, monkeypatch):
     from isotype.testing.interpreter import interpreted
 
     # an interpreted program takes about a millisecond, and rows are programs of their own
-    monkeypatch.setattr(inexact, "SOME", 16)
+    monkeypatch.setattr(numerics, "SOME_ROWS", 16)
     # and a rotation sums nothing
-    monkeypatch.setattr(inexact, "LONG", 4 if "rope" in name else 32)
+    monkeypatch.setattr(numerics, "MANY_ROWS", 4 if "rope" in name else 32)
     with interpreted(), force_backend("triton"):
         without_a_finding(CASES[name], CASES[name].inputs(2 if "rope" in name else 3))
 
@@ -83,8 +83,8 @@ def test_its_kernels_keep_it_in_the_interpreter(name, monkeypatch):
 def test_keeps_its_contract_on_a_gpu(name, monkeypatch):
     case, long = CASES[name], 160
     if DEVICE == "cpu":
-        monkeypatch.setattr(inexact, "SOME", 4)
-        monkeypatch.setattr(inexact, "LONG", 4)
+        monkeypatch.setattr(numerics, "SOME_ROWS", 4)
+        monkeypatch.setattr(numerics, "MANY_ROWS", 4)
         long = 3
     with kernels():
         inputs = tuple(t.to(DEVICE) for t in case.inputs(long))

@@ -47,16 +47,16 @@ def narrow(values: Any) -> Array:
     """fp16, fp32, fp64 or integers -> uint16 bits, rounded once to nearest even; overflow becomes
     infinity, NaN stays NaN.
     """
-    given = np.asarray(values)
-    if given.dtype not in (np.float32, np.float16):
-        given = _to_odd(given.astype(np.float64))
-    single = np.ascontiguousarray(given, dtype=np.float32)
+    numbers = np.asarray(values)
+    if numbers.dtype not in (np.float32, np.float16):
+        numbers = _to_odd(numbers.astype(np.float64))
+    single = np.ascontiguousarray(numbers, dtype=np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(
         16
     )
     return np.where(np.isnan(single), np.uint16(0x7FC0), rounded.astype(np.uint16)).reshape(
-        given.shape
+        numbers.shape
     )
 
 
@@ -81,7 +81,7 @@ Handle = stock.TensorHandle
 Builder = stock.InterpreterBuilder
 
 # the interpreter of Triton 3.6, which lacks more than that of 3.9
-OLDER = not hasattr(Builder, "get_bf16")
+IS_TRITON_3_6 = not hasattr(Builder, "get_bf16")
 
 # Operators whose operands and result share a dtype; comparisons among them give int1.
 ELEMENTWISE = [
@@ -124,47 +124,47 @@ def _wide(handle: Any) -> Any:
     return handle
 
 
-def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, *operands: Any, **options: Any) -> Any:
         if not any(is_bf16(o) for o in operands):
             return original(self, *operands, **options)
         with np.errstate(all="ignore"):
-            made = original(self, *[_wide(o) for o in operands], **options)
-        if made.data.dtype == np.bool_:
-            return Handle(made.data, tl.int1)
-        return Handle(narrow(made.data), tl.bfloat16)
+            result = original(self, *[_wide(o) for o in operands], **options)
+        if result.data.dtype == np.bool_:
+            return Handle(result.data, tl.int1)
+        return Handle(narrow(result.data), tl.bfloat16)
 
     return operator
 
 
-def cast(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, src: Any, dst_type: Any) -> Any:
         source = src.dtype.scalar
-        wanted = dst_type.scalar
-        if tl.bfloat16 not in (source, wanted) or source == wanted:
+        target = dst_type.scalar
+        if tl.bfloat16 not in (source, target) or source == target:
             return original(self, src, dst_type)
-        if wanted == tl.bfloat16:
+        if target == tl.bfloat16:
             return Handle(narrow(src.data), tl.bfloat16)
         wide = _wide(src)
-        if wanted == tl.float32:
+        if target == tl.float32:
             return wide
         return original(self, wide, dst_type)
 
     return operator
 
 
-def float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     """Casts between floats; those from and to fp8 are the interpreter's own."""
 
     def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         source = src.dtype.scalar
-        wanted = dst_type.scalar
-        if tl.bfloat16 not in (source, wanted) or 8 in (
+        target = dst_type.scalar
+        if tl.bfloat16 not in (source, target) or 8 in (
             source.primitive_bitwidth,
-            wanted.primitive_bitwidth,
+            target.primitive_bitwidth,
         ):
             return original(self, src, dst_type, rounding_mode)
-        if wanted == tl.bfloat16 and rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
+        if target == tl.bfloat16 and rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
             towards_zero = src.data.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
             return Handle(narrow(towards_zero.view(np.float32)), tl.bfloat16)
         return self.cast_impl(src, dst_type)
@@ -172,19 +172,19 @@ def float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def dot(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_dot(original: Callable[..., Any]) -> Callable[..., Any]:
     """bf16 products accumulate in the accumulator's own dtype."""
 
     def operator(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        made = original(self, _wide(a), _wide(b), _wide(d), *options)
+        result = original(self, _wide(a), _wide(b), _wide(d), *options)
         if is_bf16(d):
-            return Handle(narrow(made.data), tl.bfloat16)
-        return made
+            return Handle(narrow(result.data), tl.bfloat16)
+        return result
 
     return operator
 
 
-def fma(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_fma(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
         if is_bf16(z):
             # a bf16 product is exact in fp64, and so is the rounding: one, at the end
@@ -192,7 +192,7 @@ def fma(original: Callable[..., Any]) -> Callable[..., Any]:
                 narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)),
                 tl.bfloat16,
             )
-        if OLDER and z.dtype.scalar in (tl.float16, tl.float32):
+        if IS_TRITON_3_6 and z.dtype.scalar in (tl.float16, tl.float32):
             # rounded twice there
             with np.errstate(all="ignore"):
                 return Handle(
@@ -204,22 +204,24 @@ def fma(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def refused(
-    what: str, original: Callable[..., Any], values: Callable[..., Any]
+def refuse_bf16(
+    operation: str, original: Callable[..., Any], get_operand: Callable[..., Any]
 ) -> Callable[..., Any]:
     """An operator whose bf16 form no kernel that was met has; Triton's own would compute on the
     bits.
     """
 
-    def operator(self: Any, *given: Any) -> Any:
-        if values(*given).dtype.scalar == tl.bfloat16:
-            raise NotImplementedError(f"{what} of bf16 has no CPU version: widen to fp32 before it")
-        return original(self, *given)
+    def operator(self: Any, *operands: Any) -> Any:
+        if get_operand(*operands).dtype.scalar == tl.bfloat16:
+            raise NotImplementedError(
+                f"{operation} of bf16 has no CPU version: widen to fp32 before it"
+            )
+        return original(self, *operands)
 
     return operator
 
 
-def _halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
+def _sum_by_halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
     """A sum as a GPU makes it: halves added to halves, rounding every time."""
     data = np.moveaxis(data, axis, 0)
     while data.shape[0] > 1:
@@ -239,7 +241,7 @@ def _is_low(tensor: Any) -> bool:
     return tensor.dtype.scalar in (tl.bfloat16, tl.float16)
 
 
-def reduced_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, tensor: Any) -> Any:
         if not _is_low(tensor):
             return original(self, tensor)
@@ -250,7 +252,7 @@ def reduced_sum(original: Callable[..., Any]) -> Callable[..., Any]:
             data = data.reshape(-1)
             axis = 0
         with np.errstate(all="ignore"):
-            total = _halves(data, axis, _add_low(tensor.dtype.scalar))
+            total = _sum_by_halves(data, axis, _add_low(tensor.dtype.scalar))
         if self.keep_dims:
             if self.axis is not None:
                 total = np.expand_dims(total, axis)
@@ -261,16 +263,16 @@ def reduced_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def reduced_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
-    def operator(self: Any, given: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        tensor = given[0] if isinstance(given, tuple) else given
+def repair_min_max(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, operand: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        tensor = operand[0] if isinstance(operand, tuple) else operand
         if tensor.dtype.scalar != tl.bfloat16:
-            return original(self, given, val_reduce_op, idx_reduce_op)
+            return original(self, operand, val_reduce_op, idx_reduce_op)
         wide = tl.tensor(Handle(widen(tensor.handle.data), tl.float32), tl.float32)
-        found = original(self, wide, val_reduce_op, idx_reduce_op)
+        result = original(self, wide, val_reduce_op, idx_reduce_op)
         if not val_reduce_op:
-            return found
-        value, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
+            return result
+        value, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
         low = self.to_tensor(
             narrow(value.handle.data.reshape(np.shape(value.handle.data) if value.shape else ())),
             tensor.dtype,
@@ -280,7 +282,7 @@ def reduced_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def argument(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_argument(original: Callable[..., Any]) -> Callable[..., Any]:
     """A Python float is an fp32 scalar to a compiled kernel, not a bare float."""
 
     def convert(arg: Any) -> Any:
@@ -296,8 +298,8 @@ def repairs() -> Iterator[tuple[Any, str, Any]]:
     for name in ELEMENTWISE:
         attribute = f"create_{name}"
         if hasattr(Builder, attribute):
-            yield Builder, attribute, elementwise(getattr(Builder, attribute))
-    if OLDER:  # a Python number beside a bf16 value has no form there
+            yield Builder, attribute, repair_elementwise(getattr(Builder, attribute))
+    if IS_TRITON_3_6:  # a Python number beside a bf16 value has no form there
         yield (
             Builder,
             "get_bf16",
@@ -306,29 +308,31 @@ def repairs() -> Iterator[tuple[Any, str, Any]]:
     plain = Builder.cast_impl
     for name in CASTS:
         if hasattr(Builder, name):
-            yield Builder, name, cast(plain)
-    yield Builder, "create_fp_to_fp", float_cast(Builder.create_fp_to_fp)
-    yield Builder, "create_dot", dot(Builder.create_dot)
-    yield Builder, "create_fma", fma(Builder.create_fma)
+            yield Builder, name, repair_cast(plain)
+    yield Builder, "create_fp_to_fp", repair_float_cast(Builder.create_fp_to_fp)
+    yield Builder, "create_dot", repair_dot(Builder.create_dot)
+    yield Builder, "create_fma", repair_fma(Builder.create_fma)
     yield (
         Builder,
         "create_atomic_rmw",
-        refused("an atomic operation", Builder.create_atomic_rmw, lambda kind, ptr, val, *_: val),
+        refuse_bf16(
+            "an atomic operation", Builder.create_atomic_rmw, lambda kind, ptr, val, *_: val
+        ),
     )
-    yield stock.ReduceOps, "sum", reduced_sum(stock.ReduceOps.sum)
-    yield stock.ReduceOps, "min_max", reduced_extreme(stock.ReduceOps.min_max)
+    yield stock.ReduceOps, "sum", repair_sum(stock.ReduceOps.sum)
+    yield stock.ReduceOps, "min_max", repair_min_max(stock.ReduceOps.min_max)
     for name in ("cumsum", "cumprod"):
         yield (
             stock.ScanOps,
             name,
-            refused(f"tl.{name}", getattr(stock.ScanOps, name), lambda tensor: tensor),
+            refuse_bf16(f"tl.{name}", getattr(stock.ScanOps, name), lambda tensor: tensor),
         )
-    yield stock, "_implicit_cvt", argument(stock._implicit_cvt)
+    yield stock, "_implicit_cvt", wrap_argument(stock._implicit_cvt)
 
 
 # libdevice, of which the interpreter has only empty stubs: the functions that kernels of libraries
 # call, by torch, in fp32 and fp64. bf16 and fp16 arguments are refused, as on a GPU
-_SAME = """
+_SAME_NAMES = """
     abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
     erf erfc erfinv lgamma round atan2 hypot copysign fmod pow nextafter isnan isinf signbit
 """
@@ -339,7 +343,7 @@ def _fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    **{name: getattr(torch, name) for name in _SAME.split()},
+    **{name: getattr(torch, name) for name in _SAME_NAMES.split()},
     "rint": torch.round,
     "nearbyint": torch.round,
     "fma": _fma,
@@ -354,8 +358,8 @@ def interpreted_libdevice(name: str, *arguments: Any) -> Any:
         raise NotImplementedError(
             f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}"
         )
-    given = [a.value if isinstance(a, tl.constexpr) else a for a in arguments]
-    types = [a.dtype for a in given if isinstance(a, tl.tensor)]
+    values = [a.value if isinstance(a, tl.constexpr) else a for a in arguments]
+    types = [a.dtype for a in values if isinstance(a, tl.tensor)]
     wrong = [t for t in types if t not in (tl.float32, tl.float64)]
     if wrong:
         raise ValueError(
@@ -369,15 +373,15 @@ def interpreted_libdevice(name: str, *arguments: Any) -> Any:
             if isinstance(a, tl.tensor)
             else torch.tensor(a, dtype=wide)
         )
-        for a in given
+        for a in values
     ]
-    made = FUNCTIONS[name](*(n.to(wide) for n in numbers)).numpy()
-    kind = tl.int1 if made.dtype == np.bool_ else dtype
+    result = FUNCTIONS[name](*(n.to(wide) for n in numbers)).numpy()
+    kind = tl.int1 if result.dtype == np.bool_ else dtype
     shape = next(
-        (a.type.shape for a in given if isinstance(a, tl.tensor) and a.type.is_block()), None
+        (a.type.shape for a in values if isinstance(a, tl.tensor) and a.type.is_block()), None
     )
     return tl.tensor(
-        Handle(made, kind), tl.block_type(kind, list(made.shape)) if shape is not None else kind
+        Handle(result, kind), tl.block_type(kind, list(result.shape)) if shape is not None else kind
     )
 
 
@@ -416,7 +420,7 @@ def interpreted() -> Iterator[None]:
     require_triton()
     with ExitStack() as undo:
         for owner, attribute, replacement in [*repairs(), *_diversions()]:
-            _set(undo, owner, attribute, replacement)
+            _set_attribute(undo, owner, attribute, replacement)
         for stub, replacement in stubs():
             for part in ("__code__", "__defaults__"):
                 undo.callback(setattr, stub, part, getattr(stub, part))
@@ -426,13 +430,13 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def _set(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
-    before = vars(owner).get(attribute, _MISSING)
+def _set_attribute(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
+    previous = vars(owner).get(attribute, _MISSING)
     setattr(owner, attribute, value)
     (
         undo.callback(delattr, owner, attribute)
-        if before is _MISSING
-        else undo.callback(setattr, owner, attribute, before)
+        if previous is _MISSING
+        else undo.callback(setattr, owner, attribute, previous)
     )
 
 
@@ -447,7 +451,7 @@ def _diversions() -> Iterator[tuple[Any, str, Any]]:
     def device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_active, "launches", 0):
             return call(self, *args, **kwargs)
-        return _rewritten(self.fn)(*args, **kwargs)
+        return _rewrite_function(self.fn)(*args, **kwargs)
 
     def first_configuration(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
         """Nothing is measured on a CPU: all configurations tie, and the first is taken."""
@@ -460,11 +464,11 @@ def _diversions() -> Iterator[tuple[Any, str, Any]]:
     yield autotuner.Autotuner, "_bench", first_configuration
 
 
-def _rewritten(function: Any) -> Any:
-    known = stock.InterpretedFunction.rewritten_fn
-    if function not in known:
-        known[function] = stock.FunctionRewriter(function).rewrite_ast()
-    return known[function]
+def _rewrite_function(function: Any) -> Any:
+    cache = stock.InterpretedFunction.rewritten_fn
+    if function not in cache:
+        cache[function] = stock.FunctionRewriter(function).rewrite_ast()
+    return cache[function]
 
 
 def _run(
@@ -481,11 +485,11 @@ def _run(
         undo.callback(setattr, triton.knobs.runtime, "interpret", interpreting)
         undo.callback(setattr, _active, "launches", _active.launches - 1)
         for owner, attribute, replacement in _language():
-            _set(undo, owner, attribute, replacement)
+            _set_attribute(undo, owner, attribute, replacement)
         # the executor patches once more for every launch, by inspection: 10 ms, and only the
         # modules that the kernel's file names
-        _set(undo, stock, "_patch_lang", lambda _: stock._LangPatchScope())
-        stock.GridExecutor(_rewritten(function), names, grid, hooks)(*args, **kwargs)
+        _set_attribute(undo, stock, "_patch_lang", lambda _: stock._LangPatchScope())
+        stock.GridExecutor(_rewrite_function(function), names, grid, hooks)(*args, **kwargs)
 
 
 @functools.cache

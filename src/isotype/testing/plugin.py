@@ -65,9 +65,9 @@ def pytest_runtest_makereport(
         or not hasattr(info.value, "report")
     ):
         return result
-    where = next(
+    test_frame = next(
         (entry for entry in reversed(info.traceback) if str(entry.path) == str(item.path)), None
     )
-    line = f"{item.path.name}:{where.lineno + 1}" if where is not None else item.nodeid
+    line = f"{item.path.name}:{test_frame.lineno + 1}" if test_frame is not None else item.nodeid
     result.longrepr = f"{line}: ampcheck\n\n{info.value.report.render()}"
     return result

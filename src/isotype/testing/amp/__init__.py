@@ -4,6 +4,6 @@ samples    what is run: the function itself, inputs, dtype combinations
 attempt    running it once and seeing what really passed through
 locate     the line of the user's code
 rules      the rules: outcomes in, findings out
-inexact    the truth at fp64, the yardstick, and the rules about errors
+numerics   the truth at fp64, the yardstick, and the rules about errors
 check      the whole check, and its findings
 """

@@ -60,7 +60,7 @@ class BackwardCall:
 
 
 @contextmanager
-def watching_backwards() -> Iterator[list[BackwardCall]]:
+def record_backward_calls() -> Iterator[list[BackwardCall]]:
     """Within this block every hand-written backward that runs is recorded, whichever Function it
     belongs to.
     """
@@ -71,7 +71,7 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
         if n in BackwardCFunction.__dict__
     }
 
-    def spying(original: Any, boxed: bool) -> Any:
+    def make_recorder(original: Any, boxed: bool) -> Any:
         def apply(ctx: Any, *grads: Any) -> Any:
             call = BackwardCall(
                 ctx._forward_cls,
@@ -81,49 +81,49 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
                 leaf = getattr(node, "variable", None)
                 call.leaves.append(leaf)
                 if node is not None and leaf is None:
-                    met = node._input_metadata[index]
+                    target = node._input_metadata[index]
                 else:
-                    met = leaf
-                call.expected.append(met.dtype if met is not None else None)
+                    target = leaf
+                call.expected.append(target.dtype if target is not None else None)
             calls.append(call)
             try:
                 result = original(ctx, *grads)
             except Exception:
                 call.context = ctx
                 raise
-            given = result if isinstance(result, (tuple, list)) else (result,)
-            call.returned = [g.dtype if isinstance(g, Tensor) else None for g in given]
+            gradients = result if isinstance(result, (tuple, list)) else (result,)
+            call.returned = [g.dtype if isinstance(g, Tensor) else None for g in gradients]
             return result
 
         return apply
 
     with mock.patch.multiple(
         BackwardCFunction,
-        **{n: spying(original, n == "apply_boxed") for n, original in originals.items()},
+        **{n: make_recorder(original, n == "apply_boxed") for n, original in originals.items()},
     ):
         yield calls
 
 
 def function_classes(outputs: list[Tensor]) -> list[type]:
     """The hand-written Functions in the graph above these outputs, nearest first."""
-    found: dict[type, None] = {}
-    todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set()
-    while todo:
-        node = todo.pop(0)
-        if node in seen:
+    classes: dict[type, None] = {}
+    queue = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    visited = set()
+    while queue:
+        node = queue.pop(0)
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if isinstance(node, BackwardCFunction):
-            found.setdefault(node._forward_cls)
-        todo += [above for above, _ in node.next_functions if above is not None]
-    return list(found)
+            classes.setdefault(node._forward_cls)
+        queue += [above for above, _ in node.next_functions if above is not None]
+    return list(classes)
 
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _computed(op: Operator, args: tuple, kwargs: dict) -> Any:
+def _compute_in_fp64(op: Operator, args: tuple, kwargs: dict) -> Any:
     """Computes in fp64; a cast to a narrower float does nothing."""
 
     def widen(value: Any) -> Any:
@@ -138,36 +138,36 @@ def _computed(op: Operator, args: tuple, kwargs: dict) -> Any:
 
 
 @contextmanager
-def exact() -> Iterator[None]:
+def fp64_arithmetic() -> Iterator[None]:
     """Within this block every operator computes in fp64, also what is made without a dtype.
 
     Code that is not made of torch operators (a Triton kernel) is not reached; it computes as it is
     written.
     """
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Tape(_computed):
+        with Tape(_compute_in_fp64):
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
 
 
 class _PlainContext:
     """Takes what forward stores and keeps none of it."""
 
-    def __init__(self, wanted: tuple[bool, ...]) -> None:
-        self.needs_input_grad = wanted
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Tensor, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
 
-    def _nothing(self, *given: Any) -> None:
+    def _ignore(self, *args: Any) -> None:
         pass
 
     save_for_forward = save_for_backward
-    mark_dirty = mark_non_differentiable = set_materialize_grads = _nothing
+    mark_dirty = mark_non_differentiable = set_materialize_grads = _ignore
 
 
 @contextmanager
@@ -215,7 +215,7 @@ class Outcome:
     error: BaseException | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     grad_outputs: list[Tensor] = field(default_factory=list)
-    passed: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    watched_inputs: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     changed_by_forward: set[str] = field(default_factory=set)
 
     @property
@@ -225,8 +225,8 @@ class Outcome:
     def results(self) -> dict[str, Tensor]:
         """Every number it gave, by name."""
         single = len(self.outputs) == 1
-        given = {"output" if single else f"output {i}": t for i, t in enumerate(self.values)}
-        return given | {f"gradient of {n}": g for n, g in self.grads.items() if g is not None}
+        outputs = {"output" if single else f"output {i}": t for i, t in enumerate(self.values)}
+        return outputs | {f"gradient of {n}": g for n, g in self.grads.items() if g is not None}
 
 
 def attempt(
@@ -234,42 +234,44 @@ def attempt(
     sample: Sample,
     setting: Setting,
     *,
-    exact: torch.dtype | None = None,
+    widen_to: torch.dtype | None = None,
     frozen: str | None = None,
     seed: int = 0,
-    around: Callable[[], Any] = nullcontext,
+    context: Callable[[], Any] = nullcontext,
     watch_inputs: bool = False,
     gradient: Callable[[Tensor, int], Tensor] | None = None,
-    passes: int = 1,
+    backward_passes: int = 1,
     forward_only: bool = False,
 ) -> Outcome:
     """Runs forward and backward once.
 
-    exact         widen everything to this dtype after rounding it to the setting's dtypes; autocast
+    widen_to      widen everything to this dtype after rounding it to the setting's dtypes; autocast
                   is then off
     gradient      another incoming gradient than `incoming_gradient`
-    passes        backward runs this often over one graph
+    backward_passes  backward runs this often over one graph
     forward_only  stop after forward
     """
     outcome = Outcome()
-    autocast = setting.autocast if exact is None else None
+    autocast = setting.autocast if widen_to is None else None
     try:
-        leaves, tensors = sample.fresh(setting.by_group, exact=exact, frozen=frozen)
-        call, owned = subject.ready(setting.by_group, exact=exact, frozen=frozen)
+        leaves, tensors = sample.fresh(setting.group_dtypes, widen_to=widen_to, frozen=frozen)
+        call, owned = subject.instantiate(setting.group_dtypes, widen_to=widen_to, frozen=frozen)
     except (RuntimeError, ValueError, TypeError) as error:
         return Outcome(stage=FORWARD, error=error)
     outcome.tensors = tensors | owned
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
-        outcome.passed = {
+        outcome.watched_inputs = {
             f"argument {i}": (t, t.detach().clone())
             for i, t in enumerate(leaves)
             if isinstance(t, Tensor)
         }
-        outcome.passed |= {s.name: outcome.passed.pop(f"argument {s.index}") for s in sample.slots}
-        outcome.passed |= {n: (t, t.detach().clone()) for n, t in owned.items()}
+        outcome.watched_inputs |= {
+            s.name: outcome.watched_inputs.pop(f"argument {s.index}") for s in sample.slots
+        }
+        outcome.watched_inputs |= {n: (t, t.detach().clone()) for n, t in owned.items()}
     _seed(seed)
-    with warnings.catch_warnings(), around():
+    with warnings.catch_warnings(), context():
         warnings.simplefilter("ignore")
         try:
             with torch.autocast(sample.device, dtype=autocast, enabled=autocast is not None):
@@ -280,7 +282,9 @@ def attempt(
             return outcome
         outcome.outputs = floating(result)
         outcome.changed_by_forward = {
-            n for n, (t, held) in outcome.passed.items() if not torch.equal(t.detach(), held)
+            n
+            for n, (t, copy) in outcome.watched_inputs.items()
+            if not torch.equal(t.detach(), copy)
         }
         outcome.values = [t.detach().clone() for t in outcome.outputs]
         outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
@@ -299,11 +303,11 @@ def attempt(
             inside = autocast is not None and setting.inside
             with (
                 torch.autocast(sample.device, dtype=autocast, enabled=inside),
-                watching_backwards() as outcome.calls,
+                record_backward_calls() as outcome.calls,
             ):
-                for left in reversed(range(passes)):
+                for remaining in reversed(range(backward_passes)):
                     torch.autograd.backward(
-                        differentiable, outcome.grad_outputs, retain_graph=left > 0
+                        differentiable, outcome.grad_outputs, retain_graph=remaining > 0
                     )
         except Exception as error:
             outcome.stage = BACKWARD
@@ -342,37 +346,41 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
 
 
 Fault = tuple[tuple[object, ...], Finding]
-say = texts(Path(__file__).with_name("findings.txt"))
+format_finding = texts(Path(__file__).with_name("findings.txt"))
 
 
 def fault(
-    code: str, place: Place, *key: object, details: tuple[tuple[str, str], ...] = (), **words: Any
+    code: str,
+    location: Place,
+    *key: object,
+    details: tuple[tuple[str, str], ...] = (),
+    **values: Any,
 ) -> Fault:
     """A finding of the sheet, and what makes it the same fault as another: its code and the key, or
     else its place and severity.
     """
-    found = say(code, place, details, **{"symbol": place.symbol} | words)
-    return (code, *(key or (place.symbol, place.line, found.severity))), found
+    finding = format_finding(code, location, details, **{"symbol": location.symbol} | values)
+    return (code, *(key or (location.symbol, location.line, finding.severity))), finding
 
 
-def method_at_fault(subject: Subject, outcome: Outcome, stage: str) -> Place:
+def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Place:
     """The hand-written method that has the fault, if there is one."""
     if outcome.calls:
         function = outcome.calls[0].function
-        return method_place(function, stage, owner_of_method(function, stage))
-    return subject.place
+        return method_location(function, stage, method_name(function, stage))
+    return subject.location
 
 
 def registered(function: type, method: str) -> Any:
     """What the author of a torch.library operator registered, for the Function that torch generates
     around it; else None.
     """
-    own = getattr(function, "backward", None)
-    if not function.__name__.startswith("GeneratedBackwardFor_") or own is None:
+    backward = getattr(function, "backward", None)
+    if not function.__name__.startswith("GeneratedBackwardFor_") or backward is None:
         return None
     infos = [
         cell.cell_contents
-        for cell in own.__closure__ or ()
+        for cell in backward.__closure__ or ()
         if hasattr(cell.cell_contents, "_backward_fn")
     ]
     if infos:
@@ -380,7 +388,7 @@ def registered(function: type, method: str) -> Any:
     return None
 
 
-def owner_of_method(function: type, method: str) -> str:
+def method_name(function: type, method: str) -> str:
     """`Class.backward`; the registered function's own name for an operator of torch.library."""
     written = registered(function, method)
     if written is not None:
@@ -391,12 +399,12 @@ def owner_of_method(function: type, method: str) -> str:
     return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
 
 
-def return_of(function: type, owner: str) -> Place:
+def return_location(function: type, owner: str) -> Place:
     """The last `return` of a Function's backward."""
-    return method_place(function, "backward", owner, statement=True)
+    return method_location(function, "backward", owner, statement=True)
 
 
-def method_place(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
+def method_location(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
     written: Any = inspect.unwrap(registered(function, method) or getattr(function, method))
     try:
         lines, first = inspect.getsourcelines(written)

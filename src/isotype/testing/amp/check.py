@@ -25,15 +25,15 @@ from ...errors import UsageError
 from ...finding import Finding, Severity, render_findings, sort_findings
 from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
-from .inexact import Numerics, inexact, long_sums, rounded_weights
-from .locate import failure_of
+from .locate import find_failure
+from .numerics import Numerics, long_sum_faults, precision_faults, rounded_weight_faults
 from .rules import (
+    accepted_failure_reason,
     aliasing_faults,
     contract_faults,
-    finding_for,
+    failure_finding,
     first_line,
     gradient_faults,
-    legitimate,
     output_faults,
 )
 from .samples import LOW, Sample, Setting, Subject, read_samples, settings
@@ -84,23 +84,23 @@ class Report:
         )
 
 
-def merged(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Finding]:
+def merge_findings(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Finding]:
     """One finding for each fault, however many combinations show it.
 
     groups  (what makes two findings the same fault, the finding, the combination it was seen in)
     """
     worst: dict[tuple[object, ...], Finding] = {}
-    seen: dict[tuple[object, ...], dict[str, None]] = {}
-    for key, finding, where in groups:
+    settings_by_key: dict[tuple[object, ...], dict[str, None]] = {}
+    for key, finding, setting in groups:
         if key not in worst or finding.severity > worst[key].severity:
             worst[key] = finding
-        seen.setdefault(key, {})[where] = None
+        settings_by_key.setdefault(key, {})[setting] = None
     out = []
     for key, finding in worst.items():
-        first = list(seen[key])[:3]
-        rest = len(seen[key]) - 3
-        shown = "; ".join(first) + (f"; and {rest} more" if rest > 0 else "")
-        out.append(replace(finding, details=(*finding.details, ("seen with", shown))))
+        first = list(settings_by_key[key])[:3]
+        remaining = len(settings_by_key[key]) - 3
+        examples = "; ".join(first) + (f"; and {remaining} more" if remaining > 0 else "")
+        out.append(replace(finding, details=(*finding.details, ("seen with", examples))))
     return out
 
 
@@ -133,32 +133,34 @@ def ampcheck(
                function runs under no combination
     """
     subject = Subject(fn)
-    plain = Subject(reference) if reference is not None else None
+    reference_subject = Subject(reference) if reference is not None else None
     skipped = []
     if (
-        plain is not None
+        reference_subject is not None
         and subject.module is not None
-        and plain.holds_parameters_of(subject.module)
+        and reference_subject.shares_parameters(subject.module)
     ):
-        plain = None
+        reference_subject = None
         skipped.append(_OWN_WEIGHTS)
     if contract:
         names = list(contract.inputs)
     else:
-        names = subject.argument_names or (plain.argument_names if plain else [])
+        names = subject.argument_names or (
+            reference_subject.argument_names if reference_subject else []
+        )
     samples = read_samples(
         inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups)
     )
     samples = [replace(sample, owned=subject.owned_dtypes()) for sample in samples]
-    checks = [_Check(subject, plain, sample, contract) for sample in samples]
+    checks = [_Check(subject, reference_subject, sample, contract) for sample in samples]
     with torch.enable_grad():
         for check in checks:
             check.run()
-    found = merged([item for check in checks for item in check.seen])
+    findings = merge_findings([item for check in checks for item in check.occurrences])
     refused = {k: v for check in checks for k, v in check.refused.items()}
     report = Report(
         subject=subject.label,
-        findings=tuple(sort_findings(_without_echoes(found))),
+        findings=tuple(sort_findings(_drop_repeated_notes(findings))),
         tried=sum(check.tried for check in checks),
         refused=tuple(refused.items()),
         skipped=tuple(
@@ -181,17 +183,17 @@ class _Check:
     """One subject on one sample."""
 
     subject: Subject
-    plain: Subject | None
+    reference: Subject | None
     sample: Sample
     contract: OpContract | None
-    seen: list[tuple[tuple[object, ...], Finding, str]] = field(default_factory=list)
+    occurrences: list[tuple[tuple[object, ...], Finding, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     tried: int = 0
 
     def __post_init__(self) -> None:
         inside_fp32 = self.contract is not None and self.contract.inside == "fp32"
-        self.numerics = Numerics(self.subject, self.plain, self.sample, inside_fp32=inside_fp32)
+        self.numerics = Numerics(self.subject, self.reference, self.sample, inside_fp32=inside_fp32)
 
     def run(self) -> None:
         # an operator that is in place by intention cannot work on a leaf that requires a gradient
@@ -199,65 +201,73 @@ class _Check:
             attempt(self.subject, self.sample, Setting(None)).error
         ):
             self.sample = replace(self.sample, behind_clone=True)
-            self.numerics = self.numerics.on(self.sample)
-        ran: dict[Setting, Outcome] = {}
+            self.numerics = self.numerics.with_sample(self.sample)
+        outcomes: dict[Setting, Outcome] = {}
         failures: list[tuple[Setting, Outcome]] = []
         groups = tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
         for setting in settings(
-            self.sample, groups, every=self.plain is not None or self.contract is not None
+            self.sample, groups, exhaustive=self.reference is not None or self.contract is not None
         ):
             outcome = attempt(self.subject, self.sample, setting, watch_inputs=True)
             self.tried += 1
             if outcome.ran:
-                ran[setting] = outcome
-                self._judge(setting, outcome)
+                outcomes[setting] = outcome
+                self._check_dtypes(setting, outcome)
             else:
                 failures.append((setting, outcome))
-        if not ran:
+        if not outcomes:
             error = failures[0][1].error
             assert error is not None
-            if failure := failure_of(error):
-                where = f"{failure.place.file}:{failure.place.line}: "
+            if failure := find_failure(error):
+                location_text = f"{failure.location.file}:{failure.location.line}: "
             else:
-                where = ""
-            with_what = f"with {self.sample.describe()}: {where}{first_line(error)}"
+                location_text = ""
+            with_what = f"with {self.sample.describe()}: {location_text}{first_line(error)}"
             raise UsageError(f"{self.subject.label} runs under no dtype combination {with_what}")
         for setting, outcome in failures:
-            self._judge_failure(setting, outcome)
-        base = next(iter(ran))
-        if not self._stable(base):
+            self._classify_failure(setting, outcome)
+        base = next(iter(outcomes))
+        if not self._is_deterministic(base):
             self.skipped.append(
                 "numerics: two runs with different seeds differ, so results of different dtypes"
                 " cannot be compared"
             )
         else:
-            self._numerics(ran)
+            self._check_numerics(outcomes)
         # rounding differences between two orders of addition are smallest in fp32
         base = min(
-            ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None)
+            outcomes, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None)
         )
-        self._note(aliasing_faults(self.numerics, base, ran[base], stable=self._stable(base)), base)
+        self._record(
+            aliasing_faults(
+                self.numerics, base, outcomes[base], stable=self._is_deterministic(base)
+            ),
+            base,
+        )
 
-    def _note(self, faults: Sequence[Fault], setting: Setting) -> None:
-        self.seen += [(key, finding, setting.describe()) for key, finding in faults]
+    def _record(self, faults: Sequence[Fault], setting: Setting) -> None:
+        self.occurrences += [(key, finding, setting.describe()) for key, finding in faults]
 
-    def _judge(self, setting: Setting, outcome: Outcome) -> None:
-        self._note(gradient_faults(outcome, setting), setting)
+    def _check_dtypes(self, setting: Setting, outcome: Outcome) -> None:
+        self._record(gradient_faults(outcome, setting), setting)
         if self.contract is not None:
-            self._note(contract_faults(outcome, setting, self.subject, self.contract), setting)
+            self._record(contract_faults(outcome, setting, self.subject, self.contract), setting)
         else:
-            if self.plain is not None:
-                plain = attempt(self.plain, self.sample, setting, forward_only=True)
+            if self.reference is not None:
+                reference_outcome = attempt(self.reference, self.sample, setting, forward_only=True)
             else:
-                plain = None
-            self._note(output_faults(outcome, setting, self.sample, self.subject, plain), setting)
+                reference_outcome = None
+            self._record(
+                output_faults(outcome, setting, self.sample, self.subject, reference_outcome),
+                setting,
+            )
 
-    def _judge_failure(self, setting: Setting, outcome: Outcome) -> None:
-        if self.plain is not None:
-            plain_runs = attempt(self.plain, self.sample, setting).ran
+    def _classify_failure(self, setting: Setting, outcome: Outcome) -> None:
+        if self.reference is not None:
+            plain_runs = attempt(self.reference, self.sample, setting).ran
         else:
             plain_runs = None
-        why = legitimate(
+        reason = accepted_failure_reason(
             outcome,
             setting,
             self.sample,
@@ -265,7 +275,7 @@ class _Check:
             plain_runs=plain_runs,
             declared=self.contract is not None,
         )
-        if why is None:
+        if reason is None:
             unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
             if setting.produced or self.contract is not None:
                 severity = Severity.ERROR
@@ -274,65 +284,71 @@ class _Check:
             if setting.inside and outcome.stage == BACKWARD:
                 # trainers run backward outside the region
                 severity = min(severity, Severity.WARNING)
-            self._note([finding_for(outcome, setting, self.subject, severity=severity)], setting)
+            self._record(
+                [failure_finding(outcome, setting, self.subject, severity=severity)], setting
+            )
         else:
             assert outcome.error is not None
-            self.refused[setting.describe()] = f"{why}: {first_line(outcome.error)}"
+            self.refused[setting.describe()] = f"{reason}: {first_line(outcome.error)}"
 
-    def _stable(self, setting: Setting) -> bool:
+    def _is_deterministic(self, setting: Setting) -> bool:
         """Whether the function draws no random numbers."""
-        one, other = (
+        first, second = (
             attempt(self.subject, self.sample, setting, seed=seed).results() for seed in (0, 1)
         )
-        return all(n in other and _near(other[n], t) for n, t in one.items())
+        return all(n in second and _is_close(second[n], t) for n, t in first.items())
 
-    def _numerics(self, ran: dict[Setting, Outcome]) -> None:
+    def _check_numerics(self, outcomes: dict[Setting, Outcome]) -> None:
         """Plain code without a reference is its own yardstick: of it only weights that are rounded
         before their use are told.
         """
-        judged = [s for s in ran if not s.inside and s.produced]
-        measured = self.plain is not None or any(o.functions for o in ran.values())
-        if measured and self.plain is None and not self.numerics.twin_agrees:
+        settings_to_check = [s for s in outcomes if not s.inside and s.produced]
+        has_yardstick = self.reference is not None or any(o.functions for o in outcomes.values())
+        if has_yardstick and self.reference is None and not self.numerics.has_plain_twin:
             self.skipped.append(
                 "numerics: autograd does not differentiate the forward to the same gradients; give"
                 " a reference"
             )
-        if measured:
-            for setting in sorted(judged, key=lambda s: -torch.finfo(s.lowest(self.sample)).eps):
-                self._note(inexact(ran[setting], setting, self.numerics), setting)
-        if any(finding.code == "AC006" for _, finding, _ in self.seen):
+        if has_yardstick:
+            for setting in sorted(
+                settings_to_check, key=lambda s: -torch.finfo(s.lowest(self.sample)).eps
+            ):
+                self._record(precision_faults(outcomes[setting], setting, self.numerics), setting)
+        if any(finding.code == "AC006" for _, finding, _ in self.occurrences):
             return  # the longer run would say the same again
         for setting in [
-            s for s in judged if len(self.sample.met(s.by_group)) == 1 and s.autocast is None
+            s
+            for s in settings_to_check
+            if len(self.sample.dtypes_in_play(s.group_dtypes)) == 1 and s.autocast is None
         ][:3]:
-            if faults := rounded_weights(self.numerics, setting):
-                self._note(faults, setting)
+            if faults := rounded_weight_faults(self.numerics, setting):
+                self._record(faults, setting)
                 break
-        if not measured:
+        if not has_yardstick:
             return
         # as built when that is low, else all of it low, else fp32 under autocast
-        low = [s for s in judged if s.lowest(self.sample) in LOW]
+        low = [s for s in settings_to_check if s.lowest(self.sample) in LOW]
         lowest = [s for s in low if s.autocast is None][:1] + [
             s for s in low if s.autocast is not None
         ][:1]
         for setting in lowest:
-            faults, why = long_sums(self.numerics, setting)
-            self._note(faults, setting)
-            self.skipped += [why] if why else []
+            faults, reason = long_sum_faults(self.numerics, setting)
+            self._record(faults, setting)
+            self.skipped += [reason] if reason else []
             if faults:
                 return
 
 
-def _near(left: Tensor, right: Tensor) -> bool:
-    left = left.detach().double()
-    right = right.detach().double()
-    distance = torch.nan_to_num(left - right).norm()
-    return left.shape == right.shape and bool(
-        distance <= 8 * torch.finfo(right.dtype).eps ** 0.5 * torch.nan_to_num(right).norm()
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    actual = actual.detach().double()
+    expected = expected.detach().double()
+    distance = torch.nan_to_num(actual - expected).norm()
+    return actual.shape == expected.shape and bool(
+        distance <= 8 * torch.finfo(expected.dtype).eps ** 0.5 * torch.nan_to_num(expected).norm()
     )
 
 
-def _without_echoes(findings: list[Finding]) -> list[Finding]:
+def _drop_repeated_notes(findings: list[Finding]) -> list[Finding]:
     """A note for a guessed combination that repeats an error with the same code and function."""
     worse = {(f.code, f.place.symbol) for f in findings if f.severity > Severity.NOTE}
     return [
@@ -361,29 +377,29 @@ def load_target(text: str) -> Target:
 
     Raises  UsageError for a file or a name that does not fit, in one line
     """
-    where, colon, name = text.rpartition(":")
+    source, colon, name = text.rpartition(":")
     if not colon or not name.replace(".", "").isidentifier():
-        where = text
+        source = text
         name = "build"
-    with convert_import_errors(where):
-        module = load_module(where)
-    build = get_member(module, name, where)
+    with convert_import_errors(source):
+        module = load_module(source)
+    build = get_member(module, name, source)
     if not inspect.isfunction(build) or required_parameters(build):
         raise UsageError(
-            f"{name} needs inputs", fix=f"a build() in {where} that returns ({name}, inputs)"
+            f"{name} needs inputs", fix=f"a build() in {source} that returns ({name}, inputs)"
         )
     try:
         result = build()
     except Exception as error:
-        raise UsageError(f"{where}:{name}() raised {describe_exception(error)}") from error
+        raise UsageError(f"{source}:{name}() raised {describe_exception(error)}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
-        wanted = "return (callable, inputs), where inputs is a tuple of arguments"
-        raise UsageError(f"{where}:{name}() returned {type(result).__name__}", fix=wanted)
+        advice = "return (callable, inputs), where inputs is a tuple of arguments"
+        raise UsageError(f"{source}:{name}() returned {type(result).__name__}", fix=advice)
     options = dict(result[2]) if len(result) == 3 else {}
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise UsageError(
-            f"{where}:{name}() returned the option {unknown[0]!r}",
+            f"{source}:{name}() returned the option {unknown[0]!r}",
             fix=f"known options: {', '.join(_OPTIONS)}",
         )
     return Target(result[0], result[1], options)

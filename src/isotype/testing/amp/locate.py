@@ -23,7 +23,7 @@ from ...finding import Place
 from ...observe.operators import Operator, split_names
 from ...observe.origin import may_be_at_fault, running_frames
 from ...observe.tape import Tape
-from .attempt import attempt, exact
+from .attempt import attempt, fp64_arithmetic
 from .samples import Sample, Setting, Subject
 
 
@@ -37,7 +37,7 @@ class Failure:
     chain     user frames from the outermost to the innermost, as `file:line symbol`
     """
 
-    place: Place
+    location: Place
     source: str
     function: str | None
     operands: dict[str, Tensor]
@@ -49,27 +49,33 @@ class Failure:
         return self.source.split("#")[0].strip()
 
 
-def failure_of(error: BaseException) -> Failure | None:
+def find_failure(error: BaseException) -> Failure | None:
     """None when no frame between them is the user's."""
     frames = list(_frames(error.__traceback__))
     # a Triton kernel: its own line is in the cause
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
         frames += list(_frames(error.__traceback__))
-    mine = [(tb.tb_frame, tb) for tb in frames if may_be_at_fault(tb.tb_frame.f_code.co_filename)]
-    if not mine:
+    user_frames = [
+        (tb.tb_frame, tb) for tb in frames if may_be_at_fault(tb.tb_frame.f_code.co_filename)
+    ]
+    if not user_frames:
         return None
-    frame, tb = mine[-1]
+    frame, tb = user_frames[-1]
     span = _span(tb)
     source = " ".join(
         linecache.getline(frame.f_code.co_filename, n).strip() for n in range(span[0], span[1] + 1)
     ).strip()
     return Failure(
-        place=Place(file=frame.f_code.co_filename, line=span[0], symbol=symbol_of(frame)),
+        location=Place(file=frame.f_code.co_filename, line=span[0], symbol=qualified_name(frame)),
         source=source,
-        function=next((symbol_of(f) for f, _ in reversed(mine) if _is_function_method(f)), None),
+        function=next(
+            (qualified_name(f) for f, _ in reversed(user_frames) if _is_function_method(f)), None
+        ),
         operands=_operands(frame, span),
-        chain=tuple(f"{f.f_code.co_filename}:{t.tb_lineno} {symbol_of(f)}" for f, t in mine),
+        chain=tuple(
+            f"{f.f_code.co_filename}:{t.tb_lineno} {qualified_name(f)}" for f, t in user_frames
+        ),
         raised_by_hand=frames[-1].tb_frame is frame
         and re.match(r"(raise|assert)\b", source) is not None,
     )
@@ -81,17 +87,17 @@ def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
         tb = tb.tb_next
 
 
-def symbol_of(frame: FrameType) -> str:
+def qualified_name(frame: FrameType) -> str:
     return frame.f_code.co_qualname.split("<locals>.")[-1]
 
 
-def owner_of(frame: FrameType | None) -> str | None:
+def function_method(frame: FrameType | None) -> str | None:
     """`Class.forward` or `Class.backward` of the hand-written Function this frame belongs to or was
     called from.
     """
     while frame is not None:
         if may_be_at_fault(frame.f_code.co_filename) and _is_function_method(frame):
-            return symbol_of(frame)
+            return qualified_name(frame)
         frame = frame.f_back
     return None
 
@@ -125,14 +131,18 @@ def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -
     ]
     lines[-1] = lines[-1][:end_column]
     lines[0] = lines[0][column:]
-    known: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
-    words = dict.fromkeys(
+    variables: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
+    identifiers = dict.fromkeys(
         re.findall(r"(?<![\w.])[^\W\d]\w*(?!\w|\s*=[^=])", b"".join(lines).decode(errors="replace"))
     )
-    return {word: known[word] for word in words if isinstance(known.get(word), Tensor)}
+    return {
+        identifier: variables[identifier]
+        for identifier in identifiers
+        if isinstance(variables.get(identifier), Tensor)
+    }
 
 
-def shown(tensor: Tensor) -> str:
+def format_tensor(tensor: Tensor) -> str:
     """`bf16[2 3 4]`"""
     return f"{name(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]"
 
@@ -141,7 +151,7 @@ _NO_ARITHMETIC = split_names("""
     _to_copy detach alias lift_fresh view _unsafe_view t transpose permute expand unsqueeze squeeze slice select empty empty_like new_empty
     empty_strided new_empty_strided empty_permuted clone as_strided split set_
     """)
-_ADDS = split_names(
+_ADDITIONS = split_names(
     "add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_"
 )
 
@@ -153,7 +163,7 @@ class _Step:
     inputs: tuple[Tensor, ...]
     dtype: torch.dtype | None
     accumulates: bool
-    place: Place | None
+    location: Place | None
 
 
 @dataclass(frozen=True)
@@ -163,12 +173,12 @@ class Culprit:
     before, after  relative error of what the step was given and of what it made
     """
 
-    place: Place
+    location: Place
     source: str
     operator: str
     dtype: torch.dtype | None
-    before: float
-    after: float
+    input_error: float
+    output_error: float
     repeats: int
     accumulates: bool
 
@@ -180,25 +190,32 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.steps: list[_Step] = []
-        self.tape = Tape(self._ran)
+        self.tape = Tape(self._record)
 
-    def _ran(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+    def _record(self, op: Operator, args: tuple, kwargs: dict) -> Any:
         if op.name in _NO_ARITHMETIC:
             return op(*args, **kwargs)
-        given = tuple(t.detach().double().clone() for t in _floats((args, kwargs)))
+        inputs = tuple(t.detach().double().clone() for t in _floats((args, kwargs)))
         result = op(*args, **kwargs)
-        made = _floats(result)
+        outputs = _floats(result)
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        into = kwargs.get("out", first if any(op.writes) else None)
-        grows = (
-            op.name in _ADDS
-            and bool(made)
+        target = kwargs.get("out", first if any(op.writes) else None)
+        accumulates = (
+            op.name in _ADDITIONS
+            and bool(outputs)
             and first is not None
-            and (into is not None or first.shape == made[0].shape)
+            and (target is not None or first.shape == outputs[0].shape)
         )
-        values = tuple(t.detach().double().clone() for t in made)
+        values = tuple(t.detach().double().clone() for t in outputs)
         self.steps.append(
-            _Step(op.name, values, given, made[0].dtype if made else None, grows, _users_line())
+            _Step(
+                op.name,
+                values,
+                inputs,
+                outputs[0].dtype if outputs else None,
+                accumulates,
+                _user_location(),
+            )
         )
         return result
 
@@ -209,7 +226,7 @@ def _floats(tree: Any) -> list[Tensor]:
     ]
 
 
-def _users_line() -> Place | None:
+def _user_location() -> Place | None:
     """The innermost line of the checked code; frames beyond `attempt` belong to the caller of the
     check.
 
@@ -223,7 +240,7 @@ def _users_line() -> Place | None:
             return Place(
                 file=frame.f_code.co_filename,
                 line=frame.f_lineno,
-                symbol=owner_of(frame) or symbol_of(frame),
+                symbol=function_method(frame) or qualified_name(frame),
             )
     return None
 
@@ -239,62 +256,70 @@ def locate(
     """
     narrow = _Recorder()
     wide = _Recorder()
-    if not attempt(subject, sample, setting, around=lambda: narrow.tape).ran:
+    if not attempt(subject, sample, setting, context=lambda: narrow.tape).ran:
         return None
 
     @contextmanager
     def exactly() -> Any:
-        with exact(), wide.tape:
+        with fp64_arithmetic(), wide.tape:
             yield
 
-    if not attempt(subject, sample, setting, exact=torch.float64, around=exactly).ran:
+    if not attempt(subject, sample, setting, widen_to=torch.float64, context=exactly).ran:
         return None
     if [s.operator for s in narrow.steps] != [s.operator for s in wide.steps]:
         return None
     errors = [_error(n.values, w.values) for n, w in zip(narrow.steps, wide.steps)]
-    given = [_error(n.inputs, w.inputs) for n, w in zip(narrow.steps, wide.steps)]
-    placed = [i for i, step in enumerate(narrow.steps) if step.place is not None]
-    if not placed:
+    input_errors = [_error(n.inputs, w.inputs) for n, w in zip(narrow.steps, wide.steps)]
+    located = [i for i, step in enumerate(narrow.steps) if step.location is not None]
+    if not located:
         return None
     if long_sum:
         sums = Counter(
-            step.place
+            step.location
             for step in narrow.steps
-            if step.accumulates and step.place is not None and _is_low(step.dtype)
+            if step.accumulates and step.location is not None and _is_low(step.dtype)
         )
-        busiest = next((place for place, count in sums.most_common(1) if count > 1), None)
+        busiest = next((location for location, count in sums.most_common(1) if count > 1), None)
         last = max(
-            (i for i in placed if narrow.steps[i].place == busiest and narrow.steps[i].accumulates),
+            (
+                i
+                for i in located
+                if narrow.steps[i].location == busiest and narrow.steps[i].accumulates
+            ),
             default=None,
         )
         if last is not None:
-            return _culprit(narrow.steps, last, given[last], errors[last])
+            return _make_culprit(narrow.steps, last, input_errors[last], errors[last])
     # the step that made its own result much worse than what it was given, and above all the error
     # that the last steps show
-    final = max(errors[i] for i in placed)
+    final = max(errors[i] for i in located)
     if final == float("inf"):
-        endless = next(i for i in placed if errors[i] == final)
-        return _culprit(narrow.steps, endless, given[endless], final)
-    growth = {i: errors[i] / max(given[i], 1e-9) for i in placed if errors[i] > final / 8}
+        endless = next(i for i in located if errors[i] == final)
+        return _make_culprit(narrow.steps, endless, input_errors[endless], final)
+    growth = {i: errors[i] / max(input_errors[i], 1e-9) for i in located if errors[i] > final / 8}
     grown = [i for i, times in growth.items() if times > 4] or [
-        i for i in placed if errors[i] > final / 4
+        i for i in located if errors[i] > final / 4
     ]
     if grown:
-        return _culprit(narrow.steps, grown[0], given[grown[0]], errors[grown[0]])
+        return _make_culprit(narrow.steps, grown[0], input_errors[grown[0]], errors[grown[0]])
     return None
 
 
-def _culprit(steps: list[_Step], index: int, before: float, after: float) -> Culprit:
+def _make_culprit(
+    steps: list[_Step], index: int, input_error: float, output_error: float
+) -> Culprit:
     step = steps[index]
-    assert step.place is not None
+    assert step.location is not None
     return Culprit(
-        place=step.place,
-        source=linecache.getline(step.place.file or "", step.place.line or 0).split("#")[0].strip(),
+        location=step.location,
+        source=linecache.getline(step.location.file or "", step.location.line or 0)
+        .split("#")[0]
+        .strip(),
         operator=step.operator,
         dtype=step.dtype,
-        before=before,
-        after=after,
-        repeats=sum(s.place == step.place and s.accumulates for s in steps),
+        input_error=input_error,
+        output_error=output_error,
+        repeats=sum(s.location == step.location and s.accumulates for s in steps),
         accumulates=step.accumulates,
     )
 

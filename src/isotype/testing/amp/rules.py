@@ -24,14 +24,14 @@ from .attempt import (
     Outcome,
     attempt,
     fault,
+    faulty_method_location,
     incoming_gradient,
-    method_at_fault,
-    method_place,
-    owner_of_method,
-    return_of,
+    method_location,
+    method_name,
+    return_location,
 )
-from .inexact import Numerics
-from .locate import Failure, failure_of, shown
+from .locate import Failure, find_failure, format_tensor
+from .numerics import Numerics
 from .samples import Sample, Setting, Subject, parameter_names
 
 _NO_KERNEL = re.compile(
@@ -56,7 +56,7 @@ def first_line(error: BaseException) -> str:
     return type(error).__name__
 
 
-def legitimate(
+def accepted_failure_reason(
     outcome: Outcome,
     setting: Setting,
     sample: Sample,
@@ -71,7 +71,7 @@ def legitimate(
     declared    a contract promises that this combination runs
     """
     assert outcome.error is not None
-    failure = failure_of(outcome.error)
+    failure = find_failure(outcome.error)
     if _NO_KERNEL.search(str(outcome.error)) or isinstance(outcome.error, NotImplementedError):
         return "the backend has no kernel for these dtypes"
     if declared:
@@ -85,7 +85,7 @@ def legitimate(
     if outcome.stage == BACKWARD:
         return None
     if setting.autocast is None:
-        if len(sample.met(setting.by_group) | subject.captured_dtypes()) > 1:
+        if len(sample.dtypes_in_play(setting.group_dtypes) | subject.captured_dtypes()) > 1:
             return "plain PyTorch refuses mixed dtypes with autocast off"
         return None
     if (
@@ -97,20 +97,20 @@ def legitimate(
     return None
 
 
-def finding_for(
+def failure_finding(
     outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity
 ) -> tuple[tuple[object, ...], Finding]:
     """The finding for an outcome that raised, and what makes it the same fault as another."""
     assert outcome.error is not None
-    failure = failure_of(outcome.error)
-    place = failure.place if failure else subject.place
+    failure = find_failure(outcome.error)
+    location = failure.location if failure else subject.location
     if failure and failure.function:
         owner = failure.function
     else:
-        owner = place.symbol or subject.label
+        owner = location.symbol or subject.label
     stage = outcome.stage or "forward"
     backward = stage == BACKWARD
-    operands = _described(failure, outcome) if failure else []
+    operands = _describe_operands(failure, outcome) if failure else []
     details = [("raised", first_line(outcome.error))]
     if failure and failure.source:
         details.append(("code", failure.expression))
@@ -122,7 +122,7 @@ def finding_for(
     calls = outcome.calls[-1:]
     _, finding = fault(
         "AC001",
-        Place(file=place.file, line=place.line, symbol=owner),
+        Place(file=location.file, line=location.line, symbol=owner),
         details=tuple(details),
         severity=str(severity),
         backward=backward,
@@ -141,14 +141,14 @@ def finding_for(
         observed=setting.describe(),
     )
     code = "AC002" if backward else "AC001"
-    return (code, place.file, place.line), replace(finding, code=code)
+    return (code, location.file, location.line), replace(finding, code=code)
 
 
-def _described(failure: Failure, outcome: Outcome) -> list[str]:
+def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
     """`d bf16[2 3 4] (the incoming gradient)`, for each tensor that the failing expression names."""
     call = outcome.calls[-1] if outcome.calls and outcome.stage == BACKWARD else None
-    said = []
-    for word, tensor in failure.operands.items():
+    descriptions = []
+    for operand_name, tensor in failure.operands.items():
         if call is not None and _same_storage(tensor, call.incoming):
             role = " (the incoming gradient)"
         elif call is not None and _same_storage(tensor, call.saved()):
@@ -157,20 +157,20 @@ def _described(failure: Failure, outcome: Outcome) -> list[str]:
             owner = next(
                 (n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None
             )
-            if owner and owner != word and not owner.startswith("input"):
+            if owner and owner != operand_name and not owner.startswith("input"):
                 role = f" (input {owner})"
             else:
                 role = ""
-        said.append(f"{word} {shown(tensor)}{role}")
-    return said
+        descriptions.append(f"{operand_name} {format_tensor(tensor)}{role}")
+    return descriptions
 
 
-def _same_storage(tensor: Tensor, others: list[Tensor]) -> bool:
+def _same_storage(tensor: Tensor, candidates: list[Tensor]) -> bool:
     try:
         return any(
             o.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             and o.dtype == tensor.dtype
-            for o in others
+            for o in candidates
         )
     except (RuntimeError, NotImplementedError):
         return False
@@ -189,7 +189,7 @@ def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
     """
     faults = []
     for call in outcome.calls:
-        met = {d for d in call.expected if d is not None} | {
+        dtypes_in_play = {d for d in call.expected if d is not None} | {
             t.dtype for t in call.incoming if t.is_floating_point()
         }
         for i, (returned, expected) in enumerate(zip(call.returned or [], call.expected)):
@@ -203,79 +203,79 @@ def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
             if setting.autocast is not None and returned == setting.autocast:
                 continue
             wider = torch.finfo(returned).bits > torch.finfo(expected).bits
-            if not wider and returned in met:
+            if not wider and returned in dtypes_in_play:
                 continue
-            owner = owner_of_method(call.function, "backward")
-            argument = _argument(call.function, i)
-            words: dict[str, Any] = {
+            owner = method_name(call.function, "backward")
+            argument = _argument_name(call.function, i)
+            values: dict[str, Any] = {
                 "owner": owner,
                 "argument": argument,
                 "wider": wider,
                 "got": name(returned),
-                "wanted": name(expected),
+                "expected": name(expected),
             }
             auto = name(setting.autocast) if setting.autocast else "off"
             faults.append(
                 fault(
                     "AC003",
-                    return_of(call.function, owner),
+                    return_location(call.function, owner),
                     owner,
                     argument,
                     wider,
                     autocast=auto,
-                    **words,
+                    **values,
                 )
             )
     return faults
 
 
 def output_faults(
-    outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, plain: Outcome | None
+    outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, reference: Outcome | None
 ) -> list[Fault]:
     """Outputs narrower than anything in play, or not in the dtype in which the reference returns
     them.
     """
-    inputs = sample.met(setting.by_group)
+    inputs = sample.dtypes_in_play(setting.group_dtypes)
     classes = outcome.functions
-    most = max((sample.tensor(s).dim() for s in sample.slots), default=0)
+    max_dims = max((sample.tensor(s).dim() for s in sample.slots), default=0)
     faults: list[Fault] = []
     for i, tensor in enumerate(outcome.values):
         dtype = tensor.dtype
         if dtype in inputs or dtype == setting.autocast:
             continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
-        if plain is not None:
-            if plain.ran and i < len(plain.values):
-                wanted = plain.values[i].dtype
+        if reference is not None:
+            if reference.ran and i < len(reference.values):
+                expected = reference.values[i].dtype
             else:
-                wanted = dtype
+                expected = dtype
             against = "the reference returns"
-            wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
-            if wider and tensor.dim() < most:
+            wider = torch.finfo(dtype).bits > torch.finfo(expected).bits
+            if wider and tensor.dim() < max_dims:
                 continue  # every fused loss returns fp32, which is no fault
         elif classes and not subject.captured_dtypes() and torch.finfo(dtype).bits < 32:
-            wanted = max(inputs, key=lambda d: torch.finfo(d).bits)
+            expected = max(inputs, key=lambda d: torch.finfo(d).bits)
             against = "every input is"
             wider = False
         else:
             continue
-        if wanted == dtype:
+        if expected == dtype:
             continue
-        owner = owner_of_method(classes[0], "forward") if classes else subject.label
-        place = method_place(classes[0], "forward", owner) if classes else subject.place
-        words: dict[str, Any] = {
+        owner = method_name(classes[0], "forward") if classes else subject.label
+        location = method_location(classes[0], "forward", owner) if classes else subject.location
+        values: dict[str, Any] = {
             "owner": owner,
             "wider": wider,
-            "which": "its output" if len(outcome.values) == 1 else f"output {i}",
+            "output": "its output" if len(outcome.values) == 1 else f"output {i}",
             "got": name(dtype),
             "against": against,
-            "wanted": name(wanted),
+            "expected": name(expected),
             "setting": setting.describe(),
         }
-        faults.append(fault("AC004", place, owner, i, wider, **words))
+        faults.append(fault("AC004", location, owner, i, wider, **values))
     return faults
 
 
-def _argument(function: type[torch.autograd.Function], index: int) -> str:
+def _argument_name(function: type[torch.autograd.Function], index: int) -> str:
     skip = 0 if function.setup_context is not torch.autograd.Function.setup_context else 1
     names = parameter_names(function.forward, skip=skip)
     return names[index] if index < len(names) else f"input {index}"
@@ -288,11 +288,13 @@ def contract_faults(
     letters: dict[str, str] = {}  # as this call's inputs bind them, and the named sizes
     sizes: dict[str, Any] = {}
     for argument, spec in contract.inputs.items():
-        if (given := outcome.tensors.get(argument)) is not None:
-            spec.dtype_fault(name(given.dtype), letters)
-            spec.shape_fault(tuple(given.shape), sizes)
-    of_outputs = _output_faults(outcome, setting, subject, contract, letters, sizes)
-    return [*of_outputs, *_gradient_faults(outcome, setting, contract, letters)]
+        if (tensor := outcome.tensors.get(argument)) is not None:
+            spec.dtype_fault(name(tensor.dtype), letters)
+            spec.shape_fault(tuple(tensor.shape), sizes)
+    output_faults_found = _declared_output_faults(
+        outcome, setting, subject, contract, letters, sizes
+    )
+    return [*output_faults_found, *_declared_gradient_faults(outcome, setting, contract, letters)]
 
 
 def declared_output(
@@ -314,7 +316,7 @@ def declared_output(
     return spec
 
 
-def _output_faults(
+def _declared_output_faults(
     outcome: Outcome,
     setting: Setting,
     subject: Subject,
@@ -334,41 +336,45 @@ def _output_faults(
             " declared"
         )
         return [
-            _fault(
+            _contract_fault(
                 ("count",),
                 message,
-                subject.place,
+                subject.location,
                 contract.signature,
                 f"{len(outcome.outputs)} outputs",
             )
         ]
-    for i, (given, spec) in enumerate(zip(outcome.outputs, floats)):
+    for i, (output, spec) in enumerate(zip(outcome.outputs, floats)):
         expected = declared_output(spec, setting, contract, letters)
-        observed = name(given.dtype)
-        which = "its output" if len(floats) == 1 else f"output {i}"
-        wanted = expected.dtype_fault(observed, dict(letters))
-        if wanted is not None:
-            message = f"{subject.label} returns {which} in {observed}; its contract says {wanted}"
-            seen = f"{observed} with {setting.describe()}"
+        observed = name(output.dtype)
+        output_name = "its output" if len(floats) == 1 else f"output {i}"
+        mismatch = expected.dtype_fault(observed, dict(letters))
+        if mismatch is not None:
+            message = (
+                f"{subject.label} returns {output_name} in {observed}; its contract says {mismatch}"
+            )
+            observed_text = f"{observed} with {setting.describe()}"
             faults.append(
-                _fault(
-                    ("output", i, observed, wanted),
+                _contract_fault(
+                    ("output", i, observed, mismatch),
                     message,
-                    subject.place,
+                    subject.location,
                     f"{spec}, autocast {contract.autocast}",
-                    seen,
+                    observed_text,
                 )
             )
-        shape = spec.shape_fault(tuple(given.shape), dict(sizes))
+        shape = spec.shape_fault(tuple(output.shape), dict(sizes))
         if shape is not None:
-            message = f"{subject.label} returns {which} with {shape}"
+            message = f"{subject.label} returns {output_name} with {shape}"
             faults.append(
-                _fault(("shape", i), message, subject.place, str(spec), str(list(given.shape)))
+                _contract_fault(
+                    ("shape", i), message, subject.location, str(spec), str(list(output.shape))
+                )
             )
     return faults
 
 
-def _gradient_faults(
+def _declared_gradient_faults(
     outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> list[Fault]:
     """Only gradients that reach an argument directly are judged; the op does not decide the result
@@ -382,31 +388,31 @@ def _gradient_faults(
             if argument is None or argument not in contract.grads or returned is None:
                 continue
             declared = contract.grads[argument]
-            wanted = letters.get(declared) if len(declared) == 1 else parse(declared)
-            if wanted is None or wanted == name(returned):
+            expected = letters.get(declared) if len(declared) == 1 else parse(declared)
+            if expected is None or expected == name(returned):
                 continue
-            owner = owner_of_method(call.function, "backward")
+            owner = method_name(call.function, "backward")
             message = (
                 f"{owner} returns the gradient of {argument} in {name(returned)}; its contract says"
-                f" {wanted}"
+                f" {expected}"
             )
-            seen = f"{name(returned)} with {setting.describe()}"
+            observed_text = f"{name(returned)} with {setting.describe()}"
             faults.append(
-                _fault(
+                _contract_fault(
                     ("grad", argument, name(returned)),
                     message,
-                    return_of(call.function, owner),
+                    return_location(call.function, owner),
                     f"{argument}: {declared}",
-                    seen,
+                    observed_text,
                 )
             )
     return faults
 
 
-def _fault(
-    key: tuple[object, ...], message: str, place: Place, declared: str, observed: str
+def _contract_fault(
+    key: tuple[object, ...], message: str, location: Place, declared: str, observed: str
 ) -> Fault:
-    return fault("AC014", place, *key, message=message, declared=declared, observed=observed)
+    return fault("AC014", location, *key, message=message, declared=declared, observed=observed)
 
 
 def aliasing_faults(
@@ -426,26 +432,29 @@ def aliasing_faults(
 
 def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
     faults = []
-    for argument, (tensor, before) in baseline.passed.items():
-        if same(tensor.detach(), before):
+    for argument, (tensor, original) in baseline.watched_inputs.items():
+        if is_bit_identical(tensor.detach(), original):
             continue
-        given_back = any(_overlap(tensor, out) for out in baseline.outputs)
-        if given_back:
+        is_returned = any(_share_storage(tensor, out) for out in baseline.outputs)
+        if is_returned:
             continue  # an operator that is in place by intention returns what it wrote to
         # in-place code: autograd raises an error where it matters
-        plain = not baseline.calls and bool(tensor._version)
-        place = method_at_fault(
+        is_autograd_checked = not baseline.calls and bool(tensor._version)
+        location = faulty_method_location(
             subject, baseline, "forward" if argument in baseline.changed_by_forward else "backward"
         )
-        faults.append(fault("AC011", place, name=argument, plain=plain))
+        faults.append(fault("AC011", location, name=argument, plain=is_autograd_checked))
     return faults
 
 
 def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
     fresh = [incoming_gradient(t, i) for i, t in enumerate(baseline.outputs) if t.requires_grad]
-    if all(same(given, clean) for given, clean in zip(baseline.grad_outputs, fresh)):
+    if all(
+        is_bit_identical(received, expected)
+        for received, expected in zip(baseline.grad_outputs, fresh)
+    ):
         return []
-    return [fault("AC008", method_at_fault(subject, baseline, "backward"))]
+    return [fault("AC008", faulty_method_location(subject, baseline, "backward"))]
 
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
@@ -455,21 +464,21 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
     if all(t.dim() == 0 for t in baseline.outputs):
         return []
 
-    def ones(t: Tensor, _: int) -> Tensor:
+    def dense_gradient(t: Tensor, _: int) -> Tensor:
         return torch.ones_like(t)
 
-    def expanded(t: Tensor, _: int) -> Tensor:
+    def expanded_gradient(t: Tensor, _: int) -> Tensor:
         return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)
 
-    right = attempt(subject, sample, setting, gradient=ones)
-    given = attempt(subject, sample, setting, gradient=expanded)
-    if not right.ran:
+    expected = attempt(subject, sample, setting, gradient=dense_gradient)
+    actual = attempt(subject, sample, setting, gradient=expanded_gradient)
+    if not expected.ran:
         return []
-    return _judged(
+    return _compare_gradients(
         "AC009",
-        method_at_fault(subject, right, "backward"),
-        given,
-        right,
+        faulty_method_location(subject, expected, "backward"),
+        actual,
+        expected,
         setting,
         numerics,
         baseline,
@@ -479,36 +488,43 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     subject = numerics.subject
     sample = numerics.sample
-    twice = attempt(subject, sample, setting, passes=2)
+    twice = attempt(subject, sample, setting, backward_passes=2)
     if twice.error is not None and twice.stage != BACKWARD:
         return []
     doubled = Outcome(grads={n: None if g is None else g * 2 for n, g in baseline.grads.items()})
-    return _judged(
-        "AC010", method_at_fault(subject, baseline, "backward"), twice, doubled, setting, numerics
+    return _compare_gradients(
+        "AC010",
+        faulty_method_location(subject, baseline, "backward"),
+        twice,
+        doubled,
+        setting,
+        numerics,
     )
 
 
-def _judged(
+def _compare_gradients(
     code: str,
-    place: Place,
-    given: Outcome,
-    right: Outcome,
+    location: Place,
+    actual: Outcome,
+    expected: Outcome,
     setting: Setting,
     numerics: Numerics,
-    usual: Outcome | None = None,
+    typical: Outcome | None = None,
 ) -> list[Fault]:
     """A fault where a run raises, other than by hand, or gives other gradients than it should."""
-    if given.error is None:
-        wrong = _differing(given, right, setting, numerics, usual)
-        return [fault(code, place, wrong=wrong)] if wrong else []
-    failure = failure_of(given.error)
+    if actual.error is None:
+        wrong = _differing_gradients(actual, expected, setting, numerics, typical)
+        return [fault(code, location, wrong=wrong)] if wrong else []
+    failure = find_failure(actual.error)
     if failure is not None and failure.raised_by_hand:
         return []
     if failure:
-        spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol)
+        failure_location = Place(
+            file=failure.location.file, line=failure.location.line, symbol=location.symbol
+        )
     else:
-        spot = place
-    return [fault(code, spot, raised=first_line(given.error))]
+        failure_location = location
+    return [fault(code, failure_location, raised=first_line(actual.error))]
 
 
 def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
@@ -520,59 +536,59 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
         return []
     for frozen in trainable:
         outcome = attempt(subject, sample, setting, frozen=frozen)
-        place = method_at_fault(subject, baseline, "backward")
+        location = faulty_method_location(subject, baseline, "backward")
         if outcome.error is not None:
-            failure = failure_of(outcome.error)
+            failure = find_failure(outcome.error)
             if failure is None or failure.raised_by_hand:
                 continue
-            place = Place(
-                file=failure.place.file,
-                line=failure.place.line,
-                symbol=failure.function or place.symbol,
+            location = Place(
+                file=failure.location.file,
+                line=failure.location.line,
+                symbol=failure.function or location.symbol,
             )
-            words: dict[str, Any] = {"raised": first_line(outcome.error)}
+            values: dict[str, Any] = {"raised": first_line(outcome.error)}
         else:
-            others = [n for n in trainable if n != frozen]
+            other_names = [n for n in trainable if n != frozen]
             wrong = [
                 n
-                for n in others
-                if not numerics.alike(outcome.grads.get(n), baseline.grads[n], setting)
+                for n in other_names
+                if not numerics.equals_up_to_order(outcome.grads.get(n), baseline.grads[n], setting)
             ]
             if not wrong:
                 continue
-            words = {
+            values = {
                 "missing": ", ".join(n for n in wrong if outcome.grads.get(n) is None),
                 "wrong": ", ".join(wrong),
             }
-        faults.append(fault("AC012", place, frozen=frozen, **words))
+        faults.append(fault("AC012", location, frozen=frozen, **values))
     return faults
 
 
-def _differing(
-    given: Outcome,
-    right: Outcome,
+def _differing_gradients(
+    actual: Outcome,
+    expected: Outcome,
     setting: Setting,
     numerics: Numerics,
-    usual: Outcome | None = None,
+    typical: Outcome | None = None,
 ) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
-    sizes = usual.grads if usual is not None else {}
+    sizes = typical.grads if typical is not None else {}
     wrong = [
         n
-        for n, g in right.grads.items()
-        if not numerics.alike(given.grads.get(n), g, setting, usual=sizes.get(n))
+        for n, g in expected.grads.items()
+        if not numerics.equals_up_to_order(actual.grads.get(n), g, setting, typical=sizes.get(n))
     ]
     return ", ".join(wrong)
 
 
-def same(left: Tensor, right: Tensor) -> bool:
+def is_bit_identical(first: Tensor, second: Tensor) -> bool:
     """Bit for bit, NaN beside NaN."""
     return (
-        left.shape == right.shape
-        and left.dtype == right.dtype
-        and bool(torch.equal(torch.nan_to_num(left), torch.nan_to_num(right)))
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and bool(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)))
     )
 
 
-def _overlap(left: Tensor, right: Tensor) -> bool:
-    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+def _share_storage(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

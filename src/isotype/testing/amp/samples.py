@@ -70,14 +70,14 @@ class Sample:
         leaf: Tensor = self.leaves[slot.index]
         return leaf
 
-    def as_built(self) -> dict[str, torch.dtype]:
+    def built_dtypes(self) -> dict[str, torch.dtype]:
         """Group -> the dtype its first tensor was given in."""
-        found: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for slot in self.slots:
-            found.setdefault(slot.group, self.tensor(slot).dtype)
-        return found
+            dtypes.setdefault(slot.group, self.tensor(slot).dtype)
+        return dtypes
 
-    def met(self, dtypes: Mapping[str, torch.dtype] | None) -> set[torch.dtype]:
+    def dtypes_in_play(self, dtypes: Mapping[str, torch.dtype] | None) -> set[torch.dtype]:
         """Every floating dtype in play with each group in its dtype (None: as built)."""
         if dtypes is not None:
             return set(dtypes.values())
@@ -87,34 +87,34 @@ class Sample:
         self,
         dtypes: Mapping[str, torch.dtype] | None,
         *,
-        exact: torch.dtype | None = None,
+        widen_to: torch.dtype | None = None,
         frozen: str | None = None,
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """Copies of the leaves with each group in its dtype (None: as built), and the tensors by
         name.
 
-        exact   afterwards widened to this dtype, so that values are those of the narrow dtype
+        widen_to  afterwards widened to this dtype, so that values are those of the narrow dtype
         frozen  the slot that requires no gradient in this trial
         """
         leaves = [
             leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
         ]
-        named = {}
+        tensors = {}
         for slot in self.slots:
-            given = self.tensor(slot)
+            original = self.tensor(slot)
             if dtypes is None or slot.group == FIXED:
-                dtype = given.dtype
+                dtype = original.dtype
             else:
-                dtype = dtypes.get(slot.group, given.dtype)
-            tensor = given.detach().to(dtype)
-            tensor = tensor.to(exact) if exact is not None else tensor
-            tensor = tensor.clone() if tensor.data_ptr() == given.data_ptr() else tensor
+                dtype = dtypes.get(slot.group, original.dtype)
+            tensor = original.detach().to(dtype)
+            tensor = tensor.to(widen_to) if widen_to is not None else tensor
+            tensor = tensor.clone() if tensor.data_ptr() == original.data_ptr() else tensor
             tensor.requires_grad_(slot.wants_grad and slot.name != frozen)
-            leaves[slot.index], named[slot.name] = (
+            leaves[slot.index], tensors[slot.name] = (
                 (tensor.clone() if self.behind_clone else tensor),
                 tensor,
             )
-        return leaves, named
+        return leaves, tensors
 
     def call_arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
@@ -151,7 +151,7 @@ def read_samples(
         and all(isinstance(item, (tuple, Mapping)) for item in inputs)
     )
     samples = [
-        _read(item, tuple(params), contract, names, not owns_parameters)
+        _read_sample(item, tuple(params), contract, names, not owns_parameters)
         for item in (inputs if several else [inputs])
     ]
     if not owns_parameters and not any(sample.slots for sample in samples):
@@ -162,14 +162,14 @@ def read_samples(
     return samples
 
 
-def _read(
+def _read_sample(
     item: Any,
     params: tuple[Any, ...],
     contract: OpContract | None,
     names: Sequence[str],
     grads_by_default: bool,
 ) -> Sample:
-    args, kwargs = _as_call(item)
+    args, kwargs = _split_arguments(item)
     paths, tree = pytree.tree_flatten_with_path(((*args, *params), kwargs))
     leaves = tuple(leaf for _, leaf in paths)
     first_param = len(args) if params else None
@@ -178,10 +178,10 @@ def _read(
         for i, (path, leaf) in enumerate(paths)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
-    asked = any(leaf.requires_grad for _, _, leaf in tensors) or not grads_by_default
+    is_marked = any(leaf.requires_grad for _, _, leaf in tensors) or not grads_by_default
     declared = list(contract.inputs.items()) if contract else []
     slots = []
-    for (i, path, leaf), group in zip(tensors, _guessed([leaf for _, _, leaf in tensors])):
+    for (i, path, leaf), group in zip(tensors, _guess_groups([leaf for _, _, leaf in tensors])):
         # -1 for a name
         indices = [key.idx if isinstance(key, pytree.SequenceKey) else -1 for key in path]
         position = indices[1] if indices[0] == 0 and len(path) == 2 else None
@@ -198,7 +198,7 @@ def _read(
                 group = FIXED
             else:
                 group = group
-        slots.append(Slot(label, i, group, leaf.requires_grad if asked else True))
+        slots.append(Slot(label, i, group, leaf.requires_grad if is_marked else True))
     return Sample(
         leaves,
         tree,
@@ -207,7 +207,7 @@ def _read(
     )
 
 
-def _as_call(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split_arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(item, Mapping):
         return (), dict(item)
     if isinstance(item, (tuple, list)):
@@ -226,7 +226,7 @@ def _label(path: Sequence[Any], names: Sequence[str]) -> str:
     return head + pytree.keystr(tuple(rest)) if rest else head
 
 
-def _guessed(tensors: Sequence[Tensor]) -> list[str]:
+def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
     """The group of each: which tensors are activations and which are weights, from dtypes and
     shapes alone.
 
@@ -255,7 +255,7 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def lengthened(sample: Sample, rows: int) -> Sample | None:
+def lengthen(sample: Sample, rows: int) -> Sample | None:
     """The sample with its rows drawn again and again until there are `rows` of them; None where
     that cannot be done.
 
@@ -272,10 +272,10 @@ def lengthened(sample: Sample, rows: int) -> Sample | None:
         per_row = max(1, rows_of.numel() // max(1, lead) // max(1, rows_of.shape[-1]))
     else:
         per_row = 1
-    wanted = -(-rows // per_row)
-    if lead == 0 or wanted <= lead:
+    draws = -(-rows // per_row)
+    if lead == 0 or draws <= lead:
         return None
-    draw = torch.randint(0, lead, (wanted,), generator=torch.Generator().manual_seed(0))
+    draw = torch.randint(0, lead, (draws,), generator=torch.Generator().manual_seed(0))
     weights = {s.index for s in sample.slots if s.group == PARAM}
     drawn = {}
     for i, leaf in enumerate(sample.leaves):
@@ -303,21 +303,23 @@ class Setting:
     produced: bool = True
 
     @property
-    def by_group(self) -> dict[str, torch.dtype] | None:
+    def group_dtypes(self) -> dict[str, torch.dtype] | None:
         return None if self.dtypes is None else dict(self.dtypes)
 
     def lowest(self, sample: Sample) -> torch.dtype:
         """The narrowest dtype in play: what results may be rounded to."""
-        met = sample.met(self.by_group) | ({self.autocast} if self.autocast else set())
-        return max(met, key=lambda d: torch.finfo(d).eps, default=torch.float32)
+        dtypes = sample.dtypes_in_play(self.group_dtypes) | (
+            {self.autocast} if self.autocast else set()
+        )
+        return max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
     def produced_by_any_trainer(self, sample: Sample) -> bool:
         """Under autocast: not the combination that torch's own layers refuse (inputs wider than the
         weights).
         """
-        met = dict(self.dtypes) if self.dtypes is not None else sample.as_built()
-        weights = [d for g, d in met.items() if g.startswith(PARAM)]
-        inputs = [d for g, d in met.items() if not g.startswith(PARAM)]
+        dtypes = dict(self.dtypes) if self.dtypes is not None else sample.built_dtypes()
+        weights = [d for g, d in dtypes.items() if g.startswith(PARAM)]
+        inputs = [d for g, d in dtypes.items() if not g.startswith(PARAM)]
         return not any(torch.finfo(i).bits > torch.finfo(w).bits for i in inputs for w in weights)
 
     def describe(self) -> str:
@@ -333,21 +335,21 @@ class Setting:
         return ", ".join(parts)
 
 
-def uniform(
+def uniform_setting(
     sample: Sample, dtype: torch.dtype, groups: tuple[str, ...], autocast: torch.dtype | None = None
 ) -> Setting:
     return Setting(tuple((group, dtype) for group in groups), autocast)
 
 
-def settings(sample: Sample, groups: tuple[str, ...], *, every: bool) -> Iterator[Setting]:
+def settings(sample: Sample, groups: tuple[str, ...], *, exhaustive: bool) -> Iterator[Setting]:
     """The combinations to try, the likeliest first.
 
     groups  the sample's groups, and `param` for a module's own parameters
-    every   also those that only a reference or a contract can judge: every dtype of every group
+    exhaustive  also those that only a reference or a contract can judge: every dtype of every group
             under every autocast
     """
     distinct: dict[Any, Setting] = {}
-    for setting in _ordered(sample, groups, every):
+    for setting in _candidate_settings(sample, groups, exhaustive):
         distinct.setdefault((setting.dtypes, setting.autocast), setting)
     for setting in distinct.values():
         yield setting
@@ -355,18 +357,20 @@ def settings(sample: Sample, groups: tuple[str, ...], *, every: bool) -> Iterato
             yield replace(setting, inside=True)
 
 
-def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[Setting]:
-    low_as_built = set(LOW) & sample.met(None)
+def _candidate_settings(
+    sample: Sample, groups: tuple[str, ...], exhaustive: bool
+) -> Iterator[Setting]:
+    low_as_built = set(LOW) & sample.dtypes_in_play(None)
     for autocast in (None, *LOW):
         # not a realistic combination: a model in one low dtype under autocast to the other, which
         # torch's own cat and stack refuse
         if autocast is None or not low_as_built - {autocast}:
             yield Setting(None, autocast)
     for autocast in (None, *LOW):
-        yield uniform(sample, torch.float32, groups, autocast)
+        yield uniform_setting(sample, torch.float32, groups, autocast)
     for low in LOW:
-        yield uniform(sample, low, groups)
-        yield uniform(sample, low, groups, low)
+        yield uniform_setting(sample, low, groups)
+        yield uniform_setting(sample, low, groups, low)
     weights = [g for g in groups if g.startswith(PARAM)]
     if weights and len(weights) < len(groups):
         for low in LOW:
@@ -378,7 +382,7 @@ def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[S
                 low,
                 produced=not sample.guessed,
             )
-    if every and 1 < len(groups) <= 3:
+    if exhaustive and 1 < len(groups) <= 3:
         for dtypes in itertools.product(TRAINED, repeat=len(groups)):
             for autocast in (None, *LOW):
                 yield Setting(tuple(zip(groups, dtypes)), autocast, produced=False)
@@ -424,7 +428,7 @@ class Subject:
         )
 
     @property
-    def place(self) -> Place:
+    def location(self) -> Place:
         """Where the target is defined, as far as `inspect` can find it."""
         target = self.function_class or (
             type(self.module) if self.module is not None else self.target
@@ -467,11 +471,11 @@ class Subject:
             return frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point())
         return frozenset()
 
-    def ready(
+    def instantiate(
         self,
         dtypes: Mapping[str, torch.dtype] | None,
         *,
-        exact: torch.dtype | None = None,
+        widen_to: torch.dtype | None = None,
         frozen: str | None = None,
     ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
         """A callable for one run and the parameters it owns, by name; a module is copied, so that
@@ -486,38 +490,38 @@ class Subject:
         module = copy.deepcopy(self.module)
         if dtypes is not None and PARAM in dtypes:
             module = module.to(dtypes[PARAM])
-        if exact is not None:
-            module = module.to(exact)
+        if widen_to is not None:
+            module = module.to(widen_to)
         module.zero_grad(set_to_none=True)
-        named: dict[str, Tensor] = {
+        parameters: dict[str, Tensor] = {
             n: p for n, p in module.named_parameters() if p.is_floating_point()
         }
-        if frozen in named:
-            named[frozen].requires_grad_(False)
+        if frozen in parameters:
+            parameters[frozen].requires_grad_(False)
         if isinstance(self.target, nn.Module):
             run: Callable[..., Any] = module
         else:
             run = MethodType(self.target.__func__, module)
-        return run, named
+        return run, parameters
 
-    def holds_parameters_of(self, module: nn.Module) -> bool:
+    def shares_parameters(self, module: nn.Module) -> bool:
         """Whether a plain callable holds on to parameters of this very module."""
-        own = {id(p) for p in module.parameters()}
-        return any(id(t) in own for t in self._held())
+        parameter_ids = {id(p) for p in module.parameters()}
+        return any(id(t) in parameter_ids for t in self._captured_tensors())
 
     def captured_dtypes(self) -> set[torch.dtype]:
         """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial
         arguments, globals it names).
         """
-        return {t.dtype for t in self._held() if t.is_floating_point()}
+        return {t.dtype for t in self._captured_tensors() if t.is_floating_point()}
 
-    def _held(self) -> Iterator[Tensor]:
+    def _captured_tensors(self) -> Iterator[Tensor]:
         if self.function_class is not None or self.module is not None:
             return iter(())
-        return _captured(self.target, depth=3)
+        return _find_captured_tensors(self.target, depth=3)
 
 
-def _captured(target: Any, depth: int) -> Iterator[Tensor]:
+def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(target, Tensor):
         yield target
     elif isinstance(target, nn.Module):
@@ -525,25 +529,25 @@ def _captured(target: Any, depth: int) -> Iterator[Tensor]:
         yield from target.buffers()
     elif isinstance(target, (list, tuple)):
         for item in target:
-            yield from _captured(item, depth)
+            yield from _find_captured_tensors(item, depth)
     elif isinstance(target, Mapping):
-        yield from _captured(list(target.values()), depth)
+        yield from _find_captured_tensors(list(target.values()), depth)
     elif isinstance(target, functools.partial):
-        yield from _captured([target.func, target.args, target.keywords], depth)
+        yield from _find_captured_tensors([target.func, target.args, target.keywords], depth)
     elif inspect.ismethod(target) and not inspect.isclass(target.__self__):
-        yield from _captured(
+        yield from _find_captured_tensors(
             [target.__func__, list(getattr(target.__self__, "__dict__", {}).values())], depth
         )
     elif inspect.isfunction(target) and depth:
         names = target.__code__.co_names
-        held = list(target.__defaults__ or ())
+        captured = list(target.__defaults__ or ())
         with suppress(ValueError):  # a variable that is not bound yet
-            held += inspect.getclosurevars(target).nonlocals.values()
-        held += [target.__globals__[n] for n in names if n in target.__globals__]
-        for item in held:
+            captured += inspect.getclosurevars(target).nonlocals.values()
+        captured += [target.__globals__[n] for n in names if n in target.__globals__]
+        for item in captured:
             if (
                 isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial))
                 or inspect.isfunction(item)
                 or inspect.ismethod(item)
             ):
-                yield from _captured(item, depth - 1)
+                yield from _find_captured_tensors(item, depth - 1)
