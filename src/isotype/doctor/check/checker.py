@@ -19,11 +19,12 @@ from ...finding import Finding, Place, Severity
 from ...wording import align_columns, pluralise
 from .programs import documents_from_environment, documents_from_python, documents_from_script
 from .python_calls import read_notebook
+from .roles import resolve_record
 from .rules import RULES
 from .rules.autocast_regions import autocast_around_backward
 from .settings import ROLES, Document, Facts, Record, parse_device
 from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
-from .tools import identify_tool, resolve_record
+from .tools import identify_tool
 
 
 @dataclass
