@@ -155,90 +155,101 @@ MAIN_TOOLS = (
 )
 
 
+def group_runs(collection: Collection, device: str | None) -> list[Facts]:
+    """One Facts for each main document (a trainer's arguments) with the documents that belong to
+    it; further documents are separate runs.
+    """
+    mains = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
+    used: set[int] = set()
+    runs: list[Facts] = []
+    for folder, main in mains:
+        documents = [main, *_documents_of_run(folder, main, collection)]
+        used |= {id(document) for document in documents}
+        runs.append(Facts(documents, device))
+    by_folder: dict[Path, list[Document]] = {}
+    for folder, document in collection.documents:
+        if document.tool in MAIN_TOOLS or id(document) in used:
+            continue
+        if document.tool not in ("env", "code", "checkpoint") or not mains:
+            by_folder.setdefault(folder, []).append(document)
+    for documents in by_folder.values():
+        runs += _runs_without_main(documents, device)
+    return runs
+
+
+def _documents_of_run(folder: Path, main: Document, collection: Collection) -> list[Document]:
+    """What belongs to a main document: its launcher, the files that it names, and of each tool the
+    documents beside it.
+    """
+    launchers = [d for _, d in collection.documents if _is_launcher_of(d, main)]
+    referenced = _referenced_files(main, *launchers)
+    by_tool: dict[str, list[Document]] = {}
+    for candidate_folder, candidate in collection.documents:
+        if candidate.tool in MAIN_TOOLS:
+            continue
+        is_program = candidate.attributes.get("reader") == "python"
+        if is_program and candidate.file != main.file and candidate_folder != folder:
+            continue  # a program elsewhere in the tree
+        is_near = folder.is_relative_to(candidate_folder) or candidate_folder.is_relative_to(folder)
+        if is_near or os.path.basename(candidate.file) in referenced:
+            by_tool.setdefault(candidate.tool, []).append(candidate)
+    documents: list[Document] = []
+    for tool, candidates in by_tool.items():
+        named = [d for d in candidates if os.path.basename(d.file) in referenced]
+        same_folder = [d for d in candidates if _is_in_same_folder(d, main)]
+        if tool == "accelerate" and launchers:  # its options win over its file's
+            documents += launchers
+            chosen = named or [d for d in same_folder if not d.attributes.get("launcher")]
+        else:
+            same_file = [d for d in candidates if d.file == main.file]
+            chosen = named or same_file or same_folder or candidates
+        if named or len(chosen) == 1 or _may_be_several(tool, chosen):
+            documents += chosen
+    return documents
+
+
+def _is_launcher_of(document: Document, main: Document) -> bool:
+    """Whether it holds the options of the launcher in the command that gave `main` its arguments."""
+    if not document.attributes.get("launcher") or document.file != main.file:
+        return False
+    return _first_line(document) == _first_line(main)
+
+
 def _first_line(document: Document) -> int:
     return min((s.line or 0 for s in document.settings.values()), default=0)
 
 
-def group_runs(collection: Collection, device: str | None) -> list[Facts]:
-    """One Facts for each main document (a trainer's arguments) with the documents next to it;
-    further documents are separate runs.
+def _referenced_files(*documents: Document) -> set[str]:
+    """The names of the JSON and YAML files that values of these documents name."""
+    values = [s.value for document in documents for s in document.settings.values()]
+    return {
+        os.path.basename(value)
+        for value in values
+        if isinstance(value, str) and re.search(r"\.(?:json|ya?ml)$", value)
+    }
+
+
+def _is_in_same_folder(document: Document, main: Document) -> bool:
+    return os.path.dirname(document.file) == os.path.dirname(main.file)
+
+
+def _may_be_several(tool: str, documents: list[Document]) -> bool:
+    """Whether one run may have more than one document of the tool."""
+    if tool == "checkpoint":
+        return len({os.path.dirname(document.file) for document in documents}) == 1
+    return tool in ("env", "code")
+
+
+def _runs_without_main(documents: list[Document], device: str | None) -> list[Facts]:
+    """A folder's documents without a trainer's arguments: one run, and one more for each of several
+    files of the same tool.
     """
-    runs: list[Facts] = []
-    used: set[int] = set()
-    mains = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
-    for folder, main in mains:
-        own_launcher = [
-            d
-            for _, d in collection.documents
-            if d.attributes.get("launcher")
-            and d.file == main.file
-            and _first_line(d) == _first_line(main)
-        ]
-        values = [
-            s.value
-            for d in (main, *own_launcher)
-            for s in d.settings.values()
-            if isinstance(s.value, str)
-        ]
-        referenced = {
-            os.path.basename(value) for value in values if re.search(r"\.(?:json|ya?ml)$", value)
-        }
-        run_documents = [main]
-        by_tool: dict[str, list[Document]] = {}
-        for candidate_folder, candidate in collection.documents:
-            if candidate.tool in MAIN_TOOLS:
-                continue
-            if (
-                candidate.attributes.get("reader") == "python"
-                and candidate.file != main.file
-                and candidate_folder != folder
-            ):
-                continue  # a program elsewhere in the tree
-            near = folder.is_relative_to(candidate_folder) or candidate_folder.is_relative_to(
-                folder
-            )
-            if near or os.path.basename(candidate.file) in referenced:
-                by_tool.setdefault(candidate.tool, []).append(candidate)
-        for tool, candidates in by_tool.items():
-            referenced_documents = [d for d in candidates if os.path.basename(d.file) in referenced]
-            same_file = [d for d in candidates if d.file == main.file]
-            same_folder = [
-                d for d in candidates if os.path.dirname(d.file) == os.path.dirname(main.file)
-            ]
-            chosen = referenced_documents or same_file or same_folder or candidates
-            if tool == "accelerate" and own_launcher:  # its options win over its file's
-                run_documents += own_launcher
-                used |= {id(d) for d in own_launcher}
-                chosen = referenced_documents or [
-                    d for d in same_folder if not d.attributes.get("launcher")
-                ]
-            several_fit = tool in ("env", "code") or (
-                tool == "checkpoint" and len({os.path.dirname(d.file) for d in chosen}) == 1
-            )
-            if referenced_documents or len(chosen) == 1 or several_fit:
-                run_documents += chosen
-                used |= {id(d) for d in chosen}
-        runs.append(Facts(run_documents, device))
-    unused = [
-        (folder, d)
-        for folder, d in collection.documents
-        if d.tool not in MAIN_TOOLS and id(d) not in used
-    ]
-    by_folder: dict[Path, list[Document]] = {}
-    for folder, document in unused:
-        if document.tool not in ("env", "code", "checkpoint") or not mains:
-            by_folder.setdefault(folder, []).append(document)
-    for documents in by_folder.values():
-        counts = Counter(document.tool for document in documents)
-        alone = [
-            d
-            for d in documents
-            if counts[d.tool] > 1 and d.tool in ("deepspeed", "accelerate", "model")
-        ]
-        rest = [d for d in documents if d not in alone]
-        runs += [Facts([d], device) for d in alone]
-        if rest:
-            runs.append(Facts(rest, device))
+    counts = Counter(document.tool for document in documents)
+    repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}
+    runs = [Facts([document], device) for document in documents if document.tool in repeated]
+    rest = [document for document in documents if document.tool not in repeated]
+    if rest:
+        runs.append(Facts(rest, device))
     return runs
 
 
