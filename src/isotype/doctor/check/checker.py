@@ -181,7 +181,7 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
     """What belongs to a main document: its launcher, the files that it names, and of each tool the
     documents beside it.
     """
-    launchers = [d for _, d in collection.documents if _is_launcher_of(d, main)]
+    launchers = [d for _, d in collection.documents if _launches_main(d, main)]
     referenced = _referenced_files(main, *launchers)
     by_tool: dict[str, list[Document]] = {}
     for candidate_folder, candidate in collection.documents:
@@ -195,20 +195,22 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
             by_tool.setdefault(candidate.tool, []).append(candidate)
     documents: list[Document] = []
     for tool, candidates in by_tool.items():
-        named = [d for d in candidates if os.path.basename(d.file) in referenced]
+        referenced_documents = [d for d in candidates if os.path.basename(d.file) in referenced]
         same_folder = [d for d in candidates if _is_in_same_folder(d, main)]
         if tool == "accelerate" and launchers:  # its options win over its file's
             documents += launchers
-            chosen = named or [d for d in same_folder if not d.attributes.get("launcher")]
+            chosen = referenced_documents or [
+                d for d in same_folder if not d.attributes.get("launcher")
+            ]
         else:
             same_file = [d for d in candidates if d.file == main.file]
-            chosen = named or same_file or same_folder or candidates
-        if named or len(chosen) == 1 or _may_be_several(tool, chosen):
+            chosen = referenced_documents or same_file or same_folder or candidates
+        if referenced_documents or len(chosen) == 1 or _may_be_several(tool, chosen):
             documents += chosen
     return documents
 
 
-def _is_launcher_of(document: Document, main: Document) -> bool:
+def _launches_main(document: Document, main: Document) -> bool:
     """Whether it holds the options of the launcher in the command that gave `main` its arguments."""
     if not document.attributes.get("launcher") or document.file != main.file:
         return False

@@ -5,10 +5,11 @@ documents of their tools.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import python_calls, shell
+from .python_calls import Call
 from .settings import Document, Setting, parse_dtype
 from .tools import identify_tool
 
@@ -53,139 +54,193 @@ _PRECISION_WORDS = re.compile(
     r"bf16|fp16|fp8|float16|half\(|precision|load_in_|GradScaler|autocast|TrainingArguments|ACCELERATE_|FSDP_|FSDPStrategy|TRITON_|GPU"
     r"|LoraConfig|get_peft_model|kbit|Fast\w+Model|FullySharded|(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|MD|XPO|PPO)Config\b"
 )
-_TRL_CONFIG = re.compile(
-    r"^(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|OnlineDPO|NashMD|XPO|PPO)Config$"
+_TRAINER_ARGUMENTS = re.compile(
+    r"^(?:(?:Seq2Seq)?TrainingArguments"
+    r"|(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|OnlineDPO|NashMD|XPO|PPO)Config)$"
 )
+_LIGHTNING_IMPORT = re.compile(r"\b(?:lightning|pytorch_lightning|lightning_fabric)\b")
 
 
 def documents_from_python(text: str, display_path: str) -> list[Document]:
     """The calls that decide precision, as documents of their tools."""
     if not _RELEVANT_CALLS.search(text) or not _PRECISION_WORDS.search(text):
         return []
-    documents: list[Document] = []
+    calls = python_calls.read_calls(text)
+    reader = _ProgramReader(text, display_path, calls)
+    for call in calls:
+        reader.read_call(call)
+    return reader.finish()
 
-    # two calls disagree, and only running the program would tell which counts
-    ambiguous: list[tuple[Document, str]] = []
 
-    def document(tool: str, **attributes: Any) -> Document:
-        made = next(
-            (d for d in documents if d.tool == tool and tool not in ("hf", "lightning")), None
-        )
-        if made is None:
-            made = Document(tool, display_path, attributes={"reader": "python"})
-            documents.append(made)
-        made.attributes.update(attributes)
-        return made
+class _ProgramReader:
+    """Collects the documents of one program, call by call.
 
-    arguments: dict[str, Document] = {}  # by the variable that holds them
+    code  what the program itself does: autocast regions, a GradScaler, when it trains
+    """
 
-    def copy(
-        call: python_calls.Call, into: Document, prefix: str = "", *, replaces: bool = False
+    def __init__(self, text: str, display_path: str, calls: list[Call]) -> None:
+        self.display_path = display_path
+        self.calls = calls
+        self.documents: list[Document] = []
+        self.code = Document("code", display_path)
+        self._trainer_arguments: dict[str, Document] = {}  # by the variable that holds them
+        # two calls disagree, and only running the program would tell which counts
+        self._ambiguous: list[tuple[Document, str]] = []
+        self._uses_lightning = _LIGHTNING_IMPORT.search(text) is not None
+        quantisations = {
+            repr({name: value for name, (value, _) in call.arguments.items()})
+            for call in calls
+            if call.name == "BitsAndBytesConfig"
+        }
+        self._has_one_quantisation = len(quantisations) == 1
+
+    def read_call(self, call: Call) -> None:
+        if _TRAINER_ARGUMENTS.match(call.name):
+            self._read_trainer_arguments(call)
+        elif (cast := _loaded_cast_dtype(call)) is not None:
+            self._add_model_cast(call, cast)
+        elif (read := _CALL_READERS.get(call.name)) is not None:
+            read(self, call)
+
+    def finish(self) -> list[Document]:
+        if "GradScaler" in self.code.settings and all(d.tool != "model" for d in self.documents):
+            for call, dtype in _casts_before_training(self.calls):
+                self._add_model_cast(call, dtype)
+        for document, name in self._ambiguous:
+            document.settings.pop(name, None)
+            document.attributes.setdefault("unknown", set()).add(name)
+        if self.code.settings:
+            return [*self.documents, self.code]
+        return self.documents
+
+    def _document(self, tool: str, **attributes: Any) -> Document:
+        """The tool's document; of a trainer's arguments each call makes one of its own."""
+        document = None
+        if tool not in ("hf", "lightning"):
+            document = next((d for d in self.documents if d.tool == tool), None)
+        if document is None:
+            document = Document(tool, self.display_path, attributes={"reader": "python"})
+            self.documents.append(document)
+        document.attributes.update(attributes)
+        return document
+
+    def _copy_arguments(
+        self, call: Call, document: Document, prefix: str = "", *, replaces: bool = False
     ) -> None:
+        """Adds a call's named arguments as settings.
+
+        replaces  whether another value than an earlier call's is the one that counts
+        """
+        may_change = replaces or document.tool in ("accelerate", "code")
         for key, (value, line) in call.arguments.items():
             if key.isdigit():
                 continue
-            known = list(_flatten_argument(prefix + key, value))
-            for name, plain in known:
-                before = into.settings.get(name)
-                if (
-                    before is not None
-                    and before.value != plain
-                    and into.tool not in ("accelerate", "code")
-                    and not replaces
-                ):
-                    ambiguous.append((into, name))
-                into.add(name, plain, line)
-            if not known:
-                into.attributes.setdefault("unknown", set()).add(prefix + key)
+            values = list(_flatten_argument(prefix + key, value))
+            for name, plain in values:
+                previous = document.settings.get(name)
+                if previous is not None and previous.value != plain and not may_change:
+                    self._ambiguous.append((document, name))
+                document.add(name, plain, line)
+            if not values:
+                document.attributes.setdefault("unknown", set()).add(prefix + key)
 
-    code = Document("code", display_path)
-    lightning = bool(re.search(r"\b(?:lightning|pytorch_lightning|lightning_fabric)\b", text))
-    calls = python_calls.read_calls(text)
-    quantisations = {
-        repr({k: v for k, (v, _) in call.arguments.items()})
-        for call in calls
-        if call.name == "BitsAndBytesConfig"
-    }
-    for call in calls:
-        if call.name in ("TrainingArguments", "Seq2SeqTrainingArguments") or _TRL_CONFIG.match(
-            call.name
-        ):
-            made = document("hf", made_by=call.name)
-            copy(call, made)
-            if call.target:
-                arguments[call.target] = made
-        elif call.name == "setattr" and call.owner in arguments:
-            copy(call, arguments[call.owner], replaces=True)
-        elif call.name == "BitsAndBytesConfig":
-            if len(quantisations) == 1:  # else they are a program's alternatives
-                copy(call, document("model"), "quantization_config.")
-        elif (
-            call.name == "from_pretrained"
-            and re.search(f"{_MODEL_CLASS}|Pipeline", call.owner)
-            and "Tokenizer" not in call.owner
-        ):
-            if "Fast" in call.owner:
-                made = document("model", unsloth=True)
-            else:
-                made = document("model")
-            copy(call, made)
-            if call.owner.startswith("Fast"):
-                for key in ("load_in_4bit", "load_in_8bit"):
-                    if key in made.settings:
-                        made.settings[f"quantization_config.{key}"] = made.settings[key]
-        elif (cast := _loaded_cast_dtype(call)) is not None:
-            document("model").add(
-                "dtype", python_calls.Name(cast), call.line, written=f".{call.name}()"
-            )
-        elif call.name in (
-            "LoraConfig",
-            "get_peft_model",
-            "AdaLoraConfig",
-            "prepare_model_for_kbit_training",
-        ):
-            made = document("peft")
-            copy(call, made)
-            made.add("called", call.name, call.line)
-        elif call.name == "Accelerator":
-            copy(call, document("accelerate"))
-        elif call.name in ("FullyShardedDataParallelPlugin", "FSDPStrategy"):
-            made = document("fsdp")
-            copy(call, made)
-            made.add("strategy", call.name, call.line)
-        elif call.name in ("Trainer", "Fabric") and lightning:
-            copy(call, document("lightning", made_by=call.name))
-        elif call.name == "environ":
-            made = document("env")
-            for key, (value, line) in call.arguments.items():
-                made.add(key, value, line)
-        elif call.name in ("evaluate", "predict", "train", "fit", "generate") and call.owner:
-            code.settings.setdefault(
-                f"{call.name}@{call.owner}",
-                Setting(True, f"{call.owner}.{call.name}()", display_path, call.line),
-            )
-        elif call.name == "autocast":
-            copy(call, code, "autocast.")
-            code.add("autocast", "autocast", call.line)
-        elif call.name == "GradScaler":
-            enabled = call.arguments.get("enabled", (True, 0))[0]
-            code.add("GradScaler", enabled, call.line)
-        elif call.owner == "deepspeed" and call.name == "initialize":
-            code.add("deepspeed.initialize", True, call.line)
-    if "GradScaler" in code.settings and not any(d.tool == "model" for d in documents):
-        for call, dtype in _casts_before_training(calls):
-            document("model").add(
-                "dtype", python_calls.Name(dtype), call.line, written=f".{call.name}()"
-            )
-    for made, name in ambiguous:
-        made.settings.pop(name, None)
-        made.attributes.setdefault("unknown", set()).add(name)
-    if code.settings:
-        documents.append(code)
-    return documents
+    def _add_model_cast(self, call: Call, dtype: str) -> None:
+        self._document("model").add(
+            "dtype", python_calls.Name(dtype), call.line, written=f".{call.name}()"
+        )
+
+    def _read_trainer_arguments(self, call: Call) -> None:
+        document = self._document("hf", made_by=call.name)
+        self._copy_arguments(call, document)
+        if call.target:
+            self._trainer_arguments[call.target] = document
+
+    def _read_assignment(self, call: Call) -> None:
+        """`args.bf16 = True` on a trainer's arguments."""
+        if call.owner in self._trainer_arguments:
+            self._copy_arguments(call, self._trainer_arguments[call.owner], replaces=True)
+
+    def _read_quantisation(self, call: Call) -> None:
+        if self._has_one_quantisation:  # several are a program's alternatives
+            self._copy_arguments(call, self._document("model"), "quantization_config.")
+
+    def _read_model_loading(self, call: Call) -> None:
+        if not re.search(f"{_MODEL_CLASS}|Pipeline", call.owner) or "Tokenizer" in call.owner:
+            return
+        document = self._document("model")
+        if "Fast" in call.owner:
+            document.attributes["unsloth"] = True
+        self._copy_arguments(call, document)
+        if not call.owner.startswith("Fast"):
+            return
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if key in document.settings:
+                document.settings[f"quantization_config.{key}"] = document.settings[key]
+
+    def _read_adapter(self, call: Call) -> None:
+        document = self._document("peft")
+        self._copy_arguments(call, document)
+        document.add("called", call.name, call.line)
+
+    def _read_accelerator(self, call: Call) -> None:
+        self._copy_arguments(call, self._document("accelerate"))
+
+    def _read_fsdp(self, call: Call) -> None:
+        document = self._document("fsdp")
+        self._copy_arguments(call, document)
+        document.add("strategy", call.name, call.line)
+
+    def _read_lightning(self, call: Call) -> None:
+        if self._uses_lightning:
+            self._copy_arguments(call, self._document("lightning", made_by=call.name))
+
+    def _read_environment(self, call: Call) -> None:
+        document = self._document("env")
+        for key, (value, line) in call.arguments.items():
+            document.add(key, value, line)
+
+    def _read_phase(self, call: Call) -> None:
+        """`trainer.train()`, `model.generate()`: the first of each counts."""
+        if not call.owner:
+            return
+        setting = Setting(True, f"{call.owner}.{call.name}()", self.display_path, call.line)
+        self.code.settings.setdefault(f"{call.name}@{call.owner}", setting)
+
+    def _read_autocast(self, call: Call) -> None:
+        self._copy_arguments(call, self.code, "autocast.")
+        self.code.add("autocast", "autocast", call.line)
+
+    def _read_scaler(self, call: Call) -> None:
+        enabled, _ = call.arguments.get("enabled", (True, 0))
+        self.code.add("GradScaler", enabled, call.line)
+
+    def _read_initialize(self, call: Call) -> None:
+        if call.owner == "deepspeed":
+            self.code.add("deepspeed.initialize", True, call.line)
 
 
-def _loaded_cast_dtype(call: python_calls.Call) -> str | None:
+_CALL_READERS: dict[str, Callable[[_ProgramReader, Call], None]] = {
+    "setattr": _ProgramReader._read_assignment,
+    "BitsAndBytesConfig": _ProgramReader._read_quantisation,
+    "from_pretrained": _ProgramReader._read_model_loading,
+    "Accelerator": _ProgramReader._read_accelerator,
+    "environ": _ProgramReader._read_environment,
+    "autocast": _ProgramReader._read_autocast,
+    "GradScaler": _ProgramReader._read_scaler,
+    "initialize": _ProgramReader._read_initialize,
+    **dict.fromkeys(
+        ("LoraConfig", "get_peft_model", "AdaLoraConfig", "prepare_model_for_kbit_training"),
+        _ProgramReader._read_adapter,
+    ),
+    **dict.fromkeys(("FullyShardedDataParallelPlugin", "FSDPStrategy"), _ProgramReader._read_fsdp),
+    **dict.fromkeys(("Trainer", "Fabric"), _ProgramReader._read_lightning),
+    **dict.fromkeys(
+        ("evaluate", "predict", "train", "fit", "generate"), _ProgramReader._read_phase
+    ),
+}
+
+
+def _loaded_cast_dtype(call: Call) -> str | None:
     """The dtype of `Model.from_pretrained(...).half()` and its like."""
     owner, _, method = call.owner.rpartition(".")
     if method == "from_pretrained" and re.search(_MODEL_CLASS, owner):
@@ -193,7 +248,7 @@ def _loaded_cast_dtype(call: python_calls.Call) -> str | None:
     return None
 
 
-def _cast_dtype(call: python_calls.Call) -> str | None:
+def _cast_dtype(call: Call) -> str | None:
     """Of `.to(torch.bfloat16)`, `.half()` and its like; None for another call."""
     if call.name == "to":
         dtype = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
@@ -209,8 +264,8 @@ _CAST_METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float":
 
 
 def _casts_before_training(
-    calls: list[python_calls.Call],
-) -> Iterator[tuple[python_calls.Call, str]]:
+    calls: list[Call],
+) -> Iterator[tuple[Call, str]]:
     """`model = Net().half()` or `model.half()` above an optimizer over `model.parameters()`: a
     model of the program's own.
     """
