@@ -23,7 +23,7 @@ from ...pages.sheets import Entry, Section, sections
 from ...pages.sheets import Facts as Known
 from .log import MAX_PASSAGE_LINES, Incident, read_incidents
 from .recognition import find_half_dtypes, normalise_dtype, recognise_error
-from .situation import RecognisedError, failing_call, find_report_flags, read_situation
+from .situation import Call, RecognisedError, failing_call, find_report_flags, read_situation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Facts(Known):
         self.frame: Any = None
 
     def get(self, name: str) -> Any:
-        error, situation = self.error, self.error.situation
+        error = self.error
         for table in (self.made, error.dtypes, error.captures):
             if name in table:
                 return table[name]
@@ -105,6 +105,11 @@ class Facts(Known):
             if name.endswith(ending):
                 value = self.get(name.removesuffix(ending))
                 return None if value is None else reading(value)
+        return self._look_up(name)
+
+    def _look_up(self, name: str) -> Any:
+        """A fact by its kind, the first word of its name."""
+        error, situation = self.error, self.error.situation
         kind, _, rest = name.partition(" ")
         match kind:
             case "where":
@@ -112,12 +117,7 @@ class Facts(Known):
             case "word":
                 return error.captures.get(rest)
             case "first" | "second" if rest and "set" in error.captures:
-                names = [normalise_dtype(value) for value in error.captures["set"].split(",")]
-                if kind == "first":
-                    return names[0]
-                if len(names) > 1:
-                    return names[1]
-                return "another"
+                return self._dtype_of_set(kind)
             case "package":
                 return rest in situation.packages
             case "autocast" if rest:
@@ -125,27 +125,36 @@ class Facts(Known):
             case "operator" | "text" | "half" | "torch_half" | "autocast":
                 return getattr(error, name)
             case "call" | "in_place" | "product":
-                call = failing_call(situation)
-                fits = call and (
-                    kind == "call"
-                    or (
-                        call.is_product
-                        and (call.in_place if kind == "in_place" else len(call.tensors) == 2)
-                    )
-                )
-                return call if fits else None
-            case "user" | "inner" | "frame":
-                return {
-                    "user": situation.user_frame,
-                    "inner": situation.innermost,
-                    "frame": self.frame,
-                }[kind]
-            case "place" | "line" if (f := self.frame) is not None:
-                return (
-                    f"{f.function if kind == 'place' else f.code or f.function} at"
-                    f" {f.file}:{f.line}"
-                )
+                return self._failing_call(kind)
+            case "user":
+                return situation.user_frame
+            case "inner":
+                return situation.innermost
+            case "frame":
+                return self.frame
+            case "place" if self.frame is not None:
+                return self._describe_frame(self.frame.function)
+            case "line" if self.frame is not None:
+                return self._describe_frame(self.frame.code or self.frame.function)
         return name in situation or None
+
+    def _dtype_of_set(self, position: str) -> str:
+        """The first or second dtype of a set that the text prints."""
+        names = [normalise_dtype(name) for name in self.error.captures["set"].split(",")]
+        if position == "first":
+            return names[0]
+        return names[1] if len(names) > 1 else "another"
+
+    def _failing_call(self, kind: str) -> Call | None:
+        """The failing call; None where it is not of the kind that is asked for."""
+        call = failing_call(self.error.situation)
+        if call is None or kind == "call":
+            return call
+        fits = call.in_place if kind == "in_place" else len(call.tensors) == 2
+        return call if call.is_product and fits else None
+
+    def _describe_frame(self, code: str) -> str:
+        return f"{code} at {self.frame.file}:{self.frame.line}"
 
     def holds_specially(self, term: str) -> bool | None:
         wider, operator_sign, narrower = term.partition(" > ")
@@ -216,83 +225,101 @@ _NUMBER = re.compile(r"\d+")
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
     """One finding for each distinct dtype error; the last keeps its severity, earlier ones become
-    warnings. None found: one note, EX000.
+    warnings. Without a dtype error: one note, EX000.
 
     source  the log's file, for the places of errors without a traceback
     """
-    errors: dict[tuple[str, str, str], tuple[Finding, int]] = {}
-    last_incident: Incident | None = None
-    # passages that are no error, without their numbers: a log repeats the same line ten thousand
-    # times
-    plain_passages: set[str] = set()
-    last_error = ""
     lines = iter(lines)
     head = list(islice(lines, MAX_REPORT_LINES + 1))
+    report = ""
     if len(head) <= MAX_REPORT_LINES:
         report = "".join(line if line.endswith("\n") else line + "\n" for line in head)
-    else:
-        report = ""
-    report_flags = find_report_flags(report)
     # so short a text speaks of one error: the code that it quotes is the error's
     quoted_text = report if len(head) <= MAX_PASSAGE_LINES else ""
+    collector = _ErrorCollector(source, find_report_flags(report), quoted_text)
     for incident in read_incidents(chain(head, lines)):
-        previous_error = last_error
-        last_error = incident.text.partition("\n")[0] if incident.exception else last_error
-        if incident.chained and last_error == previous_error:
-            continue  # raised again where it was awaited: its first traceback was explained already
+        collector.add(incident)
+    return collector.findings()
+
+
+class _ErrorCollector:
+    """The distinct dtype errors of a log, in the order of their last occurrences."""
+
+    def __init__(self, source: str | None, report_flags: frozenset[str], quoted_text: str) -> None:
+        self._source = source
+        self._report_flags = report_flags
+        self._quoted_text = quoted_text
+        # code, message and place -> the finding, and how often it occurred
+        self._errors: dict[tuple[str, str, str], tuple[Finding, int]] = {}
+        # passages that are no error, without their numbers: a log repeats the same line ten
+        # thousand times
+        self._plain_passages: set[str] = set()
+        self._other_error: Incident | None = None  # the last that is no dtype error
+        self._last_exception = ""
+
+    def add(self, incident: Incident) -> None:
+        previous = self._last_exception
+        if incident.exception:
+            self._last_exception = incident.text.partition("\n")[0]
+        if incident.chained and self._last_exception == previous:
+            return  # raised again where it was awaited: its first traceback was explained already
+        passage_key = ""
         if incident.exception is None and not incident.frames:
             passage_key = _NUMBER.sub("#", incident.text)
-        else:
-            passage_key = ""
-        if passage_key in plain_passages:
-            continue
-        error = recognise_error(
-            _error_text(incident),
-            read_situation(incident.frames, report_flags, quoted_text or incident.text),
+        if passage_key in self._plain_passages:
+            return
+        error = self._recognise(incident)
+        if error is not None:
+            self._add_error(error, incident)
+            return
+        if passage_key and len(self._plain_passages) < MAX_PLAIN_PASSAGES:
+            self._plain_passages.add(passage_key)
+        if incident.exception or "Error" in incident.text or "error" in incident.text:
+            self._other_error = incident
+
+    def _recognise(self, incident: Incident) -> RecognisedError | None:
+        situation = read_situation(
+            incident.frames, self._report_flags, self._quoted_text or incident.text
         )
+        error = recognise_error(_error_text(incident), situation)
+        if error is None or error.operator != "unknown wording":
+            return error
         is_prose = incident.exception is None and "Error" not in incident.text
-        if is_prose and error is not None and error.operator == "unknown wording":
-            # about dtypes, and no error
-            if len(incident.text) <= 600 and _COMPLAINT.search(incident.text):
-                error = error
-            else:
-                error = None
-        if error is None:
-            if passage_key and len(plain_passages) < MAX_PLAIN_PASSAGES:
-                plain_passages.add(passage_key)
-            if incident.exception or "Error" in incident.text or "error" in incident.text:
-                last_incident = incident
-            continue
-        finding = _build_finding(error, incident, source)
-        key = (finding.code, finding.message, str(finding.place) if incident.frames else "")
-        first_finding, count = errors.pop(
-            key, (finding, 0)
-        )  # a repeated error takes its last position
-        # and, without a traceback, keeps its first line
-        finding = finding if incident.frames else first_finding
-        if len(errors) >= MAX_DISTINCT_ERRORS:
-            errors.pop(next(iter(errors)))
-        errors[key] = (finding, count + 1)
-    if not errors:
-        return [_no_dtype_error_finding(last_incident, source)]
-    traced = {key[:2] for key in errors if key[2]}
-    # a logger's line beside its traceback
-    ordered = [entry for key, entry in errors.items() if key[2] or key[:2] not in traced]
-    findings = []
-    for position, (finding, count) in enumerate(ordered, 1):
-        details = finding.details
-        if count > 1:
-            details += (("repeated", f"{count} times (ranks, or retries)"),)
-        if position < len(ordered):
-            details += (
-                (
-                    "order",
-                    f"{position} of {len(ordered)} in the text; the last one is what stopped it",
-                ),
-            )
-            finding = replace(finding, severity=min(finding.severity, Severity.WARNING))
-        findings.append(replace(finding, details=details))
-    return findings[::-1]
+        complains = len(incident.text) <= 600 and _COMPLAINT.search(incident.text) is not None
+        # prose about dtypes counts only where it is short and complains
+        return None if is_prose and not complains else error
+
+    def _add_error(self, error: RecognisedError, incident: Incident) -> None:
+        """A repeated error takes its last position and, without a traceback, keeps its first line."""
+        finding = _build_finding(error, incident, self._source)
+        place = str(finding.place) if incident.frames else ""
+        key = (finding.code, finding.message, place)
+        first_finding, count = self._errors.pop(key, (finding, 0))
+        if not incident.frames:
+            finding = first_finding
+        if len(self._errors) >= MAX_DISTINCT_ERRORS:
+            self._errors.pop(next(iter(self._errors)))
+        self._errors[key] = (finding, count + 1)
+
+    def findings(self) -> list[Finding]:
+        """The last error first."""
+        if not self._errors:
+            return [_no_dtype_error_finding(self._other_error, self._source)]
+        traced = {key[:2] for key in self._errors if key[2]}
+        # a logger's line beside its traceback is left out
+        ordered = [entry for key, entry in self._errors.items() if key[2] or key[:2] not in traced]
+        findings = []
+        for position, (finding, count) in enumerate(ordered, 1):
+            details = finding.details
+            severity = finding.severity
+            if count > 1:
+                details += (("repeated", f"{count} times (ranks, or retries)"),)
+            if position < len(ordered):
+                order = f"{position} of {len(ordered)} in the text; the last one is what stopped it"
+                details += (("order", order),)
+                severity = min(severity, Severity.WARNING)
+            findings.append(replace(finding, details=details, severity=severity))
+        return findings[::-1]
 
 
 def _error_text(incident: Incident) -> str:
