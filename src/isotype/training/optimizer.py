@@ -43,6 +43,11 @@ _EXTERNAL = {
     SCHEDULE_FREE: ("schedulefree", "AdamWScheduleFree", "optimizers"),
     PRODIGY: ("prodigyopt", "Prodigy", "optimizers"),
 }
+# warm-up: Prodigy's estimate of its rate must not count it; foreach would copy all gradients
+_EXTERNAL_OPTIONS: dict[str, dict[str, Any]] = {
+    PRODIGY: {"safeguard_warmup": True},
+    SCHEDULE_FREE: {"foreach": False},
+}
 _UNUSED_SETTINGS = {
     "lion": ("epsilon",),
     "lion8bit": ("epsilon",),
@@ -280,81 +285,116 @@ def build_optimizer(
                `train.learning_rate`
     Raises     UsageError when Muon has no matrix
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    trainable = list(named.values())
-    faster = {p for name, p in named.items() if plus is not None and ".lora_B." in name}
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in trainable if p.ndim >= 2 and p not in faster],
-            "weight_decay": train.weight_decay,
-        },
-        {
-            "params": [p for p in trainable if p in faster],
-            "weight_decay": train.weight_decay,
-            "rate_factor": plus,
-        },
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    rates: dict[str, float] = {}
-    if isinstance(text_rate, Sequence):
-        rates = {
-            f".text_encoders.text_encoder{'' if i == 1 else f'_{i}'}.": one
-            for i, one in enumerate(text_rate, 1)
-        }
-    elif text_rate is not None:
-        rates = {".text_encoders.": text_rate}
-    for encoder, one in rates.items() if train.learning_rate > 0 else ():
-        text = {p for name, p in named.items() if encoder in name}
-        factor = one / train.learning_rate
-        of_text = [g | {"params": [p for p in g["params"] if p in text]} for g in groups]
-        groups = [g | {"params": [p for p in g["params"] if p not in text]} for g in groups]
-        groups += [g | {"rate_factor": factor * (g.get("rate_factor") or 1.0)} for g in of_text]
-    groups = [g for g in groups if g["params"]]
+    groups = parameter_groups(model, train, plus=plus, text_rate=text_rate)
     name = train.optimizer
-    rate = train.learning_rate
-    betas = (train.beta1, train.beta2)
-    eps = train.epsilon
     if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=rate, foreach=False)
+        return torch.optim.Adafactor(groups, lr=train.learning_rate, foreach=False)
     if name in _EXTERNAL:
-        package, path, _ = _EXTERNAL[name]
-        made: Any = functools.reduce(getattr, path.split("."), import_module(package))
-        # warm-up is on by default: Prodigy's estimate of its rate must not count it; foreach would
-        # copy all gradients
-        own = {PRODIGY: {"safeguard_warmup": True}, SCHEDULE_FREE: {"foreach": False}}.get(name, {})
-        elsewhere: torch.optim.Optimizer = made(
-            groups,
-            lr=rate,
-            betas=betas,
-            **({} if name in _UNUSED_SETTINGS else {"eps": eps}),
-            **own,
-        )
-        if name == SCHEDULE_FREE:
-            elsewhere.train()  # type: ignore[attr-defined]  # its own method
-        return elsewhere
+        return _build_external(groups, train)
+    rates: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.beta1, train.beta2),
+        "eps": train.epsilon,
+    }
     # torch's fused AdamW refuses meta tensors, with which a memory plan runs; MixedAdamW's kernel
     # has its operands and results
-    fp32 = precision.trainable == precision.grads == precision.optimizer == "fp32"
-    if name == "adamw" and fp32 and not any(p.is_meta for p in trainable):
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
+    is_meta = any(p.is_meta for group in groups for p in group["params"])
+    is_fp32 = precision.trainable == precision.grads == precision.optimizer == "fp32"
+    if name == "adamw" and is_fp32 and not is_meta:
+        return torch.optim.AdamW(groups, fused=True, **rates)
     settings: dict[str, Any] = {
-        "lr": rate,
-        "betas": betas,
-        "eps": eps,
+        **rates,
         "gradient": gradient,
         "state": precision.optimizer,
         "rounding": precision.rounding,
         "seed": train.seed,
     }
-    if name == MUON:
-        matrices = find_matrices(model)
-        if not matrices:
-            raise UsageError(
-                "train.optimizer: muon: no matrix is trained but embeddings and head",
-                fix="train.optimizer: adamw",
-            )
-        return Muon(groups, matrices=matrices, **settings)
-    return MixedAdamW(groups, **settings)
+    if name != MUON:
+        return MixedAdamW(groups, **settings)
+    matrices = find_matrices(model)
+    if not matrices:
+        raise UsageError(
+            "train.optimizer: muon: no matrix is trained but embeddings and head",
+            fix="train.optimizer: adamw",
+        )
+    return Muon(groups, matrices=matrices, **settings)
+
+
+def _build_external(groups: list[dict[str, Any]], train: TrainSection) -> torch.optim.Optimizer:
+    """An optimizer of another package."""
+    name = train.optimizer
+    package, path, _ = _EXTERNAL[name]
+    optimizer_class: Any = functools.reduce(getattr, path.split("."), import_module(package))
+    options = dict(_EXTERNAL_OPTIONS.get(name, {}))
+    if name not in _UNUSED_SETTINGS:
+        options["eps"] = train.epsilon
+    optimizer: torch.optim.Optimizer = optimizer_class(
+        groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), **options
+    )
+    if name == SCHEDULE_FREE:
+        optimizer.train()  # type: ignore[attr-defined]  # its own method
+    return optimizer
+
+
+def parameter_groups(
+    model: nn.Module,
+    train: TrainSection,
+    *,
+    plus: float | None,
+    text_rate: float | Sequence[float] | None,
+) -> list[dict[str, Any]]:
+    """The trained parameters in groups of one weight decay and one factor of the learning rate.
+    `plus` and `text_rate`: as in `build_optimizer`.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    faster: set[nn.Parameter] = set()
+    if plus is not None:
+        faster = {p for name, p in trained.items() if ".lora_B." in name}
+    ordinary = [p for p in trained.values() if p not in faster]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in ordinary if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {
+            "params": [p for p in trained.values() if p in faster],
+            "weight_decay": train.weight_decay,
+            "rate_factor": plus,
+        },
+        {"params": [p for p in ordinary if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if train.learning_rate > 0:
+        for encoder, rate in _text_encoder_rates(text_rate).items():
+            encoder_weights = {p for name, p in trained.items() if encoder in name}
+            groups = _split_groups(groups, encoder_weights, rate / train.learning_rate)
+    return [group for group in groups if group["params"]]
+
+
+def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, float]:
+    """Part of the parameters' names -> learning rate."""
+    if text_rate is None:
+        return {}
+    if not isinstance(text_rate, Sequence):
+        return {".text_encoders.": text_rate}
+    rates = {}
+    for number, rate in enumerate(text_rate, 1):
+        suffix = "" if number == 1 else f"_{number}"
+        rates[f".text_encoders.text_encoder{suffix}."] = rate
+    return rates
+
+
+def _split_groups(
+    groups: list[dict[str, Any]], weights: set[nn.Parameter], factor: float
+) -> list[dict[str, Any]]:
+    """The groups without `weights`, then groups of `weights` alone, whose rate is multiplied by
+    `factor`.
+    """
+    without_weights = []
+    of_weights = []
+    for group in groups:
+        remaining = [p for p in group["params"] if p not in weights]
+        separate = [p for p in group["params"] if p in weights]
+        rate_factor = factor * (group.get("rate_factor") or 1.0)
+        without_weights.append(group | {"params": remaining})
+        of_weights.append(group | {"params": separate, "rate_factor": rate_factor})
+    return without_weights + of_weights
 
 
 def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
