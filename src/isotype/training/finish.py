@@ -18,6 +18,7 @@ from ..dtypes import eps, to_torch
 from ..errors import RunError
 from ..model.export import Digests, digests, refuse_difference
 from ..model.starts import OFF_THE_BASE
+from ..observe import Observation
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
 from ..runs.folder import rows_in
@@ -82,7 +83,7 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
         "base": task.base_name if kind == "adapter" else None,
         "steps": progress.step,
         "of_step": result_step,
-        "eval_loss": _loss_of(loop, result_step),
+        "eval_loss": _evaluation_loss(loop, result_step),
         "eval_set": evaluation_set(config),
         "best_eval_loss": (
             progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None
@@ -129,25 +130,28 @@ def evaluation_set(config: RunConfig) -> str:
     return ", ".join(names)
 
 
-def _loss_of(loop: Loop, step: int) -> float | None:
+def _evaluation_loss(loop: Loop, step: int) -> float | None:
     """The evaluation loss of a step's weights, on the rows by which the best step is chosen."""
     if not loop.task.eval_rows or not loop.folder.metrics.is_file():
         return None
-    on = loop.config.train.stop_on
-    key = "eval_loss" if on is None else f"eval_loss_{on}"
+    stop_metric = loop.config.train.stop_on
+    key = "eval_loss" if stop_metric is None else f"eval_loss_{stop_metric}"
     rows, _ = rows_in(loop.folder.metrics.read_text(encoding="utf-8", errors="replace"))
     losses = [row[key] for row in rows if row.get("step") == step and key in row]
     return losses[-1] if losses else None
 
 
 def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
-    """Writes the model's weights as they are now, and looks at the files. `weights` of the result
-    are known to the first process.
+    """Writes the model's weights as they are now, and observes the dtypes of the files. The first
+    process has the digests of the weights. Raises DtypeError DT003.
     """
-    tensors = loop.write_result(target)
+    writer = loop.result_writer
+    tensors = writer.write(target, step=loop.progress.step)
     if world.first:
-        loop.observe_saved_files(target)
-    dtype = to_torch(loop.saved_dtype)
+        observation = Observation(loop.progress.step)
+        loop.observer.observe_files(observation, target, writer.dtype)
+        loop.precision_record.add(observation)
+    dtype = to_torch(writer.dtype)
     with fix_random_state():
         evaluation = loop.task.evaluate(
             loop.model,
@@ -188,6 +192,8 @@ def _free_model(loop: Loop, prepared: Prepared) -> None:
     loop.mapped_files.close()
     # nothing reads these again
     for name in ("observer", "stepper", "model", "ema", "continuity", "frozen_weights"):
+        setattr(loop, name, None)
+    for name in ("state", "result_writer"):
         setattr(loop, name, None)
     for name in ("stepper", "model"):
         setattr(prepared, name, None)
@@ -254,14 +260,16 @@ def _verify_result(
 def print_result(result: dict[str, Any], console: RunConsole) -> None:
     path = result.get("adapter") or result.get("model")
     console.print_line()
-    best, step, of = result["best_eval_loss"], result["best_step"], result["eval_set"]
+    best = result["best_eval_loss"]
+    step = result["best_step"]
+    eval_set = result["eval_set"]
     # of the rows that there are now; an earlier part of the run may have had others
     if best is None:
         evaluated = ""
     elif step:
-        evaluated = f", best evaluation loss {best:.4f} ({of}) at step {step}"
+        evaluated = f", best evaluation loss {best:.4f} ({eval_set}) at step {step}"
     else:
-        evaluated = f", no evaluation lower than {best:.4f} ({of}), that before step 1"
+        evaluated = f", no evaluation lower than {best:.4f} ({eval_set}), that before step 1"
     console.print_line(
         f"done      {pluralise(result['steps'], 'step')} in"
         f" {format_duration(result['trained_seconds'])}{evaluated}"
@@ -278,13 +286,18 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
 
 def saved_weights(result: dict[str, Any]) -> str:
     """Which weights the result has, and what they lose on the evaluation rows."""
-    taken, best, loss = result["of_step"], result["best_step"], result["eval_loss"]
-    which = "the last" if taken == result["steps"] else "the best evaluation"
-    if taken == result["steps"] == best:
-        which = "the last and best"
-    text = f"the weights of step {taken}, {which}"
+    step = result["of_step"]
+    best_step = result["best_step"]
+    loss = result["eval_loss"]
+    if step != result["steps"]:
+        rank = "the best evaluation"
+    elif step == best_step:
+        rank = "the last and best"
+    else:
+        rank = "the last"
+    text = f"the weights of step {step}, {rank}"
     if loss is not None:
         text += f" (evaluation loss {loss:.4f})"
-    if best and taken != best:
-        text += f"; run.save: best takes step {best}"
+    if best_step and step != best_step:
+        text += f"; run.save: best takes step {best_step}"
     return text

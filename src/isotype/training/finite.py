@@ -63,6 +63,19 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
     return next((name for name, good in zip(trained, finite) if not good), None)
 
 
+def refuse_non_finite_weights(
+    model: nn.Module, *, step: int, learning_rate: float, clip: float | None
+) -> None:
+    """Raises RunError NF001 where a trained weight is not finite, before it is saved."""
+    name = first_non_finite_trained(model)
+    if name is not None:
+        raise RunError(
+            f"step {step}: parameter {name} is not finite after the update: not saved",
+            code="NF001",
+            fix=f"{smaller_update_advice(learning_rate, clip)}, and resume",
+        )
+
+
 def non_finite_gradients(
     model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]
 ) -> list[str]:

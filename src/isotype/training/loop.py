@@ -8,47 +8,19 @@ state is in the checkpoint, so that a resumed run goes on bit for bit.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..config.kind import LANGUAGE
-from ..distributed.shard import whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
-from ..dtypes import to_torch
 from ..errors import IsotypeError, RunError, UsageError
-from ..model.card import write_card
-from ..model.export import trained_tensors
-from ..model.starts import as_ordinary
 from ..observe import Observation, Observer, is_observed
 from ..observe.continuity import (
-    AVERAGE,
-    BUFFER,
-    STATE,
-    WEIGHT,
     Continuity,
     FrozenWeights,
-    Key,
     report_differences,
     report_narrow_values,
-)
-from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.checkpoint.snapshot import (
-    Progress,
-    gathered_random_state,
-    optimizer_tensors,
-    parts_here,
-    restore_model,
-    restore_optimizer,
-    restore_random_state_of_rank,
-    trainable_tensors,
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import Metrics, RunFolder
@@ -56,12 +28,14 @@ from ..runs.mapped_files import MappedFiles
 from ..runs.record import PrecisionRecord
 from .callbacks import Callback, Moment, run_callbacks
 from .console import Interrupt, RunConsole
-from .finite import first_non_finite_trained, smaller_update_advice
+from .finite import refuse_non_finite_weights
 from .memory.device import trim_freed_blocks
-from .optimizer import Ema, convert_states, group_counters, use_averages
+from .optimizer import Ema, use_averages
+from .result import ResultWriter
+from .run_state import RunState, compare_loaded_state, last_good_checkpoint
 from .schedule import Pace, RunSchedule, learning_rate
 from .setup import Prepared
-from .step import LossScale, peak_memory
+from .step import StepResult, peak_memory
 from .task import AveragedSample, Batch, Feed, Task, load_local_batches
 from .trackers import Trackers
 
@@ -95,7 +69,6 @@ class Loop:
         precision = self.resolved.precision
         branch = config.model.lora_branch
         self.observer = Observer(self.model, precision, lora_branch=branch)
-        self.stream: Feed[Any] = task.feed()
         if config.run.save == "best" and not task.eval_rows:
             raise UsageError(
                 "run.save: best: there are no evaluation rows to choose by",
@@ -108,7 +81,6 @@ class Loop:
         self.precision_record = PrecisionRecord(
             folder, self.resolved, task.roles, lora_branch=branch, writes=world.first
         )
-        self.progress = Progress()
         self.pace = Pace()
         self.saved_step = -1
         self.stop_requested = False  # by a callback
@@ -116,6 +88,14 @@ class Loop:
             self.ema = None
         else:
             self.ema = Ema(self.model, config.train.ema, precision.ema)
+        self.stream: Feed[Any] = task.feed()
+        self.state = RunState(
+            self.model, self.stepper, self.ema, self.stream, world, self.device, self.resolved.text
+        )
+        self.progress = self.state.progress
+        self.result_writer = ResultWriter(
+            task, self.model, self.resolved, world, self.stepper.sharding, self.precision_record
+        )
         averages = self.ema.averages if self.ema is not None else None
         self.continuity = self.stepper.continuity = Continuity(
             self.model, self.stepper.optimizer, averages
@@ -272,7 +252,7 @@ class Loop:
 
     def _observed_step(
         self, batches: Sequence[Batch], step: int, rate: float, watches_changes: bool
-    ) -> tuple[Any, int]:
+    ) -> tuple[StepResult, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator = self.stepper.accumulator
         optimizer = self.stepper.optimizer
@@ -325,20 +305,6 @@ class Loop:
             f"step {step}",
             strict=True,
         )
-        self.precision_record.add(observation)
-
-    @property
-    def saved_dtype(self) -> str:
-        """Of the result."""
-        precision = self.resolved.precision
-        if self.config.adapter.kind == "none":
-            return precision.save_model
-        return precision.save_adapter
-
-    def observe_saved_files(self, folder: Path) -> None:
-        """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
-        observation = Observation(self.progress.step)
-        self.observer.observe_files(observation, folder, self.saved_dtype)
         self.precision_record.add(observation)
 
     def _run_callbacks(self, name: str, row: Mapping[str, Any]) -> None:
@@ -472,138 +438,41 @@ class Loop:
         self._refuse_non_finite()
         self._refuse_changed_base(self.progress.step)
         self.world.at(self.progress.step, "a checkpoint")
-        random_tensors, random_json = gathered_random_state(self.world)
-        optimizer, optimizer_numbers = optimizer_tensors(self.model, self.stepper.optimizer)
-        state = {
-            "progress": asdict(self.progress),
-            "share_changed": None if self.stepper.changed is None else float(self.stepper.changed),
-            "stream": self.stream.state(),
-            **random_json,
-            "optimizer": optimizer_numbers,
-            "optimizer_is": self.config.train.optimizer,
-            "optimizer_groups": group_counters(self.stepper.optimizer),
-            "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
-            "precision": self.resolved.text,
-        }
-        averages = self.ema.tensors() if self.ema else {}
-        sharding = self.stepper.sharding
-        tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
+        checkpoint = self.state.take_checkpoint()
         self.world.first_does(self.metrics.sync)
-        if sharding is None:
-            self.world.first_does(
-                lambda: self.store.save(
-                    Checkpoint(self.progress.step, tensors, state), best=is_best
-                )
-            )
-        else:
-            local_checkpoint = Checkpoint(
-                self.progress.step, parts_here(tensors, first=self.world.first), state
-            )
-            self.store.save_together(
-                local_checkpoint,
-                self.world,
-                part=self.world.rank,
-                parts=sharding.parts,
-                best=is_best,
-            )
+        self.state.write_checkpoint(self.store, checkpoint, is_best=is_best)
         self.saved_step = self.progress.step
         self._run_callbacks("save", {"folder": str(self.store.path(self.progress.step))})
 
     def _refuse_non_finite(self) -> None:
-        if name := first_non_finite_trained(self.model):
-            raise RunError(
-                f"step {self.progress.step}: parameter {name} is not finite after the update: not"
-                " saved",
-                code="NF001",
-                fix=(
-                    f"{smaller_update_advice(self.config.train.learning_rate, self.config.train.clip)}, and"
-                    " resume"
-                ),
-            )
+        train = self.config.train
+        refuse_non_finite_weights(
+            self.model,
+            step=self.progress.step,
+            learning_rate=train.learning_rate,
+            clip=train.clip,
+        )
 
     def save_adapter(self) -> None:
-        """Writes the adapter as it is now to `adapters/step_N`, and removes those that
-        `run.adapters_keep` does not keep.
-        """
+        """Writes the adapter as it is now to `adapters/step_N`."""
         self._refuse_non_finite()
         self.world.at(self.progress.step, "an adapter")
-        target = self.folder.adapters / f"step_{self.progress.step}"
         with self.pace.pause("checkpoint"), use_averages(self.stepper.optimizer):
-            if self.model_world.size > 1:
-                self.write_result(target)
-            else:
-                self.world.first_does(lambda: self.write_result(target), patiently=True)
-        if self.world.first and (kept_count := self.config.run.adapters_keep) is not None:
-            for step in self.folder.adapter_steps()[:-kept_count]:
-                shutil.rmtree(self.folder.adapters / f"step_{step}")
-
-    def write_result(self, target: Path) -> dict[str, Tensor]:
-        """Writes the adapter or the model as its weights are now; returns what is trained, to the
-        first process. All processes that share the model call it together.
-        """
-        precision = self.resolved.precision
-        sharding = self.stepper.sharding
-        if sharding is None:
-            tensors = as_ordinary(self.model, trained_tensors(self.model))
-        else:
-            tensors = whole_tensors(self.model, self.world, sharding, to_torch(self.saved_dtype))
-
-        def fill(folder: Path) -> None:
-            with whole_in_state_dict(self.model, tensors if sharding is not None else {}):
-                self.task.save(self.model, folder, precision)
-            (folder / "precision.json").write_text(self.resolved.as_file())
-            if self.task.kind == LANGUAGE:
-                train = self.config.train
-                adapter = self.config.adapter.kind != "none"
-                write_card(
-                    folder,
-                    self.model,
-                    base=self.task.base_name,
-                    data=self.task.header()[0][1],
-                    step=self.progress.step,
-                    precision=precision,
-                    observed=self.precision_record.observed,
-                    adapter=adapter,
-                    scored=train.objective == "reward",
-                )
-
-        self.model_world.first_does(lambda: write_folder(target, fill), patiently=True)
-        return tensors
+            self.result_writer.write_adapter(self.folder, step=self.progress.step)
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Restores the state after `checkpoint.step`; returns how many processes wrote it."""
-        state = checkpoint.state
-        restore_model(self.model, checkpoint.tensors)
-        if self.ema is not None:
-            self.ema.restore(checkpoint.tensors)
+        self.state.restore_weights(checkpoint)
         try:
-            # the first version did not name it
-            if state.get("optimizer_is", "adamw") == self.config.train.optimizer:
-                restore_optimizer(
-                    self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"]
-                )
-                convert_states(self.stepper.optimizer, state.get("optimizer_groups", []))
-            else:
+            if not self.state.has_optimizer_states(checkpoint):
                 self.console.print_line(
                     "resume    the checkpoint has the states of another optimizer"
                     " (train.optimizer): they begin anew"
                 )
-            processes = restore_random_state_of_rank(
-                checkpoint.tensors,
-                state,
-                self.world.rank,
-                seed=(self.config.train.seed, checkpoint.step),
-            )
-            self.progress = Progress.from_file(state["progress"])
+            processes = self.state.restore_training(checkpoint)
+            self.progress = self.state.progress
             if self.task.eval_rows:
                 self.progress.evaluate_on(self._evaluation_rows)
-            self.stream.restore(state["stream"])
-            if (changed := state.get("share_changed")) is not None:
-                self.stepper.changed = torch.tensor(float(changed), device=self.device)
-            if self.stepper.loss_scale and state["loss_scale"]:
-                self.stepper.loss_scale = LossScale(
-                    float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"])
-                )
         except (
             LookupError,
             TypeError,
@@ -620,48 +489,16 @@ class Loop:
                 fix=f"remove {path} and resume: the one before is taken",
             ) from error
         self.precision_record.restore(self.progress.step)
-        self._compare_loaded_state(checkpoint)
+        self.continuity.take_sample("the load")
+        # a resume may ask for another precision
+        if checkpoint.state.get("precision") == self.resolved.text:
+            self.precision_record.add(compare_loaded_state(self.continuity, checkpoint))
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
         return processes
 
-    def _compare_loaded_state(self, checkpoint: Checkpoint) -> None:
-        """Compares the loaded weights, states and averages with the file's, their dtypes included.
-        Raises DtypeError DT003.
-        """
-        self.continuity.take_sample("the load")
-        # a resume may ask for another one
-        if checkpoint.state.get("precision") != self.resolved.text:
-            return
-        observation = Observation(checkpoint.step)
-        differences = self.continuity.compare_with(
-            lambda key: checkpoint.tensors.get(checkpoint_key(key))
-        )
-        report_differences(observation, differences, "the save", "the load", strict=True)
-        if checkpoint.step > 1:
-            report_narrow_values(
-                observation,
-                self.continuity.find_narrow_loads(),
-                f"after the load of step {checkpoint.step}",
-            )
-        self.precision_record.add(observation)
-
     def add_last_good_checkpoint(self, error: IsotypeError) -> RunError:
         """Adds to the error the checkpoint from which the run can be resumed."""
-        step, _ = self.store.newest_whole()
-        if step is not None:
-            checkpoint_text = f"last good checkpoint: {self.store.path(step)}"
-        else:
-            checkpoint_text = "there is no checkpoint yet"
-        return RunError(
-            f"{error.message}\n  saved     {checkpoint_text}", code=error.code, fix=error.fix
-        )
-
-
-def checkpoint_key(key: Key) -> str:
-    """The name in a checkpoint of what `Continuity` keeps under this key."""
-    kind, *rest = key
-    return ".".join(
-        ({WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}[kind], *rest)
-    )
+        message = f"{error.message}\n  saved     {last_good_checkpoint(self.store)}"
+        return RunError(message, code=error.code, fix=error.fix)

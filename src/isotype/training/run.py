@@ -28,6 +28,7 @@ from .finish import finish, print_result
 from .loop import Loop
 from .memory.device import memory_saving_advice
 from .preflight.check import RECORD, preflight
+from .run_state import last_good_checkpoint
 from .setup import Prepared, Subject, prepare
 from .start import (
     RunChange,
@@ -370,11 +371,7 @@ class _TrainingRun:
             return UsageError(f"{name[:200]}: {reason}")
         if not folder.path.is_dir():
             return missing_folder
-        step, _ = CheckpointStore(folder.checkpoints).newest_whole()
-        if step is not None:
-            checkpoint_text = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}"
-        else:
-            checkpoint_text = "there is no checkpoint yet"
+        checkpoint_text = last_good_checkpoint(CheckpointStore(folder.checkpoints))
         message = f"{name}: {reason}" if name else reason
         return RunError(
             f"{message}\n  saved     {checkpoint_text}",

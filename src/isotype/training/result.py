@@ -1,0 +1,108 @@
+"""Writes the adapter or the model that a run makes: at its end, and adapters on the way."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ..config.kind import LANGUAGE
+from ..config.schema import RunConfig
+from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
+from ..distributed.world import ALONE, World
+from ..dtypes import to_torch
+from ..model.card import write_card
+from ..model.export import trained_tensors
+from ..model.starts import as_ordinary
+from ..precision.precision import Precision
+from ..precision.resolve import Resolved
+from ..runs.checkpoint.atomic_folder import write_folder
+from ..runs.folder import RunFolder
+from ..runs.record import PrecisionRecord
+from .task import Task
+
+
+def result_dtype(config: RunConfig, precision: Precision) -> str:
+    """The dtype in which the adapter or the model is saved."""
+    if config.adapter.kind == "none":
+        return precision.save_model
+    return precision.save_adapter
+
+
+@dataclass(frozen=True)
+class ResultWriter:
+    """Writes the adapter or the model as its weights are at that moment.
+
+    world     the processes of the run
+    sharding  how they share the model; None: each has the whole model
+    record    the observed dtypes, for the model card
+    """
+
+    task: Task
+    model: nn.Module
+    resolved: Resolved
+    world: World
+    sharding: Sharding | None
+    record: PrecisionRecord
+
+    @property
+    def dtype(self) -> str:
+        return result_dtype(self.task.config, self.resolved.precision)
+
+    def write(self, target: Path, *, step: int) -> dict[str, Tensor]:
+        """Returns the trained tensors, to the first process. Processes that share the model call
+        it together.
+        """
+        sharding = self.sharding
+        if sharding is None:
+            tensors = as_ordinary(self.model, trained_tensors(self.model))
+            gathered = {}
+            model_world = ALONE
+        else:
+            tensors = whole_tensors(self.model, self.world, sharding, to_torch(self.dtype))
+            gathered = tensors
+            model_world = self.world
+
+        def fill(folder: Path) -> None:
+            with whole_in_state_dict(self.model, gathered):
+                self.task.save(self.model, folder, self.resolved.precision)
+            (folder / "precision.json").write_text(self.resolved.as_file())
+            if self.task.kind == LANGUAGE:
+                self._write_card(folder, step)
+
+        model_world.first_does(lambda: write_folder(target, fill), patiently=True)
+        return tensors
+
+    def _write_card(self, folder: Path, step: int) -> None:
+        config = self.task.config
+        write_card(
+            folder,
+            self.model,
+            base=self.task.base_name,
+            data=self.task.header()[0][1],
+            step=step,
+            precision=self.resolved.precision,
+            observed=self.record.observed,
+            adapter=config.adapter.kind != "none",
+            scored=config.train.objective == "reward",
+        )
+
+    def write_adapter(self, folder: RunFolder, *, step: int) -> None:
+        """Writes the adapter to `adapters/step_N`, and removes those that `run.adapters_keep` does
+        not keep.
+        """
+        target = folder.adapters / f"step_{step}"
+
+        def write() -> None:
+            self.write(target, step=step)
+
+        if self.sharding is None:
+            self.world.first_does(write, patiently=True)
+        else:
+            write()
+        kept_count = self.task.config.run.adapters_keep
+        if self.world.first and kept_count is not None:
+            for old_step in folder.adapter_steps()[:-kept_count]:
+                shutil.rmtree(folder.adapters / f"step_{old_step}")
