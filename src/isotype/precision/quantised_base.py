@@ -98,7 +98,7 @@ def detect_quantisation(model: nn.Module) -> Quantisation | None:
         packed_names = [
             packed_name
             for p in module._parameters.values()
-            if (packed_name := getattr(getattr(p, "quant_state", None), "word", None))
+            if (packed_name := getattr(getattr(p, "quant_state", None), "dtype_name", None))
         ]
         if packed_names:
             counts[Quantisation("", packed_names[0], is_loaded=True)] += len(packed_names)
