@@ -289,7 +289,7 @@ class TrainerTask:
         return {}
 
     def largest_rows(self, count: int) -> Sequence[Any]:
-        return self.longest_batch
+        return self.longest_train_rows
 
     def collate(self, rows: Sequence[Any]) -> TrainerBatch:
         return TrainerBatch(self.trainer.data_collator(list(rows)))
