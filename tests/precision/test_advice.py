@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import sys
 from contextlib import suppress
 
 import pytest
@@ -18,8 +17,9 @@ import pytest
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.precision import PRESETS, resolve
-from isotype.precision.resolve import RULES, changed, that_holds
+from isotype.precision import PRESETS, resolution, resolve
+from isotype.precision.advice import apply_change, keep_working_fixes
+from isotype.precision.contradictions import RULES
 
 HALVES = ("fp32", "bf16", "fp16")
 VALUES = {
@@ -66,14 +66,13 @@ def findings_of(settings, device):
         "task_roles": TASK_ROLES,
     }
     told = []
-    module = sys.modules["isotype.precision.resolve"]
 
     def listening(finding, *others):
-        told.append(that_holds(finding, *others))
+        told.append(keep_working_fixes(finding, *others))
         return told[-1]
 
     with pytest.MonkeyPatch.context() as patch, suppress(UsageError):
-        patch.setattr(module, "that_holds", listening)
+        patch.setattr(resolution, "keep_working_fixes", listening)
         resolve(precision, device=device, sources=dict.fromkeys(settings, "run.yaml:1"), **asked)
     return told
 
@@ -103,7 +102,7 @@ def test_every_advice_of_the_rules_holds_where_it_is_given(h100, t4, every):
         for finding in found:
             fired.add(finding.code)
             for way in ways_of(finding.fix):
-                after = changed(settings, way)
+                after = apply_change(settings, way)
                 assert after != settings, (finding.fix, settings)
                 later = findings_of(after, device)
                 begun = {f.code for f in later if f.severity == Severity.ERROR} - before

@@ -18,7 +18,7 @@ from transformers import Trainer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import Precision
-from ..precision.resolve import Resolved
+from ..precision.resolution import Resolved
 
 # models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
 READ_ONLY = ("ref_model", "teacher_model")
@@ -96,7 +96,7 @@ class Attachment:
         trainer_name = type(self.trainer).__name__
         lines = [
             f"isotype attached to {trainer_name}: precision {self.resolved.text}"
-            f" ({self.resolved.why_preset})"
+            f" ({self.resolved.preset_reason})"
         ]
         lines += [f"  claimed by  {claim}" for claim in self.claims]
         for name, manifest in self.manifests.items():

@@ -25,7 +25,7 @@ from ..errors import UsageError
 from ..precision.apply import inner_model, is_quantised
 from ..precision.precision import PRESETS, Precision
 from ..precision.quantised_base import Quantisation, check_base, detect_quantisation
-from ..precision.resolve import Resolved, resolve
+from ..precision.resolution import Resolved, resolve
 from ..training.preflight.codes import check_skips
 from ..training.preflight.static import TYPICAL_UPDATE, stuck_share
 from .attachment import Claim, collect_models, is_running, trained_names
@@ -138,7 +138,7 @@ def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
     )
     if reason:
         resolved = replace(
-            resolved, why_preset=resolved.why_preset.replace(f"preset {preset}", reason, 1)
+            resolved, preset_reason=resolved.preset_reason.replace(f"preset {preset}", reason, 1)
         )
     _check_precision_claims(trainer, resolved.precision, preset)
     if quantised is not None and quantised.packing is not None:

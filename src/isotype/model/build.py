@@ -24,7 +24,7 @@ from ..precision.apply import apply_precision
 from ..precision.parts import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share, quantisation_from_settings
-from ..precision.resolve import Resolved, resolve
+from ..precision.resolution import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import (
     attach_adapter,

@@ -19,7 +19,7 @@ from ..finding import Finding
 # Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() ->
 # list[str]`.
 FAMILIES = {
-    "PR": "isotype.precision.resolve",
+    "PR": "isotype.precision.contradictions",
     "CF": "isotype.doctor.check.rules",
     "EX": "isotype.doctor.explain.explainer",
 }

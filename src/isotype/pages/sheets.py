@@ -1,49 +1,179 @@
-"""Rules as sheets of text: pages, and below each what is said when, in words that a reader of the
-page can read as well.
+"""Rules as sheets of text: the page of each code and, below it, what is reported and when.
 
-    # EX012 Title                      the page of a code begins; what follows is its text, and what
-                                       stands above the first a remark
-    = a section                        what is below holds for this section
-    let NAME if TEST: text             a word for the texts below; the first whose test holds, of
-                                       several with one name
-    - what is said
-      RANK if TEST                     the first whose test holds; nothing is said where none does
-      FIELD if TEST: text              likewise
+    # EX012 Title            the page of a code begins; text above the first page is a remark
+    = HEADER                 a section begins. What its header means depends on the reader: rows of
+                             words, the names of operators, or nothing
+    words: NAME, NAME        words that the program gives to this section
+    set NAME if TEST: FACT   a word for a fact; of several lines with one name the first that is not
+                             None
+    let NAME if TEST: text   a word for a text; of several lines with one name the first whose test
+                             holds
+    - title                  an entry: what is reported
+      RANK if TEST           its severity or its score: the first rank whose test holds. An entry
+                             without a rank is not reported
+      FIELD if TEST: text    the first text whose test holds
+    + NAME -2 if TEST        the entries of another section, with their scores changed by -2
 
-In texts `{name}` is a fact, and `{one|another|some words}` the first of these that is known, or the
-last as it stands; `\\n` is a line break. A test is made of terms joined by `and`, and those by
-`or`; a term may begin with `not`: `name` (known and not empty), `name = value, another value`,
-`name == other name`, `name ~ regex`. Which facts, ranks and fields there are is for the reader of a
-sheet to say.
+In texts `{name}` is a fact or a word, and `{one|another|some words}` the first of these that is
+known, or the last as it is; `\\n` is a line break. A test has terms joined by `and`, and those by
+`or`. A term may begin with `not`:
+
+    name                             whether it is known and not empty
+    name = value, another value      whether it is one of these values
+    name == other name               whether two facts are equal
+    name ~ regex                     whether the pattern is found in it
+    name < number, name >= number    whether it is smaller or not
+    name narrower than other name    whether the first dtype has fewer bits; also `wider than`
+
+A reader says which facts, ranks and fields its sheets have. A sheet is checked when it is loaded:
+each name must be a fact of the reader or a word of the section, and each word must be used.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from string import Formatter
+from typing import Any, ClassVar, NamedTuple
 
+from ..dtypes import itemsize
 from ..finding import Finding, Place, Severity
 
 
-class Facts:
-    """What is known by name; made: words that are handed over, and those that the sheet itself
-    made.
+class SheetError(ValueError):
+    """A line of a sheet that is wrong: names the sheet and the line."""
+
+    def __init__(self, sheet: str, line: int, message: str) -> None:
+        super().__init__(f"{sheet}, line {line}: {message}")
+
+
+class Term(NamedTuple):
+    """One term of a test, as `not held = bf16, fp16`."""
+
+    negated: bool
+    name: str
+    sign: str
+    value: str
+
+
+_SIGNS = (" ~ ", " == ", " = ", " narrower than ", " wider than ", " < ", " >= ")
+_NAME_SIGNS = ("==", "narrower than", "wider than")  # a name is on their right, too
+
+
+@cache
+def parse_test(test: str) -> tuple[tuple[Term, ...], ...]:
+    """The alternatives of a test, each with the terms that must all hold."""
+    return tuple(
+        tuple(_parse_term(term) for term in alternative.split(" and "))
+        for alternative in test.split(" or ")
+    )
+
+
+def _parse_term(text: str) -> Term:
+    term = text.removeprefix("not ")
+    negated = term != text
+    for sign in _SIGNS:
+        name, separator, value = term.partition(sign)
+        if separator:
+            return Term(negated, name, sign.strip(), value)
+    return Term(negated, term, "", "")
+
+
+@cache
+def names_in_text(text: str) -> tuple[str, ...]:
+    """The names in the braces of a text, without those alternatives that are text themselves."""
+    names: list[str] = []
+    for _, placeholder, _, _ in Formatter().parse(text):
+        if placeholder is not None:
+            *alternatives, last = placeholder.split("|")
+            names += alternatives or [last]
+    return tuple(names)
+
+
+class Function(NamedTuple):
+    """What `KIND ARGUMENT` means.
+
+    arguments  those that it takes; None where the argument is the name of a fact or word
     """
 
-    def __init__(self, made: Mapping[str, Any] | None = None) -> None:
-        self.made: dict[str, Any] = dict(made or {})
+    evaluate: Callable[[Any, str], Any]
+    arguments: Collection[str] | None = None
 
+
+class Facts:
+    """Looks up names. A reader's class has its facts in tables, from which a sheet is also checked.
+
+    words       the words of the section
+    facts       name -> its value
+    functions   kind -> what `KIND ARGUMENT` is
+    readings    ending -> what `NAME ENDING` makes of the value
+    attributes  those that may follow a name, as in `device.kind`
+    values      name -> the values with which a test may compare it
+    """
+
+    facts: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    functions: ClassVar[Mapping[str, Function]] = {}
+    readings: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    attributes: ClassVar[Collection[str]] = ()
+    values: ClassVar[Mapping[str, Collection[str]]] = {}
+
+    def __init__(self, words: Mapping[str, Any] | None = None) -> None:
+        self.words: dict[str, Any] = dict(words or {})
+
+    # ---- the two sides of a name: its value, and whether there is one
     def get(self, name: str) -> Any:
-        """The fact, or None where it is not known."""
-        return self.made.get(name)
+        """The value of a word or fact, or None where it is not known."""
+        if name in self.words:
+            return self.words[name]
+        if name in self.facts:
+            return self.facts[name](self)
+        for ending, read in self.readings.items():
+            if name.endswith(ending):
+                value = self.get(name.removesuffix(ending))
+                return None if value is None else read(value)
+        kind, _, argument = name.partition(" ")
+        if argument and kind in self.functions:
+            return self.functions[kind].evaluate(self, argument)
+        return self.find(name)
 
-    def holds_specially(self, term: str) -> bool | None:
-        """A term of a kind of its own; None where it is none."""
+    @classmethod
+    def words_of(cls, name: str, words: Collection[str]) -> set[str] | None:
+        """The words of the section that a name consists of, possibly none; None for an unknown
+        name.
+        """
+        if name in words:
+            return {name}
+        if name in cls.facts:
+            return set()
+        for ending in cls.readings:
+            if name.endswith(ending):
+                return cls.words_of(name.removesuffix(ending), words)
+        kind, _, argument = name.partition(" ")
+        if argument and kind in cls.functions:
+            arguments = cls.functions[kind].arguments
+            if arguments is None:
+                return cls.words_of(argument, words)
+            return set() if argument in arguments else None
+        found = cls.words_of_special(name, words)
+        if found is None:
+            owner, *attributes = re.split(r"[.\[]", name)
+            if attributes and all(a in cls.attributes or a.endswith("]") for a in attributes):
+                return cls.words_of(owner, words)
+        return found
+
+    def find(self, name: str) -> Any:
+        """The value of a name that is in no table."""
         return None
 
+    @classmethod
+    def words_of_special(cls, name: str, words: Collection[str]) -> set[str] | None:
+        """What `words_of` returns for a name that is in no table."""
+        return None
+
+    # ---- texts and tests
     def __getitem__(self, key: str) -> Any:
         *names, last = key.split("|")
         if names:
@@ -51,140 +181,354 @@ class Facts:
                 (value for name in names if (value := self.get(name)) not in (None, "")), last
             )
         value = self.get(last)
-        if value is None and last not in self.made:
+        if value is None and last not in self.words:
             raise KeyError(key)
         return "" if value is None else value
 
-    def say(self, text: str) -> str:
+    def format(self, text: str) -> str:
         return text.format_map(self).replace("\\n", "\n")
 
     def holds(self, test: str | None) -> bool:
         return test is None or any(
-            all(map(self._term, part.split(" and "))) for part in test.split(" or ")
+            all(self._holds(term) != term.negated for term in alternative)
+            for alternative in parse_test(test)
         )
 
-    def _term(self, term: str) -> bool:
-        if term.startswith("not "):
-            return not self._term(term[4:])
-        if (own := self.holds_specially(term)) is not None:
-            return own
-        for sign in (" ~ ", " == ", " = "):
-            left, found, right = term.partition(sign)
-            if not found:
-                continue
-            name, _, attribute = left.partition(".")
-            value = self.get(left)
-            if value is None and attribute and (owner := self.get(name)) is not None:
-                value = getattr(owner, attribute)
-            if sign == " == ":
-                return bool(value == self.get(right))
-            return value is not None and (
-                re.search(right, str(value)) is not None
-                if sign == " ~ "
-                else str(value) in right.split(", ")
-            )
-        return bool(self.get(term))
+    def matches(self, name: str, pattern: str) -> bool:
+        value = self._value(name)
+        return value is not None and re.search(pattern, str(value)) is not None
+
+    def _value(self, name: str) -> Any:
+        value = self.get(name)
+        owner_name, _, attribute = name.partition(".")
+        if value is None and attribute:
+            owner = self.get(owner_name)
+            return None if owner is None else getattr(owner, attribute)
+        return value
+
+    def _holds(self, term: Term) -> bool:
+        match term.sign:
+            case "~":
+                return self.matches(term.name, term.value)
+            case "==":
+                return bool(self._value(term.name) == self.get(term.value))
+            case "=":
+                value = self._value(term.name)
+                return value is not None and str(value) in term.value.split(", ")
+            case "<" | ">=":
+                return _compares_number(self._value(term.name), term.sign, float(term.value))
+            case "narrower than":
+                return _is_narrower(self.get(term.name), self.get(term.value))
+            case "wider than":
+                return _is_narrower(self.get(term.value), self.get(term.name))
+        return bool(self.get(term.name))
+
+
+def _compares_number(value: Any, sign: str, bound: float) -> bool:
+    try:
+        number = float(str(value))
+    except ValueError:
+        return False
+    if sign == "<":
+        return number < bound
+    return number >= bound
+
+
+def _is_narrower(narrow: Any, wide: Any) -> bool:
+    try:
+        return narrow is not None and itemsize(str(narrow)) < itemsize(str(wide))
+    except ValueError:  # no dtype
+        return False
+
+
+class Field(NamedTuple):
+    """A line `NAME if TEST: text`; of a rank, the text is its word."""
+
+    name: str
+    test: str | None
+    text: str
+    line: int
 
 
 @dataclass(slots=True)
 class Entry:
-    """A section's head, or one thing to be said: its title, its fields in order (name, test, text)
-    and its ranks (test, word).
+    """The head of a section, or something to report.
+
+    title      the text; of `+ NAME -2` the name
+    offset     of `+ NAME -2`: -2
+    includes   whether the line begins with `+`, and under which test
     """
 
     title: str
-    fields: list[tuple[str, str | None, str]] = field(default_factory=list)
-    ranks: list[tuple[str | None, str]] = field(default_factory=list)
+    line: int
+    fields: list[Field] = field(default_factory=list)
+    ranks: list[Field] = field(default_factory=list)
+    includes: bool = False
+    offset: float = 0.0
+    test: str | None = None
 
-    def first(self, name: str, facts: Facts) -> str:
+    def text(self, name: str, facts: Facts) -> str:
         """The first text of this field whose test holds, or ""."""
         return next(
             (
-                facts.say(text)
-                for known, test, text in self.fields
-                if known == name and facts.holds(test)
+                facts.format(line.text)
+                for line in self.fields
+                if line.name == name and facts.holds(line.test)
             ),
             "",
         )
 
     def rank(self, facts: Facts) -> str:
-        return next((word for test, word in self.ranks if facts.holds(test)), "")
-
-    def make(self, facts: Facts, kind: str = "let") -> None:
-        """Makes the words of a head."""
-        for name in dict.fromkeys(
-            name for name, _, _ in self.fields if name.startswith(f"{kind} ")
-        ):
-            facts.made[name.partition(" ")[2]] = self.first(name, facts)
+        return next((line.text for line in self.ranks if facts.holds(line.test)), "")
 
 
-@dataclass(frozen=True, slots=True)
+_INCLUDE = re.compile(r"\+ (?P<name>.+?)(?: (?P<offset>-?\d+))?(?: if (?P<test>.+))?")
+
+
+@dataclass(slots=True)
 class Section:
-    """code and page stand above it; entries: its head first."""
+    """code and page are those above it; header: what follows `=`; entries: the head first."""
 
+    sheet: str
+    line: int
     code: str
     page: str
-    name: str
+    header: str
     entries: list[Entry]
 
     def as_page(self) -> str:
         """What `isotype doctor explain CODE` prints."""
         return f"# {self.code}: {self.page}\n"
 
+    @property
+    def given_words(self) -> list[str]:
+        """The words that the program gives."""
+        return [
+            word
+            for line in self.entries[0].fields
+            if line.name == "words"
+            for word in line.text.split(", ")
+        ]
+
+    def define_words(self, facts: Facts) -> None:
+        """Adds the words of the head to those of `facts`."""
+        head = self.entries[0]
+        for line in head.fields:
+            kind, _, word = line.name.partition(" ")
+            if kind == "set" and facts.words.get(word) is None and facts.holds(line.test):
+                facts.words[word] = facts.get(facts.format(line.text))
+            elif kind == "let" and word not in facts.words:
+                facts.words[word] = head.text(line.name, facts)
+
 
 def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
-    """Those of one sheet, in order; `ranks` and `fields` are regular expressions for their words.
+    """The sections of one sheet, in order. `ranks` and `fields` are regular expressions.
 
-    Raises  ValueError for a line that is none of a sheet's.
+    Raises  SheetError for a line that no sheet has
     """
-    wanted = re.compile(rf"(?P<name>let [\w ]+?|{fields})(?: if (?P<test>.+?))?: (?P<text>.*)")
-    ranked = re.compile(rf"(?P<rank>{ranks})(?: if (?P<test>.+))?")
-    for sheet in re.split(r"(?m)^# ", path.read_text(encoding="utf-8"))[1:]:
-        page, *parts = re.split(r"(?m)^=", sheet)
-        code, _, rest = page.partition(" ")
-        for part in parts:
-            name, *lines = part.splitlines()
-            entries = [Entry("")]
-            for line in filter(None, map(str.strip, lines)):
-                if line.startswith(("- ", "+ ")):
-                    entries.append(Entry(line.removeprefix("- ")))
-                elif match := wanted.fullmatch(line):
-                    entries[-1].fields.append((match["name"], match["test"], match["text"]))
-                elif match := ranked.fullmatch(line):
-                    entries[-1].ranks.append((match["test"], match["rank"]))
-                else:
-                    raise ValueError(f"{path.name}, {code}: {line!r} is no line of a sheet")
-            yield Section(code, rest.strip(), name.strip(), entries)
+    field_line = re.compile(
+        rf"(?P<name>let [\w ]+?|set \w+|words|{fields})(?: if (?P<test>.+?))?: (?P<text>.*)"
+    )
+    rank_line = re.compile(rf"(?P<rank>{ranks})(?: if (?P<test>.+))?")
+    section: Section | None = None
+    code = ""
+    page: list[str] = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if text.startswith(("# ", "=")) and section is not None:
+            yield section
+            section = None
+        if text.startswith("# "):
+            code, _, title = text[2:].partition(" ")
+            page = [title]
+        elif not code:
+            continue
+        elif text.startswith("="):
+            page_text = "\n".join(page).strip()
+            section = Section(
+                path.name, number, code, page_text, text[1:].strip(), [Entry("", number)]
+            )
+        elif section is None:
+            page.append(text)
+        elif line := text.strip():
+            if line.startswith("- "):
+                section.entries.append(Entry(line.removeprefix("- "), number))
+            elif include := _INCLUDE.fullmatch(line):
+                offset = float(include["offset"] or 0)
+                section.entries.append(
+                    Entry(
+                        include["name"], number, includes=True, offset=offset, test=include["test"]
+                    )
+                )
+            elif match := field_line.fullmatch(line):
+                section.entries[-1].fields.append(
+                    Field(match["name"], match["test"], match["text"], number)
+                )
+            elif match := rank_line.fullmatch(line):
+                section.entries[-1].ranks.append(Field("", match["test"], match["rank"], number))
+            else:
+                raise SheetError(path.name, number, f"{line!r} is no line of a sheet")
+    if section is not None:
+        yield section
 
 
-def texts(path: Path) -> Callable[..., Finding]:
-    """The findings of a sheet whose sections are codes: `say(code, place, details, **words)` makes
-    the first entry whose rank holds.
+class _Check:
+    """Checks one section.
+
+    known     the words that may be used
+    used      the words that are used
     """
-    known = {
-        s.code: s.entries
-        for s in sections(path, ranks="error|warning|note", fields="cause|fix|declared|observed")
-    }
 
-    def say(
+    def __init__(self, section: Section, facts: type[Facts], words: Collection[str]) -> None:
+        self.section = section
+        self.facts = facts
+        self.known = set(words)
+        self.used: set[str] = set()
+
+    def refuse(self, line: int, message: str) -> None:
+        raise SheetError(self.section.sheet, line, f"{self.section.code}: {message}")
+
+    def name(self, name: str, line: int) -> None:
+        words = self.facts.words_of(name, self.known)
+        if words is None:
+            self.refuse(line, f"unknown name {name!r}")
+        else:
+            self.used |= words
+
+    def text(self, text: str, line: int) -> None:
+        for name in names_in_text(text):
+            self.name(name, line)
+
+    def test(self, test: str | None, line: int) -> None:
+        if test is None:
+            return
+        for term in (term for alternative in parse_test(test) for term in alternative):
+            self.name(term.name, line)
+            if term.sign in _NAME_SIGNS:
+                self.name(term.value, line)
+            values = self.facts.values.get(term.name)
+            if term.sign == "=" and values is not None and term.name not in self.known:
+                for value in term.value.split(", "):
+                    if value not in values:
+                        self.refuse(line, f"{term.name} is never {value!r}")
+
+    def names(self, text: str, line: int) -> None:
+        """A list of names, in which `one|another` is the first that is known."""
+        self.text(text, line)
+        for name in re.split(r", |\|", text):
+            if name and "{" not in name:
+                self.name(name, line)
+
+
+def check_section(
+    section: Section,
+    facts: type[Facts],
+    *,
+    words: Mapping[str, str] | None = None,
+    lists: Collection[str] = (),
+    shared: Collection[str] = (),
+) -> None:
+    """Refuses names that the section's reader does not know, and words that are not used.
+
+    words   a row of the header
+    lists   fields whose text is a list of names
+    shared  the sections that `+` may name
+    Raises  SheetError
+    """
+    row = words or {}
+    check = _Check(section, facts, [*row, *section.given_words])
+    head, *entries = section.entries
+    defined = dict.fromkeys(check.known, section.line)
+    lets: dict[str, set[str]] = {}  # word -> the words above its first line
+    for line in head.fields:
+        kind, _, word = line.name.partition(" ")
+        if kind == "let":
+            check.known = lets.setdefault(word, set(check.known))
+        if kind in ("let", "set"):
+            check.test(line.test, line.line)
+            if kind == "set":
+                _check_fact(check, line, row)
+            else:
+                check.text(line.text, line.line)
+            defined.setdefault(word, line.line)
+        check.known = set(defined)
+    for line in head.fields:
+        if line.name.partition(" ")[0] not in ("let", "set", "words"):
+            check.test(line.test, line.line)
+            check.text(line.text, line.line)
+    for entry in entries:
+        _check_entry(check, entry, lists, shared)
+    unused = [word for word in defined if word not in check.used]
+    if unused:
+        check.refuse(defined[unused[0]], f"the word {unused[0]!r} is not used")
+
+
+def _check_fact(check: _Check, line: Field, row: Mapping[str, str]) -> None:
+    """The fact of a `set` line, in which `{word}` stands for a word of the row or for a fact."""
+    check.text(line.text, line.line)
+    fact = line.text
+    for word, value in row.items():
+        fact = fact.replace(f"{{{word}}}", value)
+    check.name(fact, line.line)
+
+
+def _check_entry(
+    check: _Check, entry: Entry, lists: Collection[str], shared: Collection[str]
+) -> None:
+    if entry.includes:
+        check.test(entry.test, entry.line)
+        if entry.title not in shared:
+            check.refuse(entry.line, f"no shared section {entry.title!r}")
+        return
+    check.text(entry.title, entry.line)
+    for line in (*entry.ranks, *entry.fields):
+        check.test(line.test, line.line)
+        if line.name in lists:
+            check.names(line.text, line.line)
+        elif line.name:
+            check.text(line.text, line.line)
+
+
+class FindingFacts(Facts):
+    """Of a finding that a program reports: its words, and `symbol`, that of its place."""
+
+    facts = {"symbol": lambda self: self.place.symbol}
+
+    def __init__(self, words: Mapping[str, Any], place: Place) -> None:
+        super().__init__(words)
+        self.place = place
+
+
+_FINDING_FIELDS = ("cause", "fix", "declared", "observed")
+
+
+def load_findings(path: Path) -> Callable[..., Finding]:
+    """The findings of a sheet whose sections are codes. `report(code, place, details, **words)`
+    makes the first entry that has a rank.
+
+    Raises  SheetError
+    """
+    by_code: dict[str, Section] = {}
+    for section in sections(path, ranks="error|warning|note", fields="|".join(_FINDING_FIELDS)):
+        check_section(section, FindingFacts)
+        by_code[section.code] = section
+
+    def report(
         code: str, place: Place, details: tuple[tuple[str, str], ...] = (), /, **words: Any
     ) -> Finding:
-        facts = Facts(words)
-        head, *entries = known[code]
-        head.make(facts)
-        entry = next(entry for entry in entries if entry.rank(facts))
-        said: dict[str, Any] = {
-            name: entry.first(name, facts) or None
-            for name in ("cause", "fix", "declared", "observed")
-        }
-        severity = Severity.parse(entry.rank(facts))
+        section = by_code[code]
+        if unknown := words.keys() - set(section.given_words):
+            raise SheetError(section.sheet, section.line, f"{code} has no word {min(unknown)!r}")
+        facts = FindingFacts(words, place)
+        section.define_words(facts)
+        entry = next(entry for entry in section.entries[1:] if entry.rank(facts))
+        texts: dict[str, Any] = {name: entry.text(name, facts) or None for name in _FINDING_FIELDS}
         return Finding(
             code=code,
-            severity=severity,
-            message=facts.say(entry.title),
+            severity=Severity.parse(entry.rank(facts)),
+            message=facts.format(entry.title),
             place=place,
             details=details,
-            **said,
+            **texts,
         )
 
-    return say
+    return report

@@ -5,6 +5,6 @@ Importing this package does not import torch; importing `apply`, `parts` or `acc
 """
 
 from .precision import PRESETS, ROLES, Precision
-from .resolve import Resolved, resolve
+from .resolution import Resolved, resolve
 
 __all__ = ["PRESETS", "ROLES", "Precision", "Resolved", "resolve"]

@@ -9,11 +9,10 @@ from typing import Any
 
 from ..dtypes import NO_FP8_PRODUCTS, parse
 from ..errors import UsageError
-from .packing import PACKED_DTYPES as PACKED
+from .packing import PACKED_DTYPES
 
-# role -> words it may have
-_HALVES = ("fp32", "bf16", "fp16")
-_HALF_ROLES = (
+_FLOAT_DTYPES = ("fp32", "bf16", "fp16")
+_FLOAT_ROLES = (
     "trainable",
     "compute",
     "grads",
@@ -25,11 +24,12 @@ _HALF_ROLES = (
     "save_adapter",
 )
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision")
-"""Roles that only some tasks have; in a run of another task their word is empty."""
-_ALLOWED_DTYPES: dict[str, tuple[str, ...]] = {
-    "base": (*_HALVES, "nf4", *PACKED),
-    **dict.fromkeys((*_HALF_ROLES, *TASK_ROLES), _HALVES),
-    "optimizer": (*_HALVES, "int8"),
+"""Roles that only some tasks have; in a run of another task their value is empty."""
+# role -> the values that it may have
+ALLOWED_DTYPES: dict[str, tuple[str, ...]] = {
+    "base": (*_FLOAT_DTYPES, "nf4", *PACKED_DTYPES),
+    **dict.fromkeys((*_FLOAT_ROLES, *TASK_ROLES), _FLOAT_DTYPES),
+    "optimizer": (*_FLOAT_DTYPES, "int8"),
     "rounding": ("nearest", "stochastic"),
     "loss_scaling": ("none", "dynamic"),
 }
@@ -51,7 +51,7 @@ EIGHT_BIT_OPTIMIZERS = ("adamw8bit", "adamw8bit-paged", "lion8bit")
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes are words (`fp32 bf16 fp16 nf4`); every role has one, so nothing is left to a default
+    """Dtypes are written `fp32 bf16 fp16 nf4`. Every role has one, so that nothing depends on a default
     elsewhere.
 
     base          frozen weights; of a packed base (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf) the weights
@@ -82,7 +82,7 @@ class Precision:
     vision        frozen weights of tower and projector, and the pixels that they are given; their
                   products have `compute`
 
-    Raises  UsageError PR000 for a word a role cannot have.
+    Raises  UsageError PR000 for a value that a role cannot have.
     """
 
     base: str = "fp32"
@@ -134,7 +134,7 @@ class Precision:
     @property
     def packed(self) -> bool:
         """Whether the base's linear layers are packed: nf4, or what a checkpoint was published in."""
-        return self.base == "nf4" or self.base in PACKED
+        return self.base == "nf4" or self.base in PACKED_DTYPES
 
     @classmethod
     def preset(cls, name: str, **overrides: str) -> Precision:
@@ -157,7 +157,7 @@ class Precision:
         return replace(self, **overrides)
 
     def items(self) -> Iterator[tuple[str, str]]:
-        """Each role that there is in this run, and its word."""
+        """Each role that this run has, and its value."""
         yield from ((role, value) for role, value in asdict(self).items() if value)
 
     def __str__(self) -> str:
@@ -197,8 +197,11 @@ class Precision:
         return dict(self.items())
 
 
+ALL_ROLES = tuple(field.name for field in fields(Precision))
+
+
 def _parse_role_dtype(role: str, value: str) -> str:
-    allowed = _ALLOWED_DTYPES[role]
+    allowed = ALLOWED_DTYPES[role]
     if value not in allowed:
         with suppress(ValueError):
             value = parse(value)

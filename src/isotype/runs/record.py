@@ -8,7 +8,7 @@ from typing import Any
 
 from ..observe import Observation
 from ..observe.record import from_file_record, merge_observation, to_file_record
-from ..precision.resolve import Resolved
+from ..precision.resolution import Resolved
 from .folder import RunFolder
 
 PRECISION_FILE = "precision.json"

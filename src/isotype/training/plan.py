@@ -12,7 +12,7 @@ from ..config.schema import RunConfig
 from ..distributed.rank import Batching
 from ..environment.hardware import Hardware, detect, lookup_hardware
 from ..errors import UsageError
-from ..precision.resolve import Resolved
+from ..precision.resolution import Resolved
 from ..wording import format_binary_bytes, pluralise
 from .console import quiet_libraries
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
@@ -77,7 +77,7 @@ class Plan:
             "device": self.hardware.to_dict(),
             "precision": {
                 "preset": self.resolved.preset,
-                "why": self.resolved.why_preset,
+                "why": self.resolved.preset_reason,
                 "roles": self.resolved.to_dict(),
             },
             "warnings": [f.to_dict() for f in self.resolved.warnings],
@@ -108,7 +108,7 @@ class Plan:
     def to_text(self) -> str:
         schedule = self.schedule
         # a reason that is the preset's own is said once, above the roles
-        preset_reason = self.resolved.why_preset
+        preset_reason = self.resolved.preset_reason
         roles = [
             (role, value, "" if preset_reason.startswith(reason) else reason)
             for role, value, reason in self.resolved.rows()
@@ -120,7 +120,7 @@ class Plan:
                 f"device      {self.hardware.name} ({self.hardware.generation}), bf16"
                 f" {self.hardware.bf16}"
             ),
-            f"precision   {self.resolved.preset}: {self.resolved.why_preset}",
+            f"precision   {self.resolved.preset}: {self.resolved.preset_reason}",
             *[
                 f"  {role:<{name_width}}{value:<{value_width}}  {reason}".rstrip()
                 for role, value, reason in roles

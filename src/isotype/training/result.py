@@ -17,7 +17,7 @@ from ..model.card import write_card
 from ..model.export import trained_tensors
 from ..model.starts import as_ordinary
 from ..precision.precision import Precision
-from ..precision.resolve import Resolved
+from ..precision.resolution import Resolved
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import RunFolder
 from ..runs.record import PrecisionRecord
@@ -68,7 +68,7 @@ class ResultWriter:
         def fill(folder: Path) -> None:
             with whole_in_state_dict(self.model, gathered):
                 self.task.save(self.model, folder, self.resolved.precision)
-            (folder / "precision.json").write_text(self.resolved.as_file())
+            (folder / "precision.json").write_text(self.resolved.to_json())
             if self.task.kind == LANGUAGE:
                 self._write_card(folder, step)
 

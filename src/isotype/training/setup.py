@@ -32,7 +32,7 @@ from ..observe import Observation, Observer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS
-from ..precision.resolve import Resolved
+from ..precision.resolution import Resolved
 from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
 from ..wording import format_binary_bytes
 from .base import fingerprint_of_base

@@ -376,7 +376,7 @@ def _resolved_text(
     resolved = prepared.resolved
     model = prepared.model
     reasons = {f"precision.{role}": reason for role, reason in resolved.reasons.items()} | {
-        "precision.preset": resolved.why_preset
+        "precision.preset": resolved.preset_reason
     }
     values = {f"precision.{role}": value for role, value in resolved.precision.items()} | {
         "precision.preset": resolved.preset
@@ -446,7 +446,7 @@ def header_rows(
                 f" ({trainable / total:.2%}, {adapter_text})"
             ),
         ),
-        ("precision", f"{resolved.text}  ({resolved.why_preset})"),
+        ("precision", f"{resolved.text}  ({resolved.preset_reason})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         ("ops", "\n".join(prepared.manifest.lines())),

@@ -4,23 +4,42 @@ a tool counts three points, an ordinary one counts one.
 
 from __future__ import annotations
 
-import re
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
-def _load_tool_keys() -> dict[str, tuple[str, str]]:
-    """tool -> (distinctive keys, ordinary keys), from `tools.txt`."""
-    text = Path(__file__).with_name("tools.txt").read_text(encoding="utf-8")
-    table = {}
-    for section in re.split(r"\n(?=\w)", text)[1:]:
-        tool, *tokens = section.split()
-        ordinary = tokens.index("ordinary:") if "ordinary:" in tokens else len(tokens)
-        table[tool] = (" ".join(tokens[1:ordinary]), " ".join(tokens[ordinary + 1 :]))
+class ToolKeys(NamedTuple):
+    """The keys of one tool in `tools.txt`.
+
+    distinctive  those that few other tools have
+    ordinary     those that others have, too
+    read         further ones that rules read
+    """
+
+    distinctive: list[str]
+    ordinary: list[str]
+    read: list[str]
+
+
+def _load_tool_keys() -> dict[str, ToolKeys]:
+    table: dict[str, ToolKeys] = {}
+    keys: list[str] = []
+    for line in Path(__file__).with_name("tools.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        words = line.split()
+        if not line.startswith(" "):
+            table[words[0]] = tool = ToolKeys([], [], [])
+        elif words[0].endswith(":"):
+            keys = getattr(tool, words[0].removesuffix(":"))
+            keys += words[1:]
+        else:
+            keys += words
     return table
 
 
 TOOL_KEYS = _load_tool_keys()
+# tool -> the keys that rules may name
+RULE_KEYS = {tool: frozenset(chain(*keys)) for tool, keys in TOOL_KEYS.items()}
 _ISOTYPE_SECTIONS = {"model", "data", "adapter", "precision", "train", "run"}
 _TIE_ORDER = (
     "model",
@@ -78,8 +97,8 @@ def _collect_keys(data: dict[str, Any]) -> set[str]:
 def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[str, int]:
     """Points of each tool for its keys; file_name is in lower case."""
     scores = {
-        tool: 3 * len(keys & set(distinctive.split())) + len(keys & set(ordinary.split()))
-        for tool, (distinctive, ordinary) in TOOL_KEYS.items()
+        tool: 3 * len(keys & set(known.distinctive)) + len(keys & set(known.ordinary))
+        for tool, known in TOOL_KEYS.items()
     }
     if sum(str(key).startswith("--") for key in data) * 2 > len(data):
         scores["simpletuner"] += 6

@@ -1,29 +1,26 @@
 """Explains the errors of a text: recognised, placed in their situation, causes ranked, the last
 error first in rank.
 
-The families of errors are sheets (`families/*.txt`, read by `pages.sheets`). A section is headed by
-the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score,
-its fields are `why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for
-causes of `shared.txt`, their scores moved so. Two terms are tests of their own: `left > right`, a
-wider dtype, and `frames ~ regex`, a frame of the traceback, `{frame}` from then on.
+The families of errors are sheets (`families/*.txt`, read by `pages.sheets`). The header of a section
+has the operators that refused, with `;` between them, and its head a `message`. A rank is the score
+of a cause, whose fields are `cause`, `fix` and `evidence`. `+ outside autocast -2 if TEST` includes
+causes of `shared.txt`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
-from ...dtypes import itemsize, torch_dtype_name
 from ...finding import Finding, Place, Severity
-from ...pages.sheets import Entry, Section, sections
-from ...pages.sheets import Facts as Known
+from ...pages.sheets import Entry, Section, SheetError, check_section, sections
+from .facts import ErrorFacts
 from .log import MAX_PASSAGE_LINES, Incident, read_incidents
-from .recognition import find_half_dtypes, normalise_dtype, recognise_error
-from .situation import Call, RecognisedError, failing_call, find_report_flags, read_situation
+from .recognition import OPERATORS, find_half_dtypes, recognise_error
+from .situation import RecognisedError, find_report_flags, read_situation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,165 +37,71 @@ class Cause:
 
 
 _SHEET_FOLDER = Path(__file__).parent / "families"
-# causes that several families take in, by name
-_SHARED_CAUSES = {
-    section.name: section.entries[1:]
-    for section in sections(_SHEET_FOLDER / "shared.txt", ranks=r"[\d.]+", fields="why|fix|seen")
-}
-FAMILIES: dict[str, Section] = {}  # by operator
-for _sheet in sorted(_SHEET_FOLDER.glob("*.txt")):
-    if _sheet.name != "shared.txt":
-        for _section in sections(_sheet, ranks=r"[\d.]+", fields="message|severity|why|fix|seen"):
-            for _operator in _section.name.split("; "):
-                assert _operator not in FAMILIES, _operator
-                FAMILIES[_operator] = _section
+_CAUSE_FIELDS = "cause|fix|evidence"
+_SHARED_SHEET = "shared.txt"
 
 
-_READINGS: dict[str, Callable[[str], Any]] = {
-    " as dtype": normalise_dtype,
-    " as dtypes": lambda text: ", ".join(
-        normalise_dtype(name) for name in text.split(",") if name.strip()
-    ),
-    " as torch": torch_dtype_name,
-    " as mixed": lambda text: text.replace("-true", "-mixed"),
-    " without spaces": str.strip,
-    " as list": lambda text: ", ".join(
-        sorted(name.strip().removeprefix("torch.") for name in text.split(","))
-    ),
-    " as printed dtype": lambda text: next(
-        (normalise_dtype(name) for name in re.findall(r"dtype=(torch\.\w+)", text)), ""
-    ),
-    " in lower case": str.lower,
-    " in brief": lambda text: " ".join(text.split())[:160],
-    " in 160": lambda text: text[:160],
-    " without quotes": lambda text: text.replace("'", ""),
-}
+def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
+    """Name -> causes that several families include. Raises SheetError."""
+    causes = {}
+    for section in sections(path, ranks=r"[\d.]+", fields=_CAUSE_FIELDS):
+        check_section(section, ErrorFacts)
+        causes[section.header] = section.entries[1:]
+    return causes
 
 
-class Facts(Known):
-    """What an incident showed, by name: a sheet's own words, dtypes by role, words of the text,
-    flags of the situation, and the following.
+_SHARED_CAUSES = load_shared_causes(_SHEET_FOLDER / _SHARED_SHEET)
 
-    operator, text, half, torch_half, autocast  as in `Seen`; `autocast is on` is the flag
-    where FLAG        the frame that proves a flag, in words
-    word NAME         a word of the text, where a dtype's role has the same name
-    NAME as dtype, NAME as list, and the other endings of `_READINGS`   a word, read so
-    first of set, second of set   the dtypes of a set that the text prints
-    package NAME      whether a frame lies in it
-    call, in_place, product   the failing call; where it is a product in place; where it is a
-                              product of two tensors
-    user, inner, frame        the innermost frame of the user's code, of all, and the one that a
-                              test found; its `place` and `line`
+
+def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
+    """Operator -> the section of this sheet that explains its errors.
+
+    shared  the sections of `shared.txt`
+    Raises  SheetError
     """
+    families: dict[str, Section] = {}
+    for section in sections(path, ranks=r"[\d.]+", fields=f"message|severity|{_CAUSE_FIELDS}"):
+        check_section(section, ErrorFacts, shared=shared)
+        for operator in section.header.split("; "):
+            if operator not in OPERATORS:
+                raise SheetError(path.name, section.line, f"unknown operator {operator!r}")
+            families[operator] = section
+    return families
 
-    def __init__(self, error: RecognisedError) -> None:
-        super().__init__()
-        self.error = error
-        self.frame: Any = None
 
-    def get(self, name: str) -> Any:
-        error = self.error
-        for table in (self.made, error.dtypes, error.captures):
-            if name in table:
-                return table[name]
-        for ending, reading in _READINGS.items():
-            if name.endswith(ending):
-                value = self.get(name.removesuffix(ending))
-                return None if value is None else reading(value)
-        return self._look_up(name)
-
-    def _look_up(self, name: str) -> Any:
-        """A fact by its kind, the first word of its name."""
-        error, situation = self.error, self.error.situation
-        kind, _, rest = name.partition(" ")
-        match kind:
-            case "where":
-                return situation.describe_evidence(rest)
-            case "word":
-                return error.captures.get(rest)
-            case "first" | "second" if rest and "set" in error.captures:
-                return self._dtype_of_set(kind)
-            case "package":
-                return rest in situation.packages
-            case "autocast" if rest:
-                return "autocast" in situation
-            case "operator" | "text" | "half" | "torch_half" | "autocast":
-                return getattr(error, name)
-            case "call" | "in_place" | "product":
-                return self._failing_call(kind)
-            case "user":
-                return situation.user_frame
-            case "inner":
-                return situation.innermost
-            case "frame":
-                return self.frame
-            case "place" if self.frame is not None:
-                return self._describe_frame(self.frame.function)
-            case "line" if self.frame is not None:
-                return self._describe_frame(self.frame.code or self.frame.function)
-        return name in situation or None
-
-    def _dtype_of_set(self, position: str) -> str:
-        """The first or second dtype of a set that the text prints."""
-        names = [normalise_dtype(name) for name in self.error.captures["set"].split(",")]
-        if position == "first":
-            return names[0]
-        return names[1] if len(names) > 1 else "another"
-
-    def _failing_call(self, kind: str) -> Call | None:
-        """The failing call; None where it is not of the kind that is asked for."""
-        call = failing_call(self.error.situation)
-        if call is None or kind == "call":
-            return call
-        fits = call.in_place if kind == "in_place" else len(call.tensors) == 2
-        return call if call.is_product and fits else None
-
-    def _describe_frame(self, code: str) -> str:
-        return f"{code} at {self.frame.file}:{self.frame.line}"
-
-    def holds_specially(self, term: str) -> bool | None:
-        wider, operator_sign, narrower = term.partition(" > ")
-        if operator_sign:
-            try:
-                return itemsize(str(self.get(wider))) > itemsize(str(self.get(narrower)))
-            except ValueError:  # no dtype
-                return False
-        if term.startswith("frames ~ "):
-            frame = self.error.situation.find_frame(term.removeprefix("frames ~ "))
-            self.frame = frame or self.frame
-            return frame is not None
-        return None
+FAMILIES: dict[str, Section] = {}  # by operator
+for _path in sorted(_SHEET_FOLDER.glob("*.txt")):
+    if _path.name != _SHARED_SHEET:
+        FAMILIES |= load_families(_path, _SHARED_CAUSES)
 
 
 def _collect_causes(
-    entries: list[Entry], facts: Facts, score_offset: float = 0.0
+    entries: list[Entry], facts: ErrorFacts, score_offset: float = 0.0
 ) -> Iterator[Cause]:
     for entry in entries:
-        if shared := re.fullmatch(r"\+ (.+?)(?: (-?\d+))?(?: if (.+))?", entry.title):
-            yield from (
-                _collect_causes(_SHARED_CAUSES[shared[1]], facts, float(shared[2] or 0))
-                if facts.holds(shared[3])
-                else ()
-            )
+        if entry.includes:
+            if facts.holds(entry.test):
+                yield from _collect_causes(_SHARED_CAUSES[entry.title], facts, entry.offset)
         elif score := entry.rank(facts):
-            reason, fix, evidence = (entry.first(name, facts) for name in ("why", "fix", "seen"))
             yield Cause(
-                name=facts.say(entry.title),
+                reason=entry.text("cause", facts),
+                fix=entry.text("fix", facts),
+                evidence=entry.text("evidence", facts),
+                name=facts.format(entry.title),
                 score=float(score) + score_offset,
-                reason=reason,
-                fix=fix,
-                evidence=evidence,
             )
 
 
 def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
     """The message, the severity and the causes of what an incident showed, the likeliest first."""
-    facts, (head, *entries) = Facts(error), FAMILIES[error.operator].entries
-    head.make(facts)
+    facts = ErrorFacts(error)
+    section = FAMILIES[error.operator]
+    section.define_words(facts)
+    head, *entries = section.entries
     causes = sorted(_collect_causes(entries, facts), key=lambda c: -c.score)
     return (
-        head.first("message", facts),
-        Severity.parse(head.first("severity", facts) or "error"),
+        head.text("message", facts),
+        Severity.parse(head.text("severity", facts) or "error"),
         causes,
     )
 

@@ -23,7 +23,20 @@ FORMS: tuple[tuple[str, str], ...] = tuple(
         line.partition("\t") for line in _FORMS_TEXT.splitlines() if not line.startswith("#")
     )
 )
-
+# what a form captures: dtypes by role, and other facts, whose groups begin with an underscore
+_GROUPS = set(re.findall(r"<(\w+)>", _FORMS_TEXT))
+DTYPE_ROLES = frozenset(
+    {name for name in _GROUPS if not name.startswith("_")}
+    | {"missing", "saved", "recomputed", "first", "second", "refused"}
+)
+CAPTURES = frozenset(
+    {name[1:].rstrip("2") for name in _GROUPS if name.startswith("_")} | {"operator", "asserted"}
+)
+# those of the forms, and those that only a traceback or another wording tells
+OPERATORS = frozenset(
+    {operator for operator, _ in FORMS}
+    | {"recompute", "integer input", "interpolation", "unknown wording", "unknown refusal"}
+)
 
 # c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor,
 # CUDABFloat16Type, BFloat16, float, long int, bf16, bf16[constexpr[64]], <['64'], fp32>,

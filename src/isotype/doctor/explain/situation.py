@@ -172,6 +172,7 @@ _TEXT_PATTERNS = {
     "structured input": r"\bdataclass|\bNamedTuple",
     "hard-coded": r"\bhard-?cod\w+|\bwritten out\b",
 }
+FLAGS = frozenset({*_FLAG_PATTERNS, *_TEXT_PATTERNS, "custom backward"})
 _QUOTED_CODE = re.compile(
     r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"
     r"|(?P<call>\b(?:torch|F|nn\.functional)\.(?:[\w.]*(?:norm|attention|conv|linear)\w*|matmul|b?mm|einsum|addmm|baddbmm)\([^()\n]*\))"

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ...finding import Finding, Place
 from ...observe.operators import Operator
 from ...observe.tape import Tape
-from ...pages.sheets import texts
+from ...pages.sheets import load_findings
 from .samples import Sample, Setting, Subject
 
 
@@ -346,7 +346,7 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
 
 
 Fault = tuple[tuple[object, ...], Finding]
-format_finding = texts(Path(__file__).with_name("findings.txt"))
+format_finding = load_findings(Path(__file__).with_name("findings.txt"))
 
 
 def fault(
@@ -359,7 +359,7 @@ def fault(
     """A finding of the sheet, and what makes it the same fault as another: its code and the key, or
     else its place and severity.
     """
-    finding = format_finding(code, location, details, **{"symbol": location.symbol} | values)
+    finding = format_finding(code, location, details, **values)
     return (code, *(key or (location.symbol, location.line, finding.severity))), finding
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.precision import PRESETS, Precision, resolve
-from isotype.precision.resolve import RULES, page
+from isotype.precision.contradictions import RULES, page
 
 
 def test_every_preset_resolves_without_a_finding(h100):
@@ -37,10 +37,10 @@ def test_an_override_records_its_line(h100):
     assert resolved.reasons["grads"] == "preset bf16-pure"
     assert [f.code for f in resolved.warnings] == ["PR008"]
     # and no word of the stochastic rounding that the preset has
-    assert resolved.why_preset == "preset bf16-pure; changed: rounding"
+    assert resolved.preset_reason == "preset bf16-pure; changed: rounding"
     assert resolve(
         {"preset": "bf16-pure", "rounding": "stochastic"}, device=h100, adapter="none"
-    ).why_preset.endswith("fp32 gradients")
+    ).preset_reason.endswith("fp32 gradients")
 
 
 def test_generate_follows_compute_where_it_is_not_set(h100):

@@ -1,0 +1,283 @@
+"""The names that the sheets of `check` use: facts of a run's record, and settings of its tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ....dtypes import torch_dtype_name
+from ....pages import sheets
+from ..settings import (
+    CHECKPOINT_DTYPE_KEYS,
+    ROLES,
+    Record,
+    Setting,
+    deepspeed_half,
+    deepspeed_setting,
+    find_deepspeed,
+    find_fsdp,
+    fsdp_version,
+    launcher_mode,
+    lightning_precision,
+    parse_boolean,
+    parse_dtype,
+    zero_stage,
+)
+from ..tools import RULE_KEYS
+
+
+def _evaluated_before_training(r: Record) -> Setting | None:
+    """The program's first call of evaluate or predict, where it stands above its call of train."""
+    calls = [
+        (s.line or 0, name.partition("@")[0], s)
+        for name, s in r.facts.tool_settings("code")
+        if "@" in name
+    ]
+    calls.sort(key=lambda call: call[0])
+    first = next((call for call in calls if call[1] in ("evaluate", "predict")), None)
+    if first and any(call[1] == "train" and call[0] > first[0] for call in calls):
+        return first[2]
+    return None
+
+
+def _undivided_size(r: Record) -> Setting | None:
+    """A size of the model that an FP8 block does not divide."""
+    block = r.facts.value("checkpoint.quantization_config.weight_block_size")
+    if not isinstance(block, list) or len(block) != 2:
+        return None
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "q_lora_rank",
+        "vocab_size",
+    ):
+        size = r.facts.get(f"checkpoint.{name}", f"checkpoint.text_config.{name}")
+        if (
+            size is not None
+            and isinstance(size.value, int)
+            and size.value > int(block[0])
+            and size.value % int(block[0])
+        ):
+            return size
+    # of DeepSeek's kv_a_proj_with_mqa: 512 + 64 are 576
+    rank, angles = (
+        r.facts.get(f"checkpoint.{name}") for name in ("kv_lora_rank", "qk_rope_head_dim")
+    )
+    if (
+        rank
+        and angles
+        and isinstance(rank.value, int)
+        and isinstance(angles.value, int)
+        and (rank.value + angles.value) % int(block[0])
+    ):
+        return replace(
+            rank,
+            value=rank.value + angles.value,
+            key=f"{rank.key} + {angles.key.rpartition('.')[2]}",
+        )
+    return None
+
+
+def _rounded_activations(r: Record) -> Setting | None:
+    """The setting of a published checkpoint that asks for them, by compressed-tensors or torchao."""
+    for setting in r.facts.nested_settings("checkpoint.quantization_config"):
+        if (
+            ".config_groups." in setting.key
+            and ".input_activations" in setting.key
+            and setting.value
+        ):
+            return setting
+        if ".quant_type" in setting.key and "DynamicActivation" in str(setting.value):
+            return setting
+    return None
+
+
+def _precision_plugin(r: Record) -> Setting | None:
+    candidates = (
+        (name, s, f"{s.value}{name}".lower().replace("trainer.precision", ""))
+        for name, s in r.facts.tool_settings("lightning")
+    )
+    return next(
+        (s for name, s, text in candidates if "plugins" in name.split(".") and "precision" in text),
+        None,
+    )
+
+
+_RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
+    "accumulates": lambda r: r.accumulation_setting,
+    "adapter": lambda r: r.adapter,
+    "adapter by": lambda r: r.adapter_setting,
+    "without adapter": lambda r: r.adapter is False,
+    "checkpoint dtype": lambda r: r.facts.get(*CHECKPOINT_DTYPE_KEYS),
+    "deepspeed": lambda r: find_deepspeed(r.facts),
+    "deepspeed half": deepspeed_half,
+    "evaluated before training": _evaluated_before_training,
+    "full": lambda r: r.trains_every_weight,
+    "learning rate": lambda r: r.learning_rate,
+    "precision plugin": _precision_plugin,
+    "rounded activations": _rounded_activations,
+    "undivided size": _undivided_size,
+    "unsloth": lambda r: any(d.attributes.get("unsloth") for d in r.facts.documents),
+    "device": lambda r: r.device,
+    "fsdp": lambda r: find_fsdp(r.facts),
+    "fsdp version": lambda r: fsdp_version(r.facts)[0],
+    "fsdp version by": lambda r: fsdp_version(r.facts)[1],
+    "made by": lambda r: next(
+        (made for d in r.facts.documents if (made := d.attributes.get("made_by"))), None
+    ),
+    "launcher": lambda r: launcher_mode(r.facts),
+    "lightning precision": lambda r: lightning_precision(r.facts),
+    "quantised": lambda r: r.quantised_bits,
+    "quantised by": lambda r: r.quantisation_setting,
+    "quantised by simpletuner": (
+        lambda r: r.facts.lower_text("simpletuner.base_model_precision") not in ("", "no_change")
+    ),
+    "tool": lambda r: r.tool,
+    "zero stage": lambda r: zero_stage(r.facts)[0],
+    "zero stage by": lambda r: zero_stage(r.facts)[1],
+    "precision with quanto": lambda r: next(
+        (
+            s
+            for n, s in r.facts.tool_settings("simpletuner")
+            if n.endswith("_precision") and "quanto" in str(s.value)
+        ),
+        None,
+    ),
+}
+
+
+def _read_value(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Reads the value of a setting, or any other value."""
+    return lambda value: read(value.value if isinstance(value, Setting) else value)
+
+
+def _read_key(read: Callable[[str], str | None]) -> Callable[[Any], str | None]:
+    """Reads the key of a setting; None for another value."""
+    return lambda value: read(value.key) if isinstance(value, Setting) else None
+
+
+class _ToolKeys(Collection[str]):
+    """The settings `TOOL.KEY` that rules may name, one or several with `, ` between them. A key may
+    have `{tool}` in the place of its tool.
+
+    tools  those whose settings are meant
+    """
+
+    def __init__(self, *tools: str) -> None:
+        self.tools = tools or tuple(RULE_KEYS)
+
+    def __contains__(self, names: object) -> bool:
+        return all(map(self._is_key, str(names).split(", ")))
+
+    def _is_key(self, name: str) -> bool:
+        tool, _, key = name.partition(".")
+        if tool == "{tool}":
+            return any(key in RULE_KEYS[tool] for tool in self.tools)
+        return tool in self.tools and key in RULE_KEYS[tool]
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{tool}.{key}" for tool in self.tools for key in sorted(RULE_KEYS[tool]))
+
+    def __len__(self) -> int:
+        return sum(len(RULE_KEYS[tool]) for tool in self.tools)
+
+
+_KEYS = _ToolKeys()
+
+
+def _first_nested(facts: RuleFacts, prefixes: str) -> Setting | None:
+    return next(
+        (
+            setting
+            for prefix in prefixes.split(", ")
+            for setting in facts.record.facts.nested_settings(prefix)
+        ),
+        None,
+    )
+
+
+def _is_computed(facts: RuleFacts, name: str) -> bool:
+    """Whether a program computes the value, so that it cannot be read."""
+    tool, _, key = name.partition(".")
+    return any(
+        key in document.attributes.get("unknown", ())
+        for document in facts.record.facts.documents
+        if document.tool == tool
+    )
+
+
+def _record_fact(compute: Callable[[Record], Any]) -> Callable[[RuleFacts], Any]:
+    return lambda facts: compute(facts.record)
+
+
+def _role_value(role: str) -> Callable[[RuleFacts], Any]:
+    return lambda facts: facts.record.value(role)
+
+
+class RuleFacts(sheets.Facts):
+    """What is known of a run, by name: words of the section, roles of the record, and the
+    following.
+
+    TOOL.KEY, TOOL.KEY     the first of these settings that is given; after `on` or `off` the first
+                           that is switched so, after `given` that is written at all, after `under`
+                           that begins so
+    by ROLE                the setting that decided a role
+    deepspeed KEY          a setting of DeepSpeed's, wherever the tool keeps it
+    has TOOL               whether a file of the tool is there
+    unknown TOOL.KEY       whether a program computes the value
+
+    and the names of `_RECORD_FACTS`. `NAME as dtype` and other endings read a value, `NAME as key`,
+    `as name` and `as half` the key of a setting.
+    """
+
+    facts = {
+        **{name: _record_fact(compute) for name, compute in _RECORD_FACTS.items()},
+        **{role: _role_value(role) for role in ROLES},
+    }
+    functions = {
+        "on": sheets.Function(lambda f, a: f.record.facts.first_enabled(*a.split(", ")), _KEYS),
+        "off": sheets.Function(lambda f, a: f.record.facts.first_disabled(*a.split(", ")), _KEYS),
+        "given": sheets.Function(lambda f, a: f.record.facts.get_written(a), _KEYS),
+        "under": sheets.Function(_first_nested, _KEYS),
+        "by": sheets.Function(lambda f, role: f.record.deciding_setting(role), ROLES),
+        "deepspeed": sheets.Function(
+            lambda f, key: deepspeed_setting(f.record.facts, key), RULE_KEYS["deepspeed"]
+        ),
+        "has": sheets.Function(lambda f, tool: f.record.facts.has(tool), RULE_KEYS),
+        "unknown": sheets.Function(_is_computed, _KEYS),
+    }
+    readings = {
+        " as dtype": _read_value(parse_dtype),
+        " as text": _read_value(str),
+        " as torch": _read_value(torch_dtype_name),
+        " as truth": _read_value(parse_boolean),
+        " as type": _read_value(lambda value: type(value).__name__),
+        " in lower case": _read_value(lambda value: str(value).lower()),
+        " as half": _read_key(
+            lambda key: next((half for half in ("bf16", "fp16") if half in key), None)
+        ),
+        " as key": _read_key(lambda key: key),
+        " as name": _read_key(lambda key: key.rpartition(".")[2]),
+    }
+    attributes = ("key", "value", "name", "kind", "architecture", "bf16", "fp8", "tf32")
+    values = {"tool": (*RULE_KEYS, "script")}
+
+    def __init__(self, record: Record, words: dict[str, str]) -> None:
+        super().__init__(words)
+        self.record = record
+
+    def find(self, name: str) -> Any:
+        return self.record.facts.get(*name.split(", ")) if "." in name else None
+
+    @classmethod
+    def words_of_special(cls, name: str, words: Collection[str]) -> set[str] | None:
+        return set() if name in _KEYS else None
+
+    def setting(self, names: str) -> Setting | None:
+        """The first of `one|another` that is a setting."""
+        return next(
+            (value for name in names.split("|") if isinstance(value := self.get(name), Setting)),
+            None,
+        )

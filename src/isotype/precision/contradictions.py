@@ -1,0 +1,175 @@
+"""Contradictions between the settings of one run, found before anything is loaded, by the sheet
+`rules.txt`. A rule names the settings, where each was set, why they conflict, and the fix. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..finding import Finding, Place, Severity
+from ..pages import sheets
+from .packing import PACKED_DTYPES
+from .precision import ALL_ROLES, ALLOWED_DTYPES, EIGHT_BIT_OPTIMIZERS, PRESETS
+
+if TYPE_CHECKING:
+    from ..environment.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value and its source.
+
+    is_written  whether the user wrote it, so that it is not from a preset or a default
+    """
+
+    value: str
+    source: str = "default"
+    is_written: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.source})"
+
+
+SETTINGS = (*ALL_ROLES, "preset", "adapter", "frozen", "optimizer_name")
+_HALF_DTYPES = ("bf16", "fp16")
+
+
+class SettingFacts(sheets.Facts):
+    """The names of the sheet: settings by name, which stand for their values, and the following.
+
+    given ROLE                whether the user wrote it
+    packed NAME               whether weights of this dtype are a few bits with scales
+    bf16 among ROLE, ROLE     those of the roles that are bf16; `half among`: bf16 or fp16
+    ROLES set to NAME         `precision.ROLE: VALUE`, for each of the roles
+    device, bf16 of device    its name; native, emulated or none
+    eight bit                 whether the optimizer keeps its states in 8 bits
+
+    settings  every role of the run, `adapter` (lora, none), `frozen` (yes, no: whether some weights
+              of the model are not trained), `optimizer_name` (adamw, adamw8bit) and `preset`
+    """
+
+    facts = {
+        "device": lambda self: self.device.name,
+        "bf16 of device": lambda self: self.device.bf16,
+        "eight bit": lambda self: self.get("optimizer_name") in EIGHT_BIT_OPTIMIZERS,
+    }
+    functions = {
+        "given": sheets.Function(lambda self, role: self.settings[role].is_written, SETTINGS),
+        "packed": sheets.Function(lambda self, name: self.get(name) in ("nf4", *PACKED_DTYPES)),
+    }
+    values = {
+        **ALLOWED_DTYPES,
+        "preset": tuple(PRESETS),
+        "adapter": ("lora", "none"),
+        "frozen": ("yes", "no"),
+        "bf16 of device": ("native", "emulated", "none"),
+    }
+
+    def __init__(self, settings: Mapping[str, Setting], device: Hardware) -> None:
+        super().__init__()
+        self.settings = settings
+        self.device = device
+
+    def find(self, name: str) -> Any:
+        if name in self.settings:
+            return self.settings[name].value
+        roles, separator, value = name.partition(" set to ")
+        if separator:
+            dtype = self.get(value)
+            return " and ".join(
+                f"precision.{role}: {dtype}" for role in str(self.get(roles)).split(", ")
+            )
+        dtype, separator, roles = name.partition(" among ")
+        if separator:
+            dtypes = _HALF_DTYPES if dtype == "half" else (dtype,)
+            candidates = self.words.get(roles, roles).split(", ")
+            return ", ".join(
+                role
+                for role in candidates
+                if role in self.settings and self.settings[role].value in dtypes
+            )
+        return None
+
+    @classmethod
+    def words_of_special(cls, name: str, words: Collection[str]) -> set[str] | None:
+        if name in SETTINGS:
+            return set()
+        roles, separator, value = name.partition(" set to ")
+        if separator:
+            roles_words = cls.words_of(roles, words)
+            value_words = cls.words_of(value, words)
+            if roles_words is None or value_words is None:
+                return None
+            return roles_words | value_words
+        dtype, separator, roles = name.partition(" among ")
+        if not separator or dtype not in (*_HALF_DTYPES, "half"):
+            return None
+        if roles in words:
+            return {roles}
+        return set() if all(role in SETTINGS for role in roles.split(", ")) else None
+
+
+def load_rules(path: Path) -> dict[str, sheets.Section]:
+    """The sections of a sheet by code. Raises SheetError."""
+    rules = {}
+    for section in sheets.sections(path, ranks="error|warning", fields="settings|cause|fix"):
+        sheets.check_section(section, SettingFacts, lists=("settings",))
+        rules[section.code] = section
+    return dict(sorted(rules.items()))
+
+
+RULES = load_rules(Path(__file__).with_name("rules.txt"))
+
+
+def find_contradictions(settings: Mapping[str, Setting], device: Hardware) -> list[Finding]:
+    """Every finding of every rule, by code; `settings` as `SettingFacts` has them."""
+    findings = []
+    for code, section in RULES.items():
+        facts = SettingFacts(settings, device)
+        section.define_words(facts)
+        for entry in section.entries[1:]:
+            severity = entry.rank(facts)
+            if not severity:
+                continue
+            names = entry.text("settings", facts).split(", ")
+            findings.append(
+                Finding(
+                    code=code,
+                    severity=Severity.parse(severity),
+                    message=facts.format(entry.title),
+                    place=_find_place(names, settings),
+                    cause=entry.text("cause", facts),
+                    fix=entry.text("fix", facts),
+                    details=tuple((_config_key(name), str(settings[name])) for name in names),
+                )
+            )
+    return findings
+
+
+def codes() -> list[str]:
+    return list(RULES)
+
+
+def page(code: str) -> str | None:
+    """The page of a rule."""
+    return RULES[code].as_page() if code in RULES else None
+
+
+def _find_place(names: list[str], settings: Mapping[str, Setting]) -> Place:
+    """The place of the first setting that the user wrote, else of the first."""
+    name = next((name for name in names if settings[name].is_written), names[0])
+    # "run.yaml:3", or "preset nf4-lora, run.yaml:3"
+    file, _, line = settings[name].source.rpartition(", ")[2].rpartition(":")
+    if file and line.isdigit():
+        return Place(file=file, line=int(line), symbol=_config_key(name))
+    return Place(symbol=_config_key(name))
+
+
+def _config_key(name: str) -> str:
+    return {"adapter": "adapter.kind", "optimizer_name": "train.optimizer"}.get(
+        name, f"precision.{name}"
+    )

@@ -1,0 +1,296 @@
+"""Resolves a preset and overrides on a device to one value for each role, with the reason for each
+value. Imports no torch.
+
+The rules about contradictions (`contradictions`) judge the values: errors refuse the run, warnings
+are shown in its header. Every remedy that a rule names is tried on these settings (`advice`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..finding import Finding, Severity
+from .advice import Settings, keep_working_fixes
+from .contradictions import Setting, find_contradictions
+from .precision import (
+    ABOUT,
+    ALL_ROLES,
+    EIGHT_BIT_OPTIMIZERS,
+    PRESETS,
+    ROLES,
+    TASK_ROLES,
+    Precision,
+)
+
+if TYPE_CHECKING:
+    from ..environment.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The contract of one run.
+
+    reasons   role -> why it has its value: the preset, the line of the file, or what the device
+              made of `auto`
+    warnings  findings that do not refuse the run
+    from_checkpoint  the base that `auto` took from a checkpoint that was published quantised; ""
+                     where it did not
+    """
+
+    precision: Precision
+    preset: str
+    reasons: Mapping[str, str]
+    warnings: tuple[Finding, ...] = ()
+    preset_reason: str = ""
+    from_checkpoint: str = ""
+
+    @property
+    def text(self) -> str:
+        """The short text form, as the preset that was chosen: two presets may differ in what
+        another role changed.
+        """
+        return self.precision.text(self.preset)
+
+    def to_json(self) -> str:
+        """The `precision.json` that lies beside saved weights, since their own files carry no
+        precision.
+        """
+        return (
+            json.dumps({"precision": self.text, "roles": self.precision.to_dict()}, indent=1) + "\n"
+        )
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(role, value, reason) in the order of the design's table; rounding and loss scaling where
+        they are not the plain ones.
+        """
+        precision = self.precision
+        values = {role: getattr(precision, role) for role in (*ROLES, *TASK_ROLES)}
+        if precision.packed:
+            values["base"] = f"{precision.base} (rest {precision.unquantised})"
+        if precision.rounding == "stochastic":
+            values["trainable"] += ", stochastic rounding"
+        if precision.loss_scaling == "dynamic":
+            values["compute"] += ", loss scaling"
+        return [(role, value, self.reasons[role]) for role, value in values.items() if value]
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """Each role's value and reason; of a packed base also `rest`, the dtype of the frozen
+        weights that are not packed.
+        """
+        declared = {
+            role: {"value": value, "reason": self.reasons[role]}
+            for role, value in self.precision.items()
+        }
+        if self.precision.packed:
+            declared["base"]["rest"] = self.precision.unquantised
+        return declared
+
+
+def choose_preset(device: Hardware, *, adapter: str) -> tuple[str, str]:
+    """What `auto` becomes on a device, and why: (preset, reason)."""
+    if device.bf16 == "native":
+        name = "bf16-mixed" if adapter == "none" else "bf16-lora"
+        return name, f"auto: {device.name} has native bf16"
+    about = "no bf16" if device.bf16 == "none" else "only emulated bf16"
+    if device.kind != "cpu":
+        offer = "; fp16-mixed is faster here but overflows above 65504: choose it by name"
+    else:
+        offer = ""
+    return "fp32", f"auto: {device.name} has {about}{offer}"
+
+
+def resolve(
+    settings: Mapping[str, str | None] | None = None,
+    *,
+    device: Hardware,
+    adapter: str = "lora",
+    optimizer: str = "adamw",
+    frozen: bool | None = None,
+    sources: Mapping[str, str] | None = None,
+    task_roles: Mapping[str, str] | None = None,
+    checkpoint: tuple[str, str] | None = None,
+) -> Resolved:
+    """Resolves `preset` and role overrides.
+
+    settings    `preset` and roles as in the configuration's precision section; None and missing
+                mean not given
+    frozen      whether some weights of the model are not trained; by default whether there is an
+                adapter
+    sources     `precision.grads`, `adapter.kind`, `train.optimizer` -> where it was set
+                (`run.yaml:12`)
+    task_roles  roles that the run's task has besides -> a dtype, or the role that it follows
+                (`compute`)
+    checkpoint  (dtype, description) of a base that was published quantised, which `auto` takes as
+                it is
+    Raises      UsageError with every contradiction, worst first
+    """
+    written = {
+        f"precision.{role}": value for role, value in (settings or {}).items() if value is not None
+    }
+    written |= {"adapter.kind": adapter, "train.optimizer": optimizer}
+
+    def resolve_written(written: Settings) -> tuple[Resolved, list[Finding]]:
+        roles = {
+            key.removeprefix("precision."): value
+            for key, value in written.items()
+            if key.startswith("precision.")
+        }
+        preset = roles.pop("preset", None) or "auto"
+        run = _Run(
+            preset=preset,
+            roles=roles,
+            adapter=written["adapter.kind"],
+            optimizer=written["train.optimizer"],
+            device=device,
+            has_frozen_weights=frozen,
+            sources=sources or {},
+            task_roles=task_roles or {},
+            checkpoint=checkpoint if preset == "auto" and "base" not in roles else None,
+        )
+        return _resolve_run(run)
+
+    resolved, findings = resolve_written(written)
+    findings = [
+        keep_working_fixes(finding, written, lambda changed: resolve_written(changed)[1])
+        for finding in findings
+    ]
+    errors = [finding for finding in findings if finding.severity == Severity.ERROR]
+    if errors:
+        raise UsageError("\n".join(finding.render() for finding in errors))
+    return replace(resolved, warnings=tuple(findings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What decides the precision of a run.
+
+    preset              as the user wrote it, or auto
+    roles               those that the user wrote
+    has_frozen_weights  None where it follows from the adapter
+    checkpoint          (dtype, description) of the base that `auto` takes as it is
+    """
+
+    preset: str
+    roles: Mapping[str, str]
+    adapter: str
+    optimizer: str
+    device: Hardware
+    has_frozen_weights: bool | None
+    sources: Mapping[str, str]
+    task_roles: Mapping[str, str]
+    checkpoint: tuple[str, str] | None
+
+    @property
+    def generate_follows_compute(self) -> bool:
+        return "compute" in self.roles and "generate" not in self.roles
+
+    @property
+    def optimizer_decides_states(self) -> bool:
+        return self.optimizer in EIGHT_BIT_OPTIMIZERS and "optimizer" not in self.roles
+
+
+def _resolve_run(run: _Run) -> tuple[Resolved, list[Finding]]:
+    """Every role's value with its reason, and the findings of the rules about them."""
+    preset, preset_reason = _resolve_preset(run)
+    precision = _resolve_roles(run, preset)
+    reasons = _find_reasons(run, preset_reason)
+    resolved = Resolved(
+        precision=precision,
+        preset=preset,
+        reasons=reasons,
+        preset_reason=f"{preset_reason}{_describe_preset(run, preset, precision)}",
+        from_checkpoint=precision.base if run.checkpoint else "",
+    )
+    settings = _list_settings(run, resolved, preset_reason)
+    return resolved, find_contradictions(settings, run.device)
+
+
+def _resolve_preset(run: _Run) -> tuple[str, str]:
+    """The preset and why it is this one."""
+    if run.preset == "auto":
+        return choose_preset(run.device, adapter=run.adapter)
+    if run.preset in PRESETS:
+        return run.preset, f"preset {run.preset}"
+    source = run.sources.get("precision.preset", "default")
+    raise UsageError(
+        f"{source} precision.preset: {run.preset!r} is not one of auto {' '.join(PRESETS)}",
+        code="PR000",
+    )
+
+
+def _resolve_roles(run: _Run, preset: str) -> Precision:
+    overrides: dict[str, str] = {}
+    if run.checkpoint:
+        overrides["base"] = run.checkpoint[0]
+    if run.optimizer_decides_states:
+        overrides["optimizer"] = "int8"
+    precision = PRESETS[preset].but(**overrides | dict(run.roles))
+    if run.generate_follows_compute:
+        precision = precision.but(generate=precision.compute)
+    roles_of_task = {
+        role: getattr(precision, value, value)
+        for role, value in run.task_roles.items()
+        if role not in run.roles
+    }
+    return precision.but(**roles_of_task)
+
+
+def _find_reasons(run: _Run, preset_reason: str) -> dict[str, str]:
+    """Each role of the run -> why it has its value. A later reason replaces an earlier one."""
+    reasons = {role: preset_reason for role in ALL_ROLES if role not in TASK_ROLES}
+    if run.optimizer_decides_states:
+        source = run.sources.get("train.optimizer", "train.optimizer")
+        reasons["optimizer"] = (
+            f"{run.optimizer} keeps 8 bits, and fp32 below 4,096 elements; {source}"
+        )
+    for role, value in run.task_roles.items():
+        reasons[role] = f"follows {value}" if value in ALL_ROLES else "default"
+    if run.generate_follows_compute:
+        reasons["generate"] = "follows compute"
+    if run.checkpoint:
+        reasons["base"] = f"the checkpoint is {run.checkpoint[1]}"
+    for role in run.roles:
+        reasons[role] = run.sources.get(f"precision.{role}", "given")
+    return reasons
+
+
+def _list_settings(run: _Run, resolved: Resolved, preset_reason: str) -> dict[str, Setting]:
+    """The settings as the rules about contradictions have them."""
+    sources = run.sources
+    preset_source = sources.get("precision.preset", "default")
+    settings: dict[str, Setting] = {}
+    for role, reason in resolved.reasons.items():
+        source = reason
+        if reason == preset_reason and run.preset != "auto" and preset_source != "default":
+            source = f"{preset_reason}, {preset_source}"
+        settings[role] = Setting(getattr(resolved.precision, role), source, role in run.roles)
+    if run.preset == "auto":
+        settings["preset"] = Setting(resolved.preset, preset_reason)
+    else:
+        settings["preset"] = Setting(resolved.preset, preset_source, True)
+    adapter_source = sources.get("adapter.kind", "default")
+    settings["adapter"] = Setting(run.adapter, adapter_source, adapter_source != "default")
+    has_frozen_weights = run.has_frozen_weights
+    if has_frozen_weights is None:
+        has_frozen_weights = run.adapter != "none"
+    settings["frozen"] = Setting("yes" if has_frozen_weights else "no")
+    settings["optimizer_name"] = Setting(
+        run.optimizer, sources.get("train.optimizer", "default"), "train.optimizer" in sources
+    )
+    return settings
+
+
+def _describe_preset(run: _Run, preset: str, precision: Precision) -> str:
+    """What the preset is, or, where roles were changed, these: its description may not hold for
+    them.
+    """
+    if run.checkpoint:
+        return f"; base {precision.base}, as the checkpoint is"
+    changes = [role for role, value in run.roles.items() if value != getattr(PRESETS[preset], role)]
+    if changes:
+        return f"; changed: {', '.join(changes)}"
+    return f": {ABOUT[preset]}"
