@@ -36,7 +36,7 @@ from isotype.environment.hardware import Hardware, lookup_hardware
 from isotype.errors import UsageError
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
-from isotype.tasks.language.outline import outline, step_outline
+from isotype.tasks.language.outline import outline, outline_step
 from isotype.training.console import silence_library_warnings
 from isotype.training.memory.plan import (
     MemoryPlan,
@@ -351,7 +351,7 @@ def ledger_of(
         if kind != "none"
         else Checkpointing(kind)
     )
-    largest = step_outline(config, precision, length=tokens, device_type="cuda")
+    largest = outline_step(config, precision, length=tokens, device_type="cuda")
     memory = plan_memory(
         made, config.train, precision, largest, checkpointing=what, device_type="cuda"
     )

@@ -185,7 +185,7 @@ def vlm(tmp_path_factory) -> Callable[[str], Path]:
 def subject(configured, tmp_path):
     """`subject(folder, **sections)`: a prepared run, as `train` would hand it to the preflight."""
     from isotype.runs.folder import RunFolder
-    from isotype.tasks.choose import task_of
+    from isotype.tasks.choose import choose_task
     from isotype.training.schedule import RunSchedule
     from isotype.training.setup import Subject, prepare
 
@@ -193,7 +193,7 @@ def subject(configured, tmp_path):
         loaded = configured(folder_name, **sections)
         folder = tmp_path / folder_name
         folder.mkdir(exist_ok=True)
-        task = task_of(loaded.config)
+        task = choose_task(loaded.config)
         prepared = prepare(task, loaded.sources, RunFolder(folder).base)
         plan = RunSchedule.from_config(loaded.config, rows=task.rows, eval_rows=task.eval_rows)
         return Subject(

@@ -21,7 +21,7 @@ import torch.distributed.fsdp
 
 from isotype.config.load import load
 from isotype.distributed.world import World, join
-from isotype.tasks.choose import task_of
+from isotype.tasks.choose import choose_task
 from isotype.training.memory.device import return_freed_blocks
 from isotype.training.memory.plan import plan_process_memory
 from isotype.training.setup import prepare
@@ -35,10 +35,10 @@ def kilobytes(file: str, key: str) -> int:
 
 def loading(world: World, file: str, folder: Path, tiny: str) -> object:
     first = load(tiny, [], {})
-    prepare(task_of(first.config), first.sources, folder / "tiny", world)
+    prepare(choose_task(first.config), first.sources, folder / "tiny", world)
     gc.collect()
     loaded = load(file, [], {})
-    task, taken = task_of(loaded.config), []
+    task, taken = choose_task(loaded.config), []
 
     def measured(work):
         def does(*args, **kwargs):
@@ -59,7 +59,7 @@ def steps(world: World, file: str, folder: Path) -> object:
     loaded = load(file, [], {})
 
     def trained(count):
-        task = task_of(loaded.config)
+        task = choose_task(loaded.config)
         prepared = prepare(task, loaded.sources, folder / "base", world)
         batch = task.collate(task.largest_rows(prepared.batching.rows))
         prepared.model.train()

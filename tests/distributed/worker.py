@@ -25,7 +25,7 @@ import torch
 from isotype.config.load import load
 from isotype.errors import IsotypeError
 from isotype.precision.parts import local_part
-from isotype.tasks.choose import task_of
+from isotype.tasks.choose import choose_task
 from isotype.training import loop as loop_module
 from isotype.training.loop import Loop
 from isotype.training.run import train
@@ -89,7 +89,7 @@ def main() -> int:
         resume / "resolved.yaml" if resume else given["config"], [], {}, resolved=resume is not None
     )
     try:
-        return train(loaded, task_of(loaded.config), resume=resume)
+        return train(loaded, choose_task(loaded.config), resume=resume)
     except IsotypeError as error:
         if not error.shown_elsewhere:
             print(f"isotype: {error}", file=sys.stderr)

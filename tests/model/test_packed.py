@@ -26,7 +26,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.precision.quantised_base import Quantisation, detect_quantisation
 from isotype.tasks.choose import train
-from isotype.tasks.language.task import flops_of_a_token
+from isotype.tasks.language.task import flops_per_token
 from tests.commands import ask, invoke
 from tests.models import lora, tiny
 from tests.published import FORMATS, write, write_experts
@@ -367,7 +367,7 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     exact.set_experts_implementation("eager")
     exact.config._attn_implementation = "eager"
     model.requires_grad_(False)
-    assert flops_of_a_token(model, model.config) == flops_of_a_token(exact, exact.config), (
+    assert flops_per_token(model, model.config) == flops_per_token(exact, exact.config), (
         "a token is sent to two experts, packed or not"
     )
     packed = attach_adapter(model, AdapterSection(r=4), seed=0)

@@ -18,7 +18,7 @@ from isotype.observe.continuity import Continuity
 from isotype.observe.observer import ModelChanges, is_observed
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.tasks.choose import task_of
+from isotype.tasks.choose import choose_task
 from isotype.training.run import train
 
 
@@ -34,7 +34,7 @@ def task(configured):
             train=given | sections.pop("train", {}),
             **sections,
         )
-        made, evaluations = task_of(loaded.config), []
+        made, evaluations = choose_task(loaded.config), []
         evaluate = made.evaluate
 
         def acting(model, device, **options):

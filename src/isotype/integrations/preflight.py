@@ -36,10 +36,10 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.vision import vision_parts
 from ..tasks.language.checks import (
-    beyond_the_embeddings,
-    beyond_the_positions,
-    end_never_learnt,
-    nothing_to_learn,
+    ids_beyond_embeddings,
+    rows_beyond_positions,
+    unlearnt_end_token,
+    rows_without_learnt_tokens,
     untrained_new_tokens,
 )
 from ..training.finite import non_finite_error
@@ -418,10 +418,10 @@ def _run(attachment: Attachment, subject: Subject, skip: Mapping[str, str]) -> O
     else:
         blind = "the model sees no pictures"
     for phase, codes, run, why in (
-        ("data", ("PF005",), nothing_to_learn, no_rows),
-        ("data", ("PF020",), beyond_the_positions, unknown or no_rows),
-        ("data", ("PF007",), end_never_learnt, without),
-        ("data", ("PF008",), beyond_the_embeddings, unknown or without),
+        ("data", ("PF005",), rows_without_learnt_tokens, no_rows),
+        ("data", ("PF020",), rows_beyond_positions, unknown or no_rows),
+        ("data", ("PF007",), unlearnt_end_token, without),
+        ("data", ("PF008",), ids_beyond_embeddings, unknown or without),
         ("data", ("PF009",), untrained_new_tokens, unknown or without),
         ("data", ("PF023",), find_learnt_picture_tokens, unknown or blind),
         ("static", ("PF024",), find_unloadable_names, unknown),

@@ -16,7 +16,7 @@ from ..training.run import train as train_task
 from ..training.task import Task
 
 
-def task_of(config: RunConfig) -> Task:
+def choose_task(config: RunConfig) -> Task:
     """The task of a configuration."""
     if kind_of(config) == DIFFUSION:
         from .diffusion.task import DiffusionTask
@@ -41,7 +41,7 @@ def train(
     """
     return train_task(
         loaded,
-        task_of(loaded.config),
+        choose_task(loaded.config),
         resume=resume,
         console=console,
         skips=skips,
@@ -55,4 +55,4 @@ def plan_run(loaded: LoadedConfig, *, device: str | None = None, gpus: int | Non
 
     Raises  UsageError as it would
     """
-    return plan_task(task_of(loaded.config), loaded.sources, device=device, gpus=gpus)
+    return plan_task(choose_task(loaded.config), loaded.sources, device=device, gpus=gpus)

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
-from isotype.tasks.choose import task_of
+from isotype.tasks.choose import choose_task
 from isotype.tasks.diffusion.result import save_lora
 from isotype.training.setup import prepare_data
 
@@ -181,7 +181,7 @@ def refused(loaded) -> str:
     """The message of what a run cannot begin with."""
     try:
         refuse_incomplete(loaded)
-        prepare_data(task_of(loaded.config), loaded.sources)
+        prepare_data(choose_task(loaded.config), loaded.sources)
     except UsageError as error:
         return error.message
     pytest.fail("it was not refused")
@@ -189,7 +189,7 @@ def refused(loaded) -> str:
 
 def encoded(loaded):
     """The task of a configuration, its pictures and captions encoded."""
-    task = task_of(loaded.config)
+    task = choose_task(loaded.config)
     task.encode(prepare_data(task, loaded.sources).device)
     return task
 

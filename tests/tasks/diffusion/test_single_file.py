@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures, merge_denoiser
-from isotype.tasks.choose import plan_run, task_of, train
+from isotype.tasks.choose import plan_run, choose_task, train
 from isotype.tasks.diffusion import pipeline
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
@@ -175,7 +175,7 @@ V_MARKERS = {
 def test_a_v_prediction_file_is_trained_as_v(drawn, studio, tmp_path, marker):
     """Its settings are those of its family, which learns epsilon."""
     file = marked(studio, tmp_path, **V_MARKERS[marker])
-    task = task_of(drawn(model=file).config)
+    task = choose_task(drawn(model=file).config)
     prepare_data(task, {})
     assert task.objective.kind == "v"
     (line,) = [line for line in task.plan_lines() if line.startswith("noob.safetensors is ")]
@@ -195,7 +195,7 @@ def test_a_file_with_zero_terminal_snr_trains_and_draws_and_is_merged_so(
     assert "v_prediction with zero terminal SNR: tensor v_pred, tensor ztsnr" in (
         capsys.readouterr().out
     )
-    task = task_of(loaded.config)
+    task = choose_task(loaded.config)
     prepare_data(task, {})
     assert float(task.objective.signal[-1]) == 0.0, "the last step is noise alone"
     pipe = task.folder.pipeline(torch.float32, unet=None, vae=None, text_encoder=None)
@@ -228,7 +228,7 @@ def test_markers_that_leave_a_doubt_are_refused_and_a_setting_decides(
     ):
         file = marked(studio, tmp_path, **markers)
         with subtests.test(objective, markers=markers):
-            task = task_of(drawn(model=file, diffusion={"objective": objective}).config)
+            task = choose_task(drawn(model=file, diffusion={"objective": objective}).config)
             prepare_data(task, {})
             assert task.objective.kind == objective
 
@@ -240,7 +240,7 @@ def test_a_shift_in_a_file_of_flow_matching_is_not_passed_over(drawn, studio, tm
     metadata = {"flow_shift": "5.0", "modelspec.prediction_type": "epsilon"}
     save_file(weights, file, metadata=metadata)
     assert "flow_shift says shift 5, and its scheduler has 3" in refused(drawn(model=file))
-    task = task_of(drawn(model=file, diffusion={"shift": 5.0}).config)
+    task = choose_task(drawn(model=file, diffusion={"shift": 5.0}).config)
     prepare_data(task, {})
     assert any("belongs to a model that learns noise" in line for line in task.plan_lines())
 
@@ -465,7 +465,7 @@ def test_tables_of_positions_stay_in_fp32(drawn, studio, tmp_path):
     kept = tensors["pos_embed.pos_embed"].bfloat16()
     save_file(tensors | {"pos_embed.pos_embed": kept}, file)
     loaded = drawn(model=tmp_path / "sd3", precision={"preset": "auto"})
-    task = task_of(loaded.config)
+    task = choose_task(loaded.config)
     basis = prepare_data(task, loaded.sources)
     table = frozen_denoiser(task.folder, basis.resolved.precision, basis.device).pos_embed.pos_embed
     assert table.dtype == torch.float32

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures
-from isotype.tasks.choose import plan_run, task_of, train
+from isotype.tasks.choose import plan_run, choose_task, train
 from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.setup import prepare_data
@@ -140,7 +140,7 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
 
     (folder / "drawn_0003.png").unlink()
     loaded = drawn("second", images=images, **settings)
-    task = task_of(loaded.config)
+    task = choose_task(loaded.config)
     prepare_data(task, loaded.sources)
     assert len(task.gathered.to_draw) == 1
     task.encode(torch.device("cpu"))
@@ -162,7 +162,7 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
         "also where no picture is missing"
     )
     other_steps = drawn(images=images, run={"sample_steps": 3})
-    prepare_data(task_of(other_steps.config), other_steps.sources)
+    prepare_data(choose_task(other_steps.config), other_steps.sources)
 
 
 # --- Several resolutions in one run.

@@ -13,9 +13,15 @@ from isotype.optimize.attention import FEW, why_mask_is_read
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
-from isotype.tasks.language.batches import Batch, collate, model_inputs, next_tokens, takes_one_row
+from isotype.tasks.language.batches import (
+    Batch,
+    collate,
+    model_inputs,
+    next_tokens,
+    needs_single_packed_row,
+)
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.tasks.language.task import flops_of_a_token
+from isotype.tasks.language.task import flops_per_token
 from tests.models import FAMILIES, lora, rows, tiny
 from tests.results import same_tensors
 
@@ -37,7 +43,7 @@ def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
 def test_a_token_is_counted_in_every_product():
     differing = tiny("gemma4_unified_text", num_hidden_layers=3, head_dim=8, global_head_dim=16)
     products = [m for m in differing.modules() if isinstance(m, torch.nn.Linear)]
-    assert flops_of_a_token(differing, differing.config) == 6 * sum(
+    assert flops_per_token(differing, differing.config) == 6 * sum(
         m.weight.numel() for m in products
     )
 
@@ -46,7 +52,7 @@ def test_of_stacked_experts_those_are_counted_that_a_token_is_sent_to():
     model = tiny("mixtral")  # two of four experts
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3)
-    assert flops_of_a_token(model, model.config) == 6 * linear + 6 * stacked / 2
+    assert flops_per_token(model, model.config) == 6 * linear + 6 * stacked / 2
 
 
 # --- Right padding without a mask, and packed documents by their bounds alone: the loss and
@@ -264,7 +270,7 @@ def test_one_row_for_varlen() -> None:
     """
     model = model_of("llama", "sdpa")
     batch = collate(packed_three()[:2], pad_id=0)
-    one = batch.as_one_row()
+    one = batch.join_packed_rows()
     assert one.input_ids.shape == (1, batch.input_ids.numel())
     torch.testing.assert_close(
         logits(model, one).view_as(logits(model, batch)), logits(model, batch), rtol=0, atol=2e-5
@@ -273,6 +279,6 @@ def test_one_row_for_varlen() -> None:
         assert float(batch_loss_sum(model, one)) == pytest.approx(
             float(batch_loss_sum(model, batch)), rel=1e-6
         )
-    assert not takes_one_row(model)
+    assert not needs_single_packed_row(model)
     model.config._attn_implementation = "flash_attention_2"
-    assert takes_one_row(model)
+    assert needs_single_packed_row(model)

@@ -16,12 +16,12 @@ from isotype.finding import Severity
 from isotype.precision.apply import inner_model
 from isotype.tasks.choose import train
 from isotype.tasks.language.checks import (
-    beyond_the_positions,
-    end_never_learnt,
+    rows_beyond_positions,
+    unlearnt_end_token,
     missing_template,
-    nothing_to_learn,
-    packed_documents_apart,
-    prompts_learnt,
+    rows_without_learnt_tokens,
+    packed_document_leakage,
+    learnt_prompts,
     untrained_new_tokens,
 )
 
@@ -36,10 +36,10 @@ def test_rows_that_are_all_masked(subject, with_data):
     one = subject()
     rows = list(one.task.data.train)
     half = with_data(one, train=[*map(masked, rows[:20]), *rows[20:]])
-    (finding,) = nothing_to_learn(half)
+    (finding,) = rows_without_learnt_tokens(half)
     assert finding.severity == Severity.WARNING
     assert finding.message.startswith(f"20 of {len(rows)} training rows")
-    (finding,) = nothing_to_learn(with_data(one, train=list(map(masked, rows))))
+    (finding,) = rows_without_learnt_tokens(with_data(one, train=list(map(masked, rows))))
     assert finding.severity == Severity.ERROR
 
 
@@ -49,7 +49,7 @@ def test_answers_that_were_cut_away(subject, tmp_path):
         for i in range(40)
     ]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (finding,) = nothing_to_learn(
+    (finding,) = rows_without_learnt_tokens(
         subject(data={"train": str(tmp_path / "long.jsonl"), "eval_split": 0.0})
     )
     assert finding.message.startswith("20 of 40 training rows")
@@ -59,10 +59,10 @@ def test_answers_that_were_cut_away(subject, tmp_path):
 def test_prompts_that_are_learnt(subject, with_data):
     one = subject()
     whole = [replace(row, labels=row.input_ids) for row in one.task.data.train]
-    (finding,) = prompts_learnt(with_data(one, train=whole))
+    (finding,) = learnt_prompts(with_data(one, train=whole))
     assert finding.severity == Severity.ERROR
     meant = subject("meant", data={"loss_on": "all"})
-    assert list(prompts_learnt(meant)) == []
+    assert list(learnt_prompts(meant)) == []
 
 
 def test_an_end_that_is_masked_as_padding_is(subject, with_data):
@@ -71,12 +71,12 @@ def test_an_end_that_is_masked_as_padding_is(subject, with_data):
     tokenizer = one.task.tokenizer
     tokenizer.pad_token = tokenizer.eos_token
     end = tokenizer.eos_token_id
-    assert list(end_never_learnt(one)) == []
+    assert list(unlearnt_end_token(one)) == []
     rows = [
         replace(r, labels=tuple(IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels)))
         for r in one.task.data.train
     ]
-    (finding,) = end_never_learnt(with_data(one, train=rows))
+    (finding,) = unlearnt_end_token(with_data(one, train=rows))
     assert finding.severity == Severity.ERROR
     assert "padding token is the same" in str(finding.cause)
 
@@ -94,13 +94,14 @@ def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_
         "config": settings,
         "tokenizer": str(tmp_path / "other"),
     }
-    (finding,) = end_never_learnt(subject(model=model))
+    (finding,) = unlearnt_end_token(subject(model=model))
     assert finding.severity == Severity.WARNING
     assert "'<|im_end|>', at which generation does not stop" in str(finding.cause)
     command = str(finding.fix).partition('python -c "')[2].removesuffix('"')
     exec(command.replace("'ended'", repr(str(tmp_path / "ended"))))
     assert (
-        list(end_never_learnt(subject(model=model | {"tokenizer": str(tmp_path / "ended")}))) == []
+        list(unlearnt_end_token(subject(model=model | {"tokenizer": str(tmp_path / "ended")})))
+        == []
     )
 
 
@@ -154,12 +155,12 @@ def test_chats_without_a_template(subject, workshop, tmp_path):
 
 
 def test_rotary_positions_are_a_warning(subject, workshop, tmp_path):
-    assert list(beyond_the_positions(subject("enough"))) == []
+    assert list(rows_beyond_positions(subject("enough"))) == []
     short = tmp_path / "short"
     shutil.copytree(workshop.base, short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
-    (finding,) = beyond_the_positions(subject("short", model={"name": str(short)}))
+    (finding,) = rows_beyond_positions(subject("short", model={"name": str(short)}))
     assert (finding.code, finding.severity) == ("PF020", Severity.WARNING)
     assert finding.fix.startswith("data.max_length: 8;")
 
@@ -193,11 +194,11 @@ class Running(torch.nn.Module):
 
 def test_a_state_along_the_row_is_found(subject):
     one = subject(data=PACKED)
-    assert list(packed_documents_apart(one)) == []
+    assert list(packed_document_leakage(one)) == []
     model = inner_model(one.prepared.model).model
     model.norm = torch.nn.Sequential(Running(), model.norm)
-    (found,) = packed_documents_apart(one)
+    (found,) = packed_document_leakage(one)
     assert found.code == "PF018"
     assert found.fix == "data.packing: false"
     plain = subject("plain")
-    assert list(packed_documents_apart(plain)) == []
+    assert list(packed_document_leakage(plain)) == []

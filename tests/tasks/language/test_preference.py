@@ -22,9 +22,14 @@ from isotype.inference.loaded import load_run
 from isotype.optimize import optimize
 from isotype.report.plots import plots
 from isotype.report.record import read_run
-from isotype.tasks.choose import task_of, train
+from isotype.tasks.choose import choose_task, train
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.preference import Answers, Preference, answer_log_probs, judged
+from isotype.tasks.language.preference import (
+    PairLogProbs,
+    Preference,
+    answer_log_probs,
+    pair_losses,
+)
 from isotype.training.plan import plan_run
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny
@@ -374,7 +379,7 @@ def test_losses_are_those_of_trl():
         torch.randint(3, 20, (16,)).float(),
         torch.randint(3, 20, (16,)).float(),
     )
-    answers = Answers(c, r, torch.zeros(16), torch.zeros(16), n, m)
+    answers = PairLogProbs(c, r, torch.zeros(16), torch.zeros(16), n, m)
     plain = {"beta": 0.1, "nll": 0.0}
     device = SimpleNamespace(device="cpu")
     odds = -ORPOTrainer.odds_ratio_loss(
@@ -388,17 +393,19 @@ def test_losses_are_those_of_trl():
         loss_type="sigmoid",
         accelerator=device,
     )
-    torch.testing.assert_close(judged("orpo", PreferenceSection(**plain), answers).losses, odds)
+    torch.testing.assert_close(
+        pair_losses("orpo", PreferenceSection(**plain), answers).losses, odds
+    )
     smoothed = PreferenceSection(**plain, label_smoothing=0.1)
     torch.testing.assert_close(
-        judged("cpo", smoothed, answers).losses, CPOTrainer.cpo_loss(theirs, c, r)[0]
+        pair_losses("cpo", smoothed, answers).losses, CPOTrainer.cpo_loss(theirs, c, r)[0]
     )
     theirs.loss_type, theirs.label_smoothing = "simpo", 0.0
     torch.testing.assert_close(
-        judged("simpo", PreferenceSection(**plain), answers).losses,
+        pair_losses("simpo", PreferenceSection(**plain), answers).losses,
         CPOTrainer.cpo_loss(theirs, c / n, r / m)[0],
     )
-    with_nll = judged("orpo", PreferenceSection(), answers).losses
+    with_nll = pair_losses("orpo", PreferenceSection(), answers).losses
     torch.testing.assert_close(with_nll, odds - c / n)
 
 
@@ -713,7 +720,7 @@ def test_the_plan_counts_the_teacher(taught):
     made = {name: taught(name) for name in ("distil", "sft")}
     made["sft"] = taught("sft", train={"objective": "sft"})
     plans = {
-        name: plan_run(task_of(loaded.config), loaded.sources) for name, loaded in made.items()
+        name: plan_run(choose_task(loaded.config), loaded.sources) for name, loaded in made.items()
     }
     assert "distil.teacher" in plans["distil"].to_text()
     assert plans["distil"].memory.frozen - plans["sft"].memory.frozen == 4 * (36576 - 3712 + 9 * 64)

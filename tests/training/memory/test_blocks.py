@@ -19,9 +19,9 @@ from isotype.data.rows import Row
 from isotype.environment.hardware import lookup_hardware
 from isotype.errors import UsageError
 from isotype.precision.precision import Precision
-from isotype.tasks.choose import task_of
+from isotype.tasks.choose import choose_task
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.outline import outline, step_outline
+from isotype.tasks.language.outline import outline, outline_step
 from isotype.training.memory.blocks import (
     check_offload,
     get_frozen_blocks,
@@ -77,7 +77,7 @@ def same(loaded, batches_of, tmp_path):
     """
     late, found, models = Late(), [], []
     for copies in (None, late):
-        task = task_of(loaded.config)
+        task = choose_task(loaded.config)
         prepared = prepare(task, loaded.sources, tmp_path / "base")
         if copies is not None:
             offload_blocks(prepared.model, CPU, copies)
@@ -192,7 +192,7 @@ def planned(offload, preset="bf16-lora", **changes):
         precision,
         device_type="cuda",
     )
-    largest = step_outline(config, precision, length=256, device_type="cuda")
+    largest = outline_step(config, precision, length=256, device_type="cuda")
     checkpointing = configured_checkpointing(made.model, config.train)
     plan = plan_memory(
         made, config.train, precision, largest, checkpointing=checkpointing, device_type="cuda"

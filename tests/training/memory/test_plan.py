@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from isotype.config.load import load
 from isotype.data.rows import Row
 from isotype.precision.precision import Precision
-from isotype.tasks.choose import task_of
+from isotype.tasks.choose import choose_task
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.outline import outline, step_outline
+from isotype.tasks.language.outline import outline, outline_step
 from isotype.training.memory.plan import LiveBytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, configured_checkpointing
 from isotype.training.setup import prepare
@@ -31,7 +31,7 @@ def planned(architecture: dict, overrides: list[str], length: int):
         made,
         config.train,
         precision,
-        step_outline(config, precision, length=length),
+        outline_step(config, precision, length=length),
         checkpointing=checkpointing,
     )
 
@@ -60,7 +60,7 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
         what = configured_checkpointing(
             made.model, config.train.model_copy(update={"gradient_checkpointing": way})
         )
-        largest = step_outline(config, precision, length=500, device_type="cuda")
+        largest = outline_step(config, precision, length=500, device_type="cuda")
         plans[way] = plan_memory(
             made, config.train, precision, largest, checkpointing=what, device_type="cuda"
         )
@@ -95,7 +95,7 @@ def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_ste
     )
     config, precision = loaded.config, Precision.preset("nf4-lora")
     made = outline(AutoConfig.for_model(**model["config"]), config, precision, device_type="cuda")
-    largest = step_outline(config, precision, length=256, device_type="cuda")
+    largest = outline_step(config, precision, length=256, device_type="cuda")
     plan = plan_memory(
         made,
         config.train,
@@ -107,7 +107,7 @@ def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_ste
     assert plan.not_simulated is None
     row = Row((5,) * 256, (5,) * 256, 0)
     with LiveBytes() as live:
-        prepared = prepare(task_of(config), loaded.sources, tmp_path / "base")
+        prepared = prepare(choose_task(config), loaded.sources, tmp_path / "base")
         prepared.model.train()
         gc.collect()
         live.restart_peak()

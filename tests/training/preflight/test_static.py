@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from isotype.finding import Severity
-from isotype.tasks.language.outline import step_outline
+from isotype.tasks.language.outline import outline_step
 from isotype.training.memory.device import overhead_memory
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
@@ -72,7 +72,7 @@ def test_a_disk_that_is_a_byte_too_small(subject, monkeypatch):
 def planned(one):
     precision = one.prepared.resolved.precision
     made = one.task.outline(precision, device_type="cpu")
-    largest = step_outline(one.config, precision, length=len(one.longest_rows[0].input_ids))
+    largest = outline_step(one.config, precision, length=len(one.longest_rows[0].input_ids))
     return plan_memory(
         made, one.config.train, precision, largest, checkpointing=Checkpointing("none")
     )

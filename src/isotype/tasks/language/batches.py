@@ -24,20 +24,20 @@ from ...wording import pluralise
 # Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's
 # attention also builds a plan for each new length, about 170 ms on an H100, so that there are few
 # of them.
-MULTIPLE = 8
-MULTIPLE_OF_SHORT_ROWS = 32
-MULTIPLE_ON_A_GPU = 128
+CPU_MULTIPLE = 8
+SHORT_ROW_MULTIPLE = 32
+GPU_MULTIPLE = 128
 
 
 def padded_length(longest: int, device_type: str) -> int:
     """Of a batch whose longest row has so many tokens."""
-    short = longest <= MULTIPLE_ON_A_GPU
+    is_short = longest <= GPU_MULTIPLE
     if device_type == "cpu":
-        multiple = MULTIPLE
-    elif short:
-        multiple = MULTIPLE_OF_SHORT_ROWS
+        multiple = CPU_MULTIPLE
+    elif is_short:
+        multiple = SHORT_ROW_MULTIPLE
     else:
-        multiple = MULTIPLE_ON_A_GPU
+        multiple = GPU_MULTIPLE
     return longest + -longest % multiple
 
 
@@ -87,7 +87,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         return replace(
-            self, **(sent(vars(self), device) | {"pictures": sent(self.pictures, device)})
+            self,
+            **(
+                move_to_device(vars(self), device)
+                | {"pictures": move_to_device(self.pictures, device)}
+            ),
         )
 
     @property
@@ -96,12 +100,17 @@ class Batch:
         ignore the positions.
         """
         if self.position_ids is None:
-            apart = {"attention_mask": self.attention_mask}
+            mask_or_positions = {"attention_mask": self.attention_mask}
         else:
-            apart = {"position_ids": self.position_ids}
-        return {"input_ids": self.input_ids, **apart, **self.pictures, "use_cache": False}
+            mask_or_positions = {"position_ids": self.position_ids}
+        return {
+            "input_ids": self.input_ids,
+            **mask_or_positions,
+            **self.pictures,
+            "use_cache": False,
+        }
 
-    def as_one_row(self) -> Batch:
+    def join_packed_rows(self) -> Batch:
         """Packed rows one after the other, as varlen attention takes them. The first label of each
         is masked already.
         """
@@ -114,7 +123,7 @@ class Batch:
         )
 
 
-def sent(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def move_to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Those that lie on a device, on this one: tensors, and batches of them."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
@@ -136,8 +145,8 @@ def collate(
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED, dtype=torch.long)
     mask = torch.zeros((len(rows), longest), dtype=torch.long)
-    packed = any(row.documents for row in rows)
-    positions = torch.empty_like(mask) if packed else None
+    is_packed = any(row.documents for row in rows)
+    positions = torch.empty_like(mask) if is_packed else None
     lengths: list[int] = []
     for i, row in enumerate(rows):
         n = len(row.input_ids)
@@ -153,32 +162,35 @@ def collate(
     counted = (
         (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
     )
-    documents = Documents.from_lengths(lengths) if packed else None
+    documents = Documents.from_lengths(lengths) if is_packed else None
     if pictures is not None and rows[0].pictures:
-        shown = pictures.inputs(input_ids, mask, [row.pictures for row in rows])
+        picture_inputs = pictures.inputs(input_ids, mask, [row.pictures for row in rows])
     else:
-        shown = {}
+        picture_inputs = {}
     return Batch(
         input_ids,
-        None if packed else mask,
+        None if is_packed else mask,
         labels,
         int(mask.sum()),
         counted.numel(),
         positions,
         counted,
         documents,
-        shown,
+        picture_inputs,
     )
 
 
-def with_and_without_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
+def split_by_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
     """The rows in parts that can be one batch: processors take pictures for all rows of a batch, or
     for none.
     """
-    shown = [bool(getattr(row, "pictures", ())) for row in rows]
-    if all(shown) or not any(shown):
+    has_pictures = [bool(getattr(row, "pictures", ())) for row in rows]
+    if all(has_pictures) or not any(has_pictures):
         return [rows]
-    return [[row for row, has in zip(rows, shown) if has is which] for which in (True, False)]
+    return [
+        [row for row, row_has_pictures in zip(rows, has_pictures) if row_has_pictures is value]
+        for value in (True, False)
+    ]
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -191,7 +203,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     also let windows and softcaps run in kernels.
     """
     inputs = batch.inputs
-    if batch.position_ids is not None and reads_grids(model):
+    if batch.position_ids is not None and has_grid_positions(model):
         # the first row keeps documents apart, the others are time, height and width: of text they
         # are equal
         inputs["position_ids"] = batch.position_ids.expand(4, -1, -1)
@@ -212,7 +224,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return inputs
 
 
-def reads_grids(model: nn.Module) -> bool:
+def has_grid_positions(model: nn.Module) -> bool:
     """Whether the model's positions have rows for time, height and width, as those of Qwen's
     vision-language models do. Given one row of packed positions, Qwen2.5-VL would see one document.
     """
@@ -221,7 +233,7 @@ def reads_grids(model: nn.Module) -> bool:
     return "mrope_section" in (getattr(text, "rope_parameters", None) or {})
 
 
-def takes_one_row(model: nn.Module) -> bool:
+def needs_single_packed_row(model: nn.Module) -> bool:
     """Whether packed rows must lie in one row to be kept apart: FlashAttention's varlen path looks
     at positions of a single row only.
     """
@@ -249,7 +261,7 @@ def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
     return RowStream(data.train, seed=seed, shuffle=shuffle, shares=data.shares)
 
 
-def longest_of(rows: Sequence[Any], count: int) -> list[Any]:
+def longest_rows(rows: Sequence[Any], count: int) -> list[Any]:
     """The longest of the rows, the longest first."""
     lengths = row_lengths(rows)
     return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i])[:count]]

@@ -18,21 +18,23 @@ from ...training.preflight.rehearsal import STEP_ERRORS, preserve_state
 from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import pluralise
-from .batches import collate, model_inputs, takes_one_row
+from .batches import collate, model_inputs, needs_single_packed_row
 from .sample import generation_config
 
-FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
-ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
+MIN_UNLEARNT_SHARE = (
+    0.05  # below this share, rows without a token to learn are only listed in data.json
+)
+ANSWER_FORMATS = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
 # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of
 # the covariance
 NEAR_MEAN = 0.05
 NEAR_ZERO = 1e-3  # of the median norm
 # tokens of each document in the trial of packing: a leak is there from the first token on
-TRIAL = 64
-LEAK = 1e-3  # of the largest logit; masked attention gives exactly 0
+TRIAL_TOKENS = 64
+LEAK_TOLERANCE = 1e-3  # of the largest logit; masked attention gives exactly 0
 
 
-def formats(subject: Subject) -> set[str]:
+def training_formats(subject: Subject) -> set[str]:
     """The formats of the training files, as data.json has them."""
     return {
         form
@@ -41,17 +43,17 @@ def formats(subject: Subject) -> set[str]:
     }
 
 
-def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
+def rows_without_learnt_tokens(subject: Subject) -> Iterator[Finding]:
     """PF005: Rows that were dropped for it while the data was read, and rows that got through."""
     for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
         facts = subject.task.data.facts[name]
         masked = sum(n == 0 for n in row_supervised(rows))
         dropped = sum(d["rows"] for d in facts["dropped"])
         total = len(rows) + dropped
-        if not total or (masked + dropped) / total < FEW:
+        if not total or (masked + dropped) / total < MIN_UNLEARNT_SHARE:
             continue
         side = "training" if name == "train" else "evaluation"
-        why = "; ".join(
+        reasons = "; ".join(
             f"{d['rows']} dropped: {d['why']} (first: {d['first']})" for d in facts["dropped"]
         )
         yield Finding(
@@ -62,14 +64,14 @@ def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
                 f"{masked + dropped} of {pluralise(total, f'{side} row')}"
                 f" {'has' if masked + dropped == 1 else 'have'} no token to learn"
             ),
-            cause=why or "every label of these rows is masked",
-            fix=_fix({d["why"] for d in facts["dropped"]}, masked),
+            cause=reasons or "every label of these rows is masked",
+            fix=_fix_for_unlearnt_rows({d["why"] for d in facts["dropped"]}, masked),
         )
 
 
-def _fix(why_dropped: set[str], masked: int) -> str:
+def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int) -> str:
     """Advice that fits the reasons: a larger max_length does not help a row without an answer."""
-    if why_dropped == {EMPTY} and not masked:
+    if drop_reasons == {EMPTY} and not masked:
         return (
             "write the missing answers, or take these rows out of the file; training goes on"
             " without them"
@@ -80,12 +82,16 @@ def _fix(why_dropped: set[str], masked: int) -> str:
     )
 
 
-def prompts_learnt(subject: Subject) -> Iterator[Finding]:
+def learnt_prompts(subject: Subject) -> Iterator[Finding]:
     """PF006: Chats and prompt/completion pairs of which every token is learnt, although only
     answers are meant.
     """
     rows = subject.task.data.documents
-    if subject.config.data.loss_on == "all" or not formats(subject) <= ANSWERED or not rows:
+    if (
+        subject.config.data.loss_on == "all"
+        or not training_formats(subject) <= ANSWER_FORMATS
+        or not rows
+    ):
         return
     if any(IGNORED in row.labels for row in rows):
         return
@@ -103,31 +109,31 @@ def prompts_learnt(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def end_never_learnt(subject: Subject) -> Iterator[Finding]:
+def unlearnt_end_token(subject: Subject) -> Iterator[Finding]:
     """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never
     learns one of them does not stop.
     """
     data = subject.task.data
     tokenizer = subject.task.tokenizer
-    if not formats(subject) & ANSWERED:
+    if not training_formats(subject) & ANSWER_FORMATS:
         return
-    ends = set(
+    end_ids = set(
         generation_config(subject.prepared.model, tokenizer, max_new_tokens=1).eos_token_id or []
     )
-    if not ends or ends & tokens_used(data.documents, learnt=True):
+    if not end_ids or end_ids & tokens_used(data.documents, learnt=True):
         return
-    masked = [row for row in data.documents if _ends_masked(row, ends)]
+    masked = [row for row in data.documents if _has_masked_end(row, end_ids)]
     fix = (
         "a chat template that ends an answer with the tokenizer's eos_token, a padding token of its"
         " own, or a larger data.max_length"
     )
-    pad_is_end = tokenizer.pad_token_id in ends
-    shown = " ".join(repr(tokenizer.decode([i])) for i in sorted(ends))
-    turns = data.facts["tokens"]["end_of_turn"]
-    others = [
+    pad_is_end = tokenizer.pad_token_id in end_ids
+    end_tokens = " ".join(repr(tokenizer.decode([i])) for i in sorted(end_ids))
+    turn_tokens = data.facts["tokens"]["end_of_turn"]
+    other_tokens = [
         token
-        for token in turns
-        if token != "none" and tokenizer.convert_tokens_to_ids(token) not in ends
+        for token in turn_tokens
+        if token != "none" and tokenizer.convert_tokens_to_ids(token) not in end_ids
     ]
     if masked:
         cause = f"it stands behind the answers of {pluralise(len(masked), 'row')} and is masked" + (
@@ -135,12 +141,12 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
         )
     elif data.facts["train"]["truncated"] == len(data.documents):
         cause = f"every row is cut at data.max_length {data.facts['max_length']}"
-    elif others:
-        cause = f"the template closes a turn with {others[0]!r}, at which generation does not stop"
+    elif other_tokens:
+        cause = f"the template closes a turn with {other_tokens[0]!r}, at which generation does not stop"
         fix = (
             'model.tokenizer: ended, a copy that ends there: python -c "from transformers import'
             " AutoTokenizer as A; "
-            f"t = A.from_pretrained({tokenizer.name_or_path!r}); t.eos_token = {others[0]!r};"
+            f"t = A.from_pretrained({tokenizer.name_or_path!r}); t.eos_token = {other_tokens[0]!r};"
             " t.save_pretrained('ended')\""
         )
     else:
@@ -149,26 +155,26 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
         code="PF007",
         severity=Severity.ERROR if masked else Severity.WARNING,
         place=Place(symbol="tokenizer, data.chat_template"),
-        message=f"no training row teaches where to stop: {shown} is never learnt",
+        message=f"no training row teaches where to stop: {end_tokens} is never learnt",
         cause=cause,
         fix=fix,
     )
 
 
-def _ends_masked(row: Row, ends: set[int]) -> bool:
+def _has_masked_end(row: Row, end_ids: set[int]) -> bool:
     """Whether an end token that is not learnt directly follows a learnt one."""
-    after_learnt = zip(row.labels, row.input_ids[1:], row.labels[1:])
+    neighbours = zip(row.labels, row.input_ids[1:], row.labels[1:])
     return any(
-        before != IGNORED and token in ends and label == IGNORED
-        for before, token, label in after_learnt
+        previous != IGNORED and token in end_ids and label == IGNORED
+        for previous, token, label in neighbours
     )
 
 
-def beyond_the_embeddings(subject: Subject) -> Iterator[Finding]:
+def ids_beyond_embeddings(subject: Subject) -> Iterator[Finding]:
     """PF008: Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids
     may lie beyond it.
     """
-    rows = _table(subject, output=False).weight.shape[0]
+    rows = _embedding_table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
     used = tokens_used(subject.task.data.documents) | tokens_used(subject.task.data.eval)
     largest = max([subject.task.tokenizer.pad_token_id, *prompts, *used])
@@ -195,26 +201,28 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
     """PF009: Added tokens that occur in the training rows, and whose frozen row is zero or the mean
     of all, as resizing leaves it.
     """
-    added = set(subject.task.tokenizer.added_tokens_decoder) - {subject.task.tokenizer.pad_token_id}
-    read = added & tokens_used(subject.task.data.documents)
-    learnt = added & tokens_used(subject.task.data.documents, learnt=True)
-    for name, used in (("embed_tokens", read), ("lm_head", learnt)):
-        table = _table(subject, output=name == "lm_head")
+    added_ids = set(subject.task.tokenizer.added_tokens_decoder) - {
+        subject.task.tokenizer.pad_token_id
+    }
+    read_ids = added_ids & tokens_used(subject.task.data.documents)
+    learnt_ids = added_ids & tokens_used(subject.task.data.documents, learnt=True)
+    for name, used_ids in (("embed_tokens", read_ids), ("lm_head", learnt_ids)):
+        table = _embedding_table(subject, output=name == "lm_head")
         if table is None or any(p.requires_grad for p in table.parameters()):
             continue
         weight = gather_tensor(table.weight)
-        fresh = untouched_rows(weight, sorted(i for i in used if i < weight.shape[0]))
-        if fresh:
-            words = ", ".join(
-                repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5]
+        untrained = untrained_rows(weight, sorted(i for i in used_ids if i < weight.shape[0]))
+        if untrained:
+            token_names = ", ".join(
+                repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in untrained[:5]
             )
             yield Finding(
                 code="PF009",
                 severity=Severity.WARNING,
                 place=Place(symbol=name),
                 message=(
-                    f"{pluralise(len(fresh), 'token of the data was', 'tokens of the data were')}"
-                    f" never trained and will not be: {words}"
+                    f"{pluralise(len(untrained), 'token of the data was', 'tokens of the data were')}"
+                    f" never trained and will not be: {token_names}"
                 ),
                 cause=(
                     f"their rows in {name} are zero or the mean of all rows, as resizing leaves"
@@ -225,7 +233,7 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
             return  # a tied head has the same rows
 
 
-def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
+def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
     """Those of `rows` that are nearly zero or nearly the mean row.
 
     weight  F[V H]
@@ -266,48 +274,48 @@ def missing_template(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _table(subject: Subject, *, output: bool) -> Any:
+def _embedding_table(subject: Subject, *, output: bool) -> Any:
     inner: Any = inner_model(subject.prepared.model)
     if output:
         return inner.get_output_embeddings()
     return inner.get_input_embeddings()
 
 
-def beyond_the_positions(subject: Subject) -> Iterator[Finding]:
+def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
     """PF020: A table of positions ends; rotary positions continue, with angles that the model was
     not trained on.
     """
     model: Any = inner_model(subject.prepared.model)
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    position_count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     facts = subject.task.data.facts
     # of documents: packed ones begin at 0 each
     longest = max(facts[side]["lengths"]["longest"] for side in ("train", "eval"))
-    if not isinstance(most, int) or longest <= most:
+    if not isinstance(position_count, int) or longest <= position_count:
         return
     tokens = model.get_input_embeddings()
     # some tables have two more rows than the model has positions (OPT)
     tables = [
         (n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not tokens
     ]
-    table = next((n for n, m in tables if 0 <= m.num_embeddings - most <= 2), None)
+    table = next((n for n, m in tables if 0 <= m.num_embeddings - position_count <= 2), None)
     yield Finding(
         code="PF020",
         severity=Severity.ERROR if table else Severity.WARNING,
         place=Place(symbol="data.max_length"),
-        message=f"the longest row has {longest} tokens, and the model has {most} positions",
+        message=f"the longest row has {longest} tokens, and the model has {position_count} positions",
         cause=(
             f"{table} has no row for later positions"
             if table
             else "rotary positions continue, at angles that the model has never seen"
         ),
-        declared=f"max_position_embeddings {most}",
+        declared=f"max_position_embeddings {position_count}",
         observed=f"data.max_length {subject.config.data.max_length}",
-        fix=f"data.max_length: {most}"
+        fix=f"data.max_length: {position_count}"
         + ("" if table else "; or leave it, where the model is meant to learn longer texts"),
     )
 
 
-def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
+def packed_document_leakage(subject: Subject) -> Iterator[Finding]:
     """PF018: in a packed row, one document changes what the model predicts in another.
 
     Attention is kept apart by positions, which every attention back end of transformers turns into
@@ -321,7 +329,7 @@ def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
     with preserve_state(prepared):
         prepared.model.eval()
         try:
-            leak = leakage(
+            leak = measure_leakage(
                 prepared.model,
                 subject.longest_rows,
                 pad_id=subject.task.tokenizer.pad_token_id,
@@ -329,7 +337,7 @@ def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
             )
         except STEP_ERRORS:  # the rehearsed step has said it
             return
-    if leak <= LEAK:
+    if leak <= LEAK_TOLERANCE:
         return
     yield Finding(
         code="PF018",
@@ -349,44 +357,46 @@ def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def leakage(model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch.device) -> float:
+def measure_leakage(
+    model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch.device
+) -> float:
     """By how much the logits of a document move when the tokens of the one before it in a packed
     row change, relative to the largest.
     """
-    lengths = (min([TRIAL, *row.documents[:1], len(row.input_ids)]) for row in rows)
-    begun = [Row(row.input_ids[:n], row.labels[:n], 0) for row, n in zip(rows, lengths)]
-    first = begun[0]
-    second = begun[1 % len(begun)]
+    lengths = (min([TRIAL_TOKENS, *row.documents[:1], len(row.input_ids)]) for row in rows)
+    documents = [Row(row.input_ids[:n], row.labels[:n], 0) for row, n in zip(rows, lengths)]
+    first = documents[0]
+    second = documents[1 % len(documents)]
     n = len(first.input_ids)
-    other = Row(
+    changed_first = Row(
         first.input_ids[::-1] if len(set(first.input_ids)) > 1 else (pad_id,) * n, first.labels, 0
     )
 
-    def logits(begin: Row) -> Tensor:
-        batch = collate([joined([begin, second])], pad_id=pad_id, device_type=device.type).to(
+    def second_logits(document: Row) -> Tensor:
+        batch = collate([joined([document, second])], pad_id=pad_id, device_type=device.type).to(
             device
         )
-        batch = batch.as_one_row() if takes_one_row(model) else batch
-        found: Tensor = model(**model_inputs(model, batch)).logits[0]
-        return found
+        batch = batch.join_packed_rows() if needs_single_packed_row(model) else batch
+        logits: Tensor = model(**model_inputs(model, batch)).logits[0]
+        return logits
 
-    as_is = logits(first)
-    changed = logits(other)
-    ours, theirs = (
-        logits_TV[n : n + len(second.input_ids)].float() for logits_TV in (as_is, changed)
+    original_TV = second_logits(first)
+    changed_TV = second_logits(changed_first)
+    original, changed = (
+        logits_TV[n : n + len(second.input_ids)].float() for logits_TV in (original_TV, changed_TV)
     )
-    return float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-9))
+    return float((original - changed).abs().max() / original.abs().max().clamp_min(1e-9))
 
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "data": (
-        Check(("PF005",), nothing_to_learn),
-        Check(("PF006",), prompts_learnt),
-        Check(("PF007",), end_never_learnt),
-        Check(("PF008",), beyond_the_embeddings),
+        Check(("PF005",), rows_without_learnt_tokens),
+        Check(("PF006",), learnt_prompts),
+        Check(("PF007",), unlearnt_end_token),
+        Check(("PF008",), ids_beyond_embeddings),
         Check(("PF009",), untrained_new_tokens),
         Check(("PF010",), missing_template),
-        Check(("PF020",), beyond_the_positions),
+        Check(("PF020",), rows_beyond_positions),
     ),
-    "real": (Check(("PF018",), packed_documents_apart),),
+    "real": (Check(("PF018",), packed_document_leakage),),
 }

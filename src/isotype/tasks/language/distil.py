@@ -32,8 +32,8 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import quantisation_from_config
 from ...training.task import MetricNames
 from ...wording import format_binary_bytes
-from .batches import Batch, model_inputs, next_tokens, takes_one_row
-from .objective import Beside, NextToken, refuse_balance
+from .batches import Batch, model_inputs, next_tokens, needs_single_packed_row
+from .objective import OtherModels, NextToken, refuse_balancing_loss
 
 
 class Distil(NextToken):
@@ -61,17 +61,19 @@ class Distil(NextToken):
                 fix="distil.teacher: a folder or a hub id",
             )
 
-    def take(self, data: LoadedData) -> None:
+    def set_data(self, data: LoadedData) -> None:
         if data.pictures is not None:
             raise UsageError(
                 "train.objective: distil with pictures is not offered", fix="rows without pictures"
             )
-        super().take(data)
+        super().set_data(data)
 
     def check_model(self, model: nn.Module) -> None:
-        refuse_balance(model, self.config.train.aux_loss, "distil")
+        refuse_balancing_loss(model, self.config.train.aux_loss, "distil")
 
-    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+    def load_other_models(
+        self, tokenizer: Any, precision: Precision, device: torch.device | None
+    ) -> OtherModels:
         """The teacher, frozen, in the dtype of products. Raises UsageError for one with another
         vocabulary.
         """
@@ -79,12 +81,12 @@ class Distil(NextToken):
         name = self.settings.teacher
         revision = self.settings.revision
         with explained(name, "tokenizer", revision):
-            mine = tokenizer.get_vocab()
-            theirs = AutoTokenizer.from_pretrained(name, revision=revision).get_vocab()
-        if differ := len(mine.items() ^ theirs.items()):
+            vocabulary = tokenizer.get_vocab()
+            teacher_vocabulary = AutoTokenizer.from_pretrained(name, revision=revision).get_vocab()
+        if difference_count := len(vocabulary.items() ^ teacher_vocabulary.items()):
             raise UsageError(
-                f"distil.teacher: {name} has another vocabulary than the model: {differ:,} entries"
-                f" differ ({len(theirs):,} tokens there, {len(mine):,} here)",
+                f"distil.teacher: {name} has another vocabulary than the model: {difference_count:,} entries"
+                f" differ ({len(teacher_vocabulary):,} tokens there, {len(vocabulary):,} here)",
                 fix="a teacher of the same family",
             )
         with explained(name, "model", revision), torch.device("meta"):
@@ -100,11 +102,11 @@ class Distil(NextToken):
         dtype = precision.compute
         notes = list[str]()
         if device is not None:
-            own = Precision(base=dtype, compute=dtype, generate=dtype, save=dtype)
+            teacher_precision = Precision(base=dtype, compute=dtype, generate=dtype, save=dtype)
             source = Source(name, revision)
             base = load_base(
                 source,
-                own,
+                teacher_precision,
                 attention=self.config.model.attention,
                 device=device,
                 trainable=False,
@@ -112,11 +114,11 @@ class Distil(NextToken):
             )
             base.config.use_cache = False
             if self.config.model.optimize:
-                optimize(base, own, device_type=device.type)
-            apply_precision(base, own, device_type=device.type)
+                optimize(base, teacher_precision, device_type=device.type)
+            apply_precision(base, teacher_precision, device_type=device.type)
             self.teacher = base.requires_grad_(False).eval()
         size = elements * to_torch(dtype).itemsize
-        return Beside(
+        return OtherModels(
             size,
             [
                 (
@@ -132,24 +134,32 @@ class Distil(NextToken):
         plan, the student is its own.
         """
         teacher = model if self.teacher is None else self.teacher
-        if batch.position_ids is not None and (takes_one_row(model) or takes_one_row(teacher)):
-            batch = batch.as_one_row()
-        asked = replace(next_tokens(batch, every_row=False), dtype=dtype)
-        found = TeacherHead(asked.classes, asked.rows, dtype=dtype)
+        if batch.position_ids is not None and (
+            needs_single_packed_row(model) or needs_single_packed_row(teacher)
+        ):
+            batch = batch.join_packed_rows()
+        targets = replace(next_tokens(batch, every_row=False), dtype=dtype)
+        recorder = HeadRecorder(targets.classes, targets.rows, dtype=dtype)
         with torch.no_grad():
-            loss_of(teacher, model_inputs(teacher, batch), found)
-        (taught,) = found.made
+            loss_of(teacher, model_inputs(teacher, batch), recorder)
+        (teacher_head,) = recorder.heads
         return (
             loss_of(
                 model,
                 model_inputs(model, batch),
-                Taught(asked.classes, asked.rows, dtype=dtype, head=taught, settings=self.settings),
+                StudentTargets(
+                    targets.classes,
+                    targets.rows,
+                    dtype=dtype,
+                    teacher_head=teacher_head,
+                    settings=self.settings,
+                ),
             )
             / divisor
         )
 
 
-class Head(NamedTuple):
+class HeadInputs(NamedTuple):
     """What a head made its logits of: softcap tanh(scale z / softcap) of z = hidden @ weight^T +
     bias, or scale z; or the logits.
     """
@@ -180,51 +190,53 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherHead(Targets):
+class HeadRecorder(Targets):
     """Keeps what the teacher's head was given, in place of a loss."""
 
-    made: list[Head] = field(default_factory=list)
+    heads: list[HeadInputs] = field(default_factory=list)
 
     def of_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None
     ) -> Tensor:
-        self.made.append(Head(_chosen(hidden, self.rows), head.weight, head.bias, scale, softcap))
+        self.heads.append(
+            HeadInputs(_select_rows(hidden, self.rows), head.weight, head.bias, scale, softcap)
+        )
         return hidden.new_zeros(())
 
     def of_logits(self, logits_BTV: Tensor) -> Tensor:
-        self.made.append(Head(_chosen(logits_BTV, self.rows)))
+        self.heads.append(HeadInputs(_select_rows(logits_BTV, self.rows)))
         return logits_BTV.new_zeros(())
 
 
-def _chosen(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
+def _select_rows(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
     x_NH = x_BTH.reshape(-1, x_BTH.shape[-1])
     return x_NH if rows is None else x_NH.index_select(0, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taught(Targets):
+class StudentTargets(Targets):
     """The loss of a student beside this teacher. Heads that are padded differently are compared
     over the classes that both have.
     """
 
-    head: Head
+    teacher_head: HeadInputs
     settings: DistilSection
 
     def of_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None
     ) -> Tensor:
-        teacher = self.head
+        teacher = self.teacher_head
         beta = self.settings.beta
         temperature = self.settings.temperature
-        x_NH = _chosen(hidden, self.rows)
+        x_NH = _select_rows(hidden, self.rows)
         classes = min(head.weight.shape[0], teacher.classes)
         if teacher.weight is None:
-            return self._of_rows(
-                Head(x_NH, head.weight, head.bias, scale, softcap).logits(
+            return self._loss_from_logits(
+                HeadInputs(x_NH, head.weight, head.bias, scale, softcap).logits(
                     head.weight.shape[0], self.dtype
                 )
             )
-        found = linear_divergence(
+        divergences_N = linear_divergence(
             x_NH,
             head.weight[:classes],
             teacher.hidden,
@@ -250,24 +262,30 @@ class Taught(Targets):
                 ignore_index=IGNORED,
                 reduction="sum",
             )
-        return self._loss(found, nll)
+        return self._combine_losses(divergences_N, nll)
 
     def of_logits(self, logits_BTV: Tensor) -> Tensor:
-        return self._of_rows(_chosen(logits_BTV, self.rows).to(to_torch(self.dtype)))
+        return self._loss_from_logits(_select_rows(logits_BTV, self.rows).to(to_torch(self.dtype)))
 
-    def _of_rows(self, logits_NV: Tensor) -> Tensor:
-        classes = min(logits_NV.shape[-1], self.head.classes)
-        both = (logits_NV[:, :classes], self.head.logits(classes, self.dtype))
-        s, t = ((z / self.settings.temperature).log_softmax(-1) for z in both)
+    def _loss_from_logits(self, logits_NV: Tensor) -> Tensor:
+        classes = min(logits_NV.shape[-1], self.teacher_head.classes)
+        logits_pair = (logits_NV[:, :classes], self.teacher_head.logits(classes, self.dtype))
+        student_log_probs, teacher_log_probs = (
+            (logits / self.settings.temperature).log_softmax(-1) for logits in logits_pair
+        )
         if self.settings.cross_entropy:
             nll = F.cross_entropy(logits_NV, self.classes, reduction="sum")
         else:
             nll = None
-        return self._loss(divergence(s, t, self.settings.beta), nll)
+        return self._combine_losses(
+            divergence(student_log_probs, teacher_log_probs, self.settings.beta), nll
+        )
 
-    def _loss(self, divergences_N: Tensor, nll: Tensor | None) -> Tensor:
-        found = divergences_N.sum()
+    def _combine_losses(self, divergences_N: Tensor, nll: Tensor | None) -> Tensor:
+        divergence_sum = divergences_N.sum()
         share = self.settings.cross_entropy
         if nll is None:
-            return found
-        return torch.stack([(1 - share) * found + share * nll, found.detach(), nll.detach()])
+            return divergence_sum
+        return torch.stack(
+            [(1 - share) * divergence_sum + share * nll, divergence_sum.detach(), nll.detach()]
+        )

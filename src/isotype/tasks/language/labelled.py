@@ -25,9 +25,9 @@ from ...errors import UsageError
 from ...training.task import Idle, MetricNames, eval_mode
 from ...wording import pluralise
 from .batches import Batch, collate
-from .preference import OfAnswers, Preference, answer_log_probs, references
+from .preference import BatchOfAnswers, Preference, answer_log_probs, stack_references
 
-PARTS = (
+KTO_MEASURES = (
     "wanted",
     "chosen",
     "rejected",
@@ -38,46 +38,46 @@ PARTS = (
 )
 
 
-def named(sums: Mapping[str, float]) -> dict[str, float]:
+def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """TRL's metrics of a step or an evaluation from its means over all answers; a side without
     answers has none.
     """
-    found = {name: sums[name] for name in ("rewards/accuracies", "kl")}
+    metrics = {name: sums[name] for name in ("rewards/accuracies", "kl")}
     for side, share in (("chosen", sums["wanted"]), ("rejected", 1.0 - sums["wanted"])):
         if share > 1e-9:
-            found |= {
+            metrics |= {
                 f"rewards/{side}": sums[side] / share,
                 f"logps/{side}": sums[f"{side} logps"] / share,
             }
-    if "rewards/chosen" in found and "rewards/rejected" in found:
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
+    if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return metrics
 
 
 @dataclass(frozen=True)
-class AnswerBatch(OfAnswers):
+class AnswerBatch(BatchOfAnswers):
     """answers, partners  B rows each
-    wanted             bool[B]
+    desirable          bool[B]
     reference          fp32[2 B]  of each answer and its partner in turn, under the model as the run
                        starts; None where not known
-    point              fp32[]     z, once the whole step's is known
+    reference_point    fp32[]     z, once the whole step's is known
     """
 
     answers: Batch
     partners: Batch
-    wanted: Tensor
+    desirable: Tensor
     reference: Tensor | None
-    point: Tensor | None = None
+    reference_point: Tensor | None = None
 
     @property
     def rows(self) -> int:
-        return len(self.wanted)
+        return len(self.desirable)
 
     def __str__(self) -> str:
         return f"{pluralise(self.rows, 'answer')} of {pluralise(self.input_ids.shape[1], 'token')}"
 
 
-class FromLabels(Preference):
+class Kto(Preference):
     """Learns from labels. A step's loss is the mean over its answers."""
 
     metric_names = MetricNames(
@@ -86,46 +86,48 @@ class FromLabels(Preference):
         weight="answers",
         row="answer",
         eval_weight="answers",
-        measures=PARTS,
-        derive=named,
+        measures=KTO_MEASURES,
+        derive=kto_metrics,
         live=("rewards/margins", "kl"),
     )
     format: FormatName | None = "labelled"
-    each = 1
+    answers_per_row = 1
 
-    def take(self, data: LoadedData) -> None:
+    def set_data(self, data: LoadedData) -> None:
         self._refuse_pictures(data)
         rows = cast(TokenRows, data.train)
         evaluation = cast(TokenRows, data.eval)
-        wanted = rows.column("wanted")
-        if wanted.all() or not wanted.any():
+        labels = rows.column("wanted")
+        if labels.all() or not labels.any():
             raise UsageError(
-                f"every training answer is labelled {'true' if wanted.all() else 'false'}, and kto"
-                " learns from both",
+                f"every training answer is labelled {'true' if labels.all() else 'false'}, and kto learns from both",
                 fix="rows of the other label"
-                + ("; train.objective: sft learns wanted answers" if wanted.all() else ""),
+                + ("; train.objective: sft learns wanted answers" if labels.all() else ""),
             )
         seed = self.config.train.seed
         length = self.config.data.max_length
         self.train = Labelled(rows, rows, seed=seed, max_length=length)
         self.eval = Labelled(evaluation, rows, seed=seed, max_length=length)
         self.shares = data.shares
-        found = data.fingerprints()
-        self.fingerprints = {name: f"{value}, seed {seed}" for name, value in found.items()}
-        self.fingerprints["evaluation"] += f", partners of {found['training']}"
+        fingerprints = data.fingerprints()
+        self.fingerprints = {name: f"{value}, seed {seed}" for name, value in fingerprints.items()}
+        self.fingerprints["evaluation"] += f", partners of {fingerprints['training']}"
 
     def collate(self, rows: Sequence[Answer], *, pad_id: int, device_type: str) -> AnswerBatch:
-        own, partners = (
+        answers, partners = (
             collate(side, pad_id=pad_id, device_type=device_type)
             for side in zip(*((a.row, a.partner) for a in rows))
         )
         return AnswerBatch(
-            own, partners, torch.tensor([answer.wanted for answer in rows]), references(rows)
+            answers,
+            partners,
+            torch.tensor([answer.desirable for answer in rows]),
+            stack_references(rows),
         )
 
-    def outlined(self, batch: Batch) -> AnswerBatch:
-        wanted = torch.empty(batch.rows, dtype=torch.bool, device=batch.input_ids.device)
-        return AnswerBatch(batch, batch, wanted, None)
+    def outline_batch(self, batch: Batch) -> AnswerBatch:
+        labels = torch.empty(batch.rows, dtype=torch.bool, device=batch.input_ids.device)
+        return AnswerBatch(batch, batch, labels, None)
 
     def reference_log_probs(self, model: nn.Module, batch: AnswerBatch, *, dtype: str) -> Tensor:
         sides = [
@@ -137,11 +139,11 @@ class FromLabels(Preference):
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
         """Gives the batches of a step, or of an evaluation, their reference point."""
-        held = list(batches)
+        batch_list = list(batches)
         drifts = []
         count = 0.0
         with eval_mode(model):
-            for batch in held:
+            for batch in batch_list:
                 inner: Any = batch.batch if isinstance(batch, Idle) else batch
                 partners = answer_log_probs(model, inner.partners, dtype=dtype)
                 if inner.reference is None:
@@ -152,16 +154,16 @@ class FromLabels(Preference):
                 count += batch.weight
         total = torch.stack(drifts).sum()
         if world.size > 1:
-            whole, count = world.sum([float(total), count])
-            total = torch.full_like(total, whole)
-        point = (total / max(1.0, count)).clamp(min=0.0)
+            global_total, count = world.sum([float(total), count])
+            total = torch.full_like(total, global_total)
+        reference_point = (total / max(1.0, count)).clamp(min=0.0)
 
-        def placed(batch: Any) -> Any:
+        def set_reference_point(batch: Any) -> Any:
             if isinstance(batch, Idle):
-                return Idle(placed(batch.batch))
-            return replace(batch, point=point)
+                return Idle(set_reference_point(batch.batch))
+            return replace(batch, reference_point=reference_point)
 
-        return [placed(batch) for batch in held]
+        return [set_reference_point(batch) for batch in batch_list]
 
     def loss_sum(
         self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str
@@ -172,21 +174,25 @@ class FromLabels(Preference):
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         section = self.config.preference
         gain = logps - (logps.detach() if batch.reference is None else batch.reference[::2])
-        point = torch.zeros((), device=gain.device) if batch.point is None else batch.point
-        h = torch.where(batch.wanted, gain - point, point - gain)
-        weights = torch.where(batch.wanted, section.desirable_weight, section.undesirable_weight)
+        reference_point = (
+            torch.zeros((), device=gain.device)
+            if batch.reference_point is None
+            else batch.reference_point
+        )
+        h = torch.where(batch.desirable, gain - reference_point, reference_point - gain)
+        weights = torch.where(batch.desirable, section.desirable_weight, section.undesirable_weight)
         losses = weights * torch.sigmoid(-section.beta * h)
-        yes = batch.wanted.float()
+        desirable = batch.desirable.float()
         rewards = section.beta * gain.detach()
-        said = logps.detach()
-        no = 1.0 - yes
+        detached_logps = logps.detach()
+        undesirable = 1.0 - desirable
         measures = (
-            yes,
-            rewards * yes,
-            rewards * no,
-            said * yes,
-            said * no,
+            desirable,
+            rewards * desirable,
+            rewards * undesirable,
+            detached_logps * desirable,
+            detached_logps * undesirable,
             (h.detach() > 0).float(),
-            point.expand_as(yes),
+            reference_point.expand_as(desirable),
         )
         return torch.stack([losses.sum(), *(values.sum() for values in measures)]) / divisor

@@ -27,14 +27,14 @@ from ...optimize.head import loss_of
 from ...precision.precision import Precision
 from ...training.task import Batch, Check, Feed, MetricNames
 from .batches import Batch as TokenBatch
-from .batches import collate, model_inputs, next_tokens, row_feed, takes_one_row
+from .batches import collate, model_inputs, next_tokens, row_feed, needs_single_packed_row
 from .checks import CHECKS
 
 Header = list[tuple[str, str]]  # rows of a label and a text
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherModels:
     """Other models that a run holds: their bytes, and lines about them."""
 
     bytes: int = 0
@@ -46,15 +46,15 @@ class Objective(ABC):
 
     format       the one format of data that the objective learns from; None for formats of one
                  answer a row
-    each         rows of the model that are one of the data's
-    scored       the model has a score head in place of one for tokens
-    train, eval  the rows, after `take`
+    answers_per_row  rows of the model that are one of the data's
+    has_score_head  the model has a score head in place of one for tokens
+    train, eval  the rows, after `set_data`
     """
 
     metric_names: MetricNames
     format: FormatName | None = None
-    each = 1
-    scored = False
+    answers_per_row = 1
+    has_score_head = False
     train: Sequence[Any]
     eval: Sequence[Any]
 
@@ -65,17 +65,19 @@ class Objective(ABC):
         """Raises  UsageError for settings that the objective cannot keep"""
 
     @abstractmethod
-    def take(self, data: LoadedData) -> None: ...
+    def set_data(self, data: LoadedData) -> None: ...
 
     @abstractmethod
     def check_model(self, model: nn.Module) -> None:
         """Raises  UsageError for a model that the objective cannot train"""
 
-    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+    def load_other_models(
+        self, tokenizer: Any, precision: Precision, device: torch.device | None
+    ) -> OtherModels:
         """Loads the other models that the objective reads; only counts them without a device.
         Raises UsageError
         """
-        return Beside()
+        return OtherModels()
 
     @abstractmethod
     def feed(self) -> Feed[Any]: ...
@@ -86,7 +88,7 @@ class Objective(ABC):
     @abstractmethod
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
 
-    def outlined(self, batch: Any) -> Any:
+    def outline_batch(self, batch: Any) -> Any:
         """The batch of a memory plan, from one of tokens without data."""
         return batch
 
@@ -123,15 +125,15 @@ class NextToken(Objective):
     def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
         super().__init__(config)
         self.pictures = pictures
-        self.balance = 0.0
+        self.balance_coefficient = 0.0
 
-    def take(self, data: LoadedData) -> None:
+    def set_data(self, data: LoadedData) -> None:
         self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
 
     def check_model(self, model: nn.Module) -> None:
         """Every model is trained; a mixture with its family's balancing loss."""
-        self.balance = coefficient_of(model, self.config.train.aux_loss)
-        if self.balance:
+        self.balance_coefficient = balancing_coefficient(model, self.config.train.aux_loss)
+        if self.balance_coefficient:
             self.metric_names = replace(self.metric_names, measures=(AUX_LOSS,), live=(AUX_LOSS,))
 
     def feed(self) -> Feed[Any]:
@@ -144,15 +146,20 @@ class NextToken(Objective):
         return collate(rows, pad_id=pad_id, device_type=device_type, pictures=self.pictures)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        if not self.balance:
+        if not self.balance_coefficient:
             return batch_loss_sum(model, batch, divisor, dtype=dtype)
-        with scores_of(model) as scores:
+        with record_router_scores(model) as scores:
             loss = batch_loss_sum(model, batch, divisor, dtype=dtype).float()
         # as a share of a step's; an evaluation's loss stays the tokens' own
-        mine = balancing_loss(model, scores, batch.attention_mask).to(loss.device) * (
+        balance_loss = balancing_loss(model, scores, batch.attention_mask).to(loss.device) * (
             batch.weight / divisor
         )
-        return torch.stack((loss + self.balance * mine if model.training else loss, mine.detach()))
+        return torch.stack(
+            (
+                loss + self.balance_coefficient * balance_loss if model.training else loss,
+                balance_loss.detach(),
+            )
+        )
 
 
 def batch_loss_sum(
@@ -163,8 +170,8 @@ def batch_loss_sum(
 
     An optimized head computes an fp32 loss by an op, without storing the logits.
     """
-    if batch.position_ids is not None and takes_one_row(model):
-        batch = batch.as_one_row()
+    if batch.position_ids is not None and needs_single_packed_row(model):
+        batch = batch.join_packed_rows()
     # on a CPU the loss finds the rows that count itself
     targets = next_tokens(batch, every_row=planned_device_type(batch.labels.device) == "cpu")
     inputs = model_inputs(model, batch)
@@ -181,79 +188,84 @@ def batch_loss_sum(
 # the data
 
 AUX_LOSS = "aux_loss"
-_FUNCTION = "load_balancing_loss_func"
+_FUNCTION_NAME = "load_balancing_loss_func"
 # the routers of each model, in its order
-_known: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+_ROUTERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
-def coefficient_of(model: nn.Module, asked: float | None) -> float:
+def balancing_coefficient(model: nn.Module, configured: float | None) -> float:
     """The coefficient of a run: `train.aux_loss`, else the model's own where its config asks for
     the loss, else 0.
 
     Raises  UsageError for a model whose family has no such loss
     """
-    lm = mixture(model)
-    if lm is None:
-        if asked:
+    mixture_model = find_mixture(model)
+    if mixture_model is None:
+        if configured:
             raise UsageError(
-                f"train.aux_loss: {asked} has no effect: the model's family has no balancing loss"
-                " of its own",
+                f"train.aux_loss: {configured} has no effect: the model's family has no balancing loss of its own",
                 fix="leave train.aux_loss out",
             )
         return 0.0
-    if getattr(lm.config, "output_router_logits", False):
-        own = float(getattr(lm, "router_aux_loss_coef", 0.0))
+    if getattr(mixture_model.config, "output_router_logits", False):
+        model_coefficient = float(getattr(mixture_model, "router_aux_loss_coef", 0.0))
     else:
-        own = 0.0
-    return own if asked is None else asked
+        model_coefficient = 0.0
+    return model_coefficient if configured is None else configured
 
 
-def refuse_balance(model: nn.Module, asked: float | None, objective: str) -> None:
+def refuse_balancing_loss(model: nn.Module, configured: float | None, objective: str) -> None:
     """Raises UsageError for a mixture whose config asks for its balancing loss, in a run whose loss
     has none.
     """
-    if coefficient := coefficient_of(model, asked):
+    if coefficient := balancing_coefficient(model, configured):
         raise UsageError(
-            f"train.objective: {objective} has no balancing loss beside its own, and the model's"
-            f" config asks for one (output_router_logits, coefficient {coefficient:g})",
+            f"train.objective: {objective} has no balancing loss beside its own, and the model's config asks for one (output_router_logits, coefficient {coefficient:g})",
             fix="train.aux_loss: 0 trains without it",
         )
 
 
-def mixture(model: nn.Module) -> Any:
+def find_mixture(model: nn.Module) -> Any:
     """The causal LM inside that has routers and a balancing loss, or None."""
-    found = (m for m in model.modules() if hasattr(m, "router_aux_loss_coef") and _function(m))
-    return next(found, None)
+    candidates = (
+        m
+        for m in model.modules()
+        if hasattr(m, "router_aux_loss_coef") and _find_balancing_function(m)
+    )
+    return next(candidates, None)
 
 
-def _function(model: nn.Module) -> Any:
+def _find_balancing_function(model: nn.Module) -> Any:
     """The family's; None without one. FSDP makes a class of its own for the model, in another
     module than the family's.
     """
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     return next(
-        (getattr(module, _FUNCTION) for module in modules if hasattr(module, _FUNCTION)), None
+        (getattr(module, _FUNCTION_NAME) for module in modules if hasattr(module, _FUNCTION_NAME)),
+        None,
     )
 
 
 @contextmanager
-def scores_of(model: nn.Module) -> Iterator[list[Tensor]]:
+def record_router_scores(model: nn.Module) -> Iterator[list[Tensor]]:
     """What the routers give in the forward that runs within this block, layer by layer; a
     recompute's, inside backward, are not read.
     """
-    if model not in _known:
+    if model not in _ROUTERS:
         recorded = [getattr(m, "_can_record_outputs", None) or {} for m in model.modules()]
-        kind = next(
-            found["router_logits"].target_class for found in recorded if "router_logits" in found
+        router_class = next(
+            outputs["router_logits"].target_class
+            for outputs in recorded
+            if "router_logits" in outputs
         )
-        _known[model] = [m for m in model.modules() if type(m) is kind]
+        _ROUTERS[model] = [m for m in model.modules() if type(m) is router_class]
     scores: list[Tensor] = []
 
-    def keep(_: nn.Module, args: Any, output: Any) -> None:
+    def record(_: nn.Module, args: Any, output: Any) -> None:
         # (scores before the choice, weights, indices)
         scores.append(output[0])
 
-    hooks = [router.register_forward_hook(keep) for router in _known[model]]
+    hooks = [router.register_forward_hook(record) for router in _ROUTERS[model]]
     try:
         yield scores
     finally:
@@ -263,8 +275,11 @@ def scores_of(model: nn.Module) -> Iterator[list[Tensor]]:
 
 def balancing_loss(model: nn.Module, scores: list[Tensor], mask: Tensor | None) -> Tensor:
     """fp32[]: of the tokens that are no padding."""
-    lm = mixture(model)
-    made: Tensor = _function(lm)(
-        tuple(logits.float() for logits in scores), lm.num_experts, lm.num_experts_per_tok, mask
+    mixture_model = find_mixture(model)
+    loss: Tensor = _find_balancing_function(mixture_model)(
+        tuple(logits.float() for logits in scores),
+        mixture_model.num_experts,
+        mixture_model.num_experts_per_tok,
+        mask,
     )
-    return made
+    return loss

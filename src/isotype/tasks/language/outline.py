@@ -39,18 +39,18 @@ def outline(
     precision: Precision,
     *,
     device_type: str,
-    pictures: bool = False,
+    has_pictures: bool = False,
 ) -> Outline:
     """The model as `build_model` makes it, without its weights. Raises UsageError for adapter
     targets it lacks.
     """
-    every_weight = config.adapter.kind == "none"
-    dtype = precision.trainable if every_weight else precision.unquantised
+    trains_every_weight = config.adapter.kind == "none"
+    dtype = precision.trainable if trains_every_weight else precision.unquantised
     # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does
     # not
-    asked = config.model.attention
+    requested = config.model.attention
     attention = attention_options(
-        AUTO if asked in ("flash", "flex") else asked, torch.device(device_type)
+        AUTO if requested in ("flash", "flex") else requested, torch.device(device_type)
     )
     with torch.device("meta"), silence_library_warnings():
         try:
@@ -62,7 +62,7 @@ def outline(
             )
         except (ValueError, ImportError) as error:
             raise (
-                explain_attention(f"model {config.model.name or 'model.config'}", asked, error)
+                explain_attention(f"model {config.model.name or 'model.config'}", requested, error)
                 or error
             ) from error
         base.config.use_cache = False
@@ -70,39 +70,41 @@ def outline(
         if hasattr(base, SCORE):
             base.config.get_text_config().pad_token_id = 0
         total = sum(p.numel() for p in base.parameters())
-        if precision.base == "nf4" and not every_weight:
+        if precision.base == "nf4" and not trains_every_weight:
             require_bitsandbytes()
-            before = quantisation_from_config(architecture)
-            kept = None if before is None else kept_by_config(architecture)
-            if kept is None:
-                kept = kept_whole(base, trained_in_full(config.adapter) if before is None else ())
+            base_quantisation = quantisation_from_config(architecture)
+            unquantised = None if base_quantisation is None else kept_by_config(architecture)
+            if unquantised is None:
+                unquantised = kept_whole(
+                    base, trained_in_full(config.adapter) if base_quantisation is None else ()
+                )
             quantise_outline(
                 base,
                 to_torch(precision.compute),
-                double_quant=before is None or bool(before.double),
-                layers=layers_to_quantise(base, kept),
+                double_quant=base_quantisation is None or bool(base_quantisation.double),
+                layers=layers_to_quantise(base, unquantised),
             )
-        elif precision.packed and not every_weight:
+        elif precision.packed and not trains_every_weight:
             outline_packed(
                 base, architecture, config.model, precision, trained_in_full(config.adapter)
             )
-        as_many = range(len(config.adapter.train_tokens))
+        token_ids = range(len(config.adapter.train_tokens))
         model = with_trained_parts(
-            base, config, precision, pictures=pictures, token_ids=as_many, notes=[]
+            base, config, precision, pictures=has_pictures, token_ids=token_ids, notes=[]
         )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
-        _give_angles(base)
+        _fill_inverse_frequencies(base)
         optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     apply_precision(model, precision, device_type=device_type)
     model.train()
     apply_offload(
         model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta")
     )
-    return Outline(model, trainable, total + (0 if every_weight else trainable))
+    return Outline(model, trainable, total + (0 if trains_every_weight else trainable))
 
 
-def of_data(
+def outline_largest_step(
     config: RunConfig,
     precision: Precision,
     data: LoadedData,
@@ -113,7 +115,7 @@ def of_data(
 ) -> StepOutline:
     """The largest step, evaluation and sample of a run on this data."""
     longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
-    return step_outline(
+    return outline_step(
         config,
         precision,
         length=len(data.longest(1)[0].input_ids),
@@ -129,7 +131,7 @@ def of_data(
     )
 
 
-def step_outline(
+def outline_step(
     config: RunConfig,
     precision: Precision,
     *,
@@ -147,20 +149,22 @@ def step_outline(
     Packed rows bring a mask of every document instead of the causal one that attention makes
     itself.
     """
-    learnt = objective or NextToken(config)
+    learned_objective = objective or NextToken(config)
     packing = config.data.packing
-    rows = config.train.batch_size * learnt.each
+    rows = config.train.batch_size * learned_objective.answers_per_row
     length = padded_length(length, device_type)
 
     def loss_sum(model: nn.Module, batch: Any, divisor: int = 1) -> Tensor:
-        return learnt.loss_sum(model, learnt.outlined(batch), divisor, dtype=precision.loss)
+        return learned_objective.loss_sum(
+            model, learned_objective.outline_batch(batch), divisor, dtype=precision.loss
+        )
 
     def evaluation(model: nn.Module, device: torch.device) -> None:
         with eval_mode(model):
             loss_sum(
                 model,
-                _batch(
-                    eval_rows * learnt.each,
+                _empty_batch(
+                    eval_rows * learned_objective.answers_per_row,
                     padded_length(eval_length, device_type),
                     device,
                     packing=packing,
@@ -177,14 +181,14 @@ def step_outline(
     return StepOutline(
         rows=rows,
         length=length,
-        batch=lambda device: _batch(rows, length, device, packing=packing),
+        batch=lambda device: _empty_batch(rows, length, device, packing=packing),
         loss_sum=loss_sum,
         evaluation=evaluation if eval_rows else None,
         sampling=sampling if sample_length else None,
     )
 
 
-def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
+def _empty_batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (
         torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3)
     )
@@ -200,7 +204,7 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
     return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
 
 
-def _give_angles(model: nn.Module) -> None:
+def _fill_inverse_frequencies(model: nn.Module) -> None:
     """`optimize` runs the rotary module to see how its tables repeat: its frequencies need values,
     any that differ.
     """

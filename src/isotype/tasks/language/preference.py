@@ -33,9 +33,9 @@ from ...optimize.head import loss_of
 from ...precision.parts import local_part
 from ...training.task import Check, Feed, MetricNames, eval_mode, micro_batch
 from ...wording import pluralise
-from .batches import Batch, collate, longest_of, model_inputs, next_tokens, sent
-from .checks import CHECKS, end_never_learnt
-from .objective import Header, Objective, refuse_balance
+from .batches import Batch, collate, longest_rows, model_inputs, next_tokens, move_to_device
+from .checks import CHECKS, unlearnt_end_token
+from .objective import Header, Objective, refuse_balancing_loss
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 # of models that call the function themselves
@@ -43,7 +43,7 @@ DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 LOGPS = ("logps/chosen", "logps/rejected")
 
 
-class OfAnswers:
+class BatchOfAnswers:
     """What a batch shows of its `answers`, which are the rows of the model; `rows` are those of the
     data.
     """
@@ -55,7 +55,7 @@ class OfAnswers:
         raise NotImplementedError
 
     def to(self, device: torch.device) -> Any:
-        return replace(cast(Any, self), **sent(vars(self), device))
+        return replace(cast(Any, self), **move_to_device(vars(self), device))
 
     @property
     def weight(self) -> int:
@@ -79,7 +79,7 @@ class OfAnswers:
 
 
 @dataclass(frozen=True)
-class PairBatch(OfAnswers):
+class PairBatch(BatchOfAnswers):
     """answers    2 B rows: the chosen and the rejected one of each pair in turn
     lengths    fp32[2 B]  learnt tokens of each
     reference  fp32[2 B]  log-probabilities under the model as the run starts; None where they are
@@ -98,11 +98,11 @@ class PairBatch(OfAnswers):
         return f"{pluralise(self.rows, 'pair')} of {pluralise(self.input_ids.shape[1], 'token')}"
 
 
-def references(rows: Sequence[Any]) -> Tensor | None:
+def stack_references(rows: Sequence[Any]) -> Tensor | None:
     """fp32[2 B]: of pairs, or of answers; None where they are not known yet."""
-    known = [row.reference for row in rows if row.reference is not None]
-    if len(known) == len(rows):
-        return torch.tensor(known, dtype=torch.float32).flatten()
+    values = [row.reference for row in rows if row.reference is not None]
+    if len(values) == len(rows):
+        return torch.tensor(values, dtype=torch.float32).flatten()
     return None
 
 
@@ -117,10 +117,10 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
         model, model_inputs(model, batch), replace(targets, each=True, dtype=dtype)
     )
     assert batch.counted is not None
-    by_place = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(
+    log_probs_by_position = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(
         0, batch.counted, log_probs_N.float()
     )
-    return row_sums(by_place.view(batch.labels.shape))
+    return row_sums(log_probs_by_position.view(batch.labels.shape))
 
 
 def row_sums(values_BT: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Preference(Objective):
         live=("rewards/margins", "rewards/accuracies"),
     )
     format: FormatName | None = "preference"
-    each = 2
+    answers_per_row = 2
 
     train: Pairs | Labelled
     eval: Pairs | Labelled
@@ -157,7 +157,7 @@ class Preference(Objective):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.name = config.train.objective
-        self.beside_reference = self.name in WITH_REFERENCE
+        self.has_reference = self.name in WITH_REFERENCE
 
     def check(self) -> None:
         data = self.config.data
@@ -173,18 +173,18 @@ class Preference(Objective):
             ),
             f"adapter.dropout: {adapter.dropout:g}": (
                 "the reference has no dropout, so that the first step would already differ",
-                self.beside_reference and adapter.dropout > 0,
+                self.has_reference and adapter.dropout > 0,
             ),
         }
-        for setting, (reason, given) in reasons.items():
-            if given:
+        for setting, (reason, applies) in reasons.items():
+            if applies:
                 key = setting.partition(":")[0]
                 raise UsageError(
                     f"train.objective: {self.name} cannot run with {setting}: {reason}",
                     fix=f"leave out {key}",
                 )
 
-    def take(self, data: LoadedData) -> None:
+    def set_data(self, data: LoadedData) -> None:
         self._refuse_pictures(data)
         self.train = Pairs(cast(TokenRows, data.train))
         self.eval = Pairs(cast(TokenRows, data.eval))
@@ -201,8 +201,8 @@ class Preference(Objective):
             )
 
     def check_model(self, model: nn.Module) -> None:
-        refuse_balance(model, self.config.train.aux_loss, self.name)
-        if not self.beside_reference:
+        refuse_balancing_loss(model, self.config.train.aux_loss, self.name)
+        if not self.has_reference:
             return
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout):
@@ -212,8 +212,7 @@ class Preference(Objective):
             dropped = max(share for share in (*shares, 0.0) if isinstance(share, float))
             if dropped > 0:
                 raise UsageError(
-                    f"train.objective: {self.name} cannot train a model with dropout ({name}:"
-                    f" {dropped:g}): the reference has none",
+                    f"train.objective: {self.name} cannot train a model with dropout ({name}: {dropped:g}): the reference has none",
                     fix="set it to 0 in the model's config.json",
                 )
 
@@ -226,16 +225,18 @@ class Preference(Objective):
         )
 
     def largest_rows(self, count: int) -> list[Any]:
-        return longest_of(self.train, count)
+        return longest_rows(self.train, count)
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
         answers = [answer for pair in rows for answer in (pair.chosen, pair.rejected)]
         lengths = torch.tensor([answer.supervised for answer in answers], dtype=torch.float32)
         return PairBatch(
-            collate(answers, pad_id=pad_id, device_type=device_type), lengths, references(rows)
+            collate(answers, pad_id=pad_id, device_type=device_type),
+            lengths,
+            stack_references(rows),
         )
 
-    def outlined(self, batch: Batch) -> Any:
+    def outline_batch(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
@@ -244,26 +245,26 @@ class Preference(Objective):
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()
-        if not self.beside_reference:
+        if not self.has_reference:
             reference = torch.zeros_like(logps)
-        both = (logps, reference, batch.lengths)
-        made = judged(
+        values_by_answer = (logps, reference, batch.lengths)
+        terms = pair_losses(
             self.name,
             self.config.preference,
-            Answers(*(values[side::2] for values in both for side in (0, 1))),
+            PairLogProbs(*(values[side::2] for values in values_by_answer for side in (0, 1))),
         )
-        chosen = made.chosen_rewards
-        rejected = made.rejected_rewards
+        chosen = terms.chosen_rewards
+        rejected = terms.rejected_rewards
         measures = (
             chosen,
             rejected,
             (chosen > rejected).float(),
             chosen - rejected,
-            made.chosen_logps,
-            made.rejected_logps,
+            terms.chosen_logps,
+            terms.rejected_logps,
         )
         return (
-            torch.stack([made.losses.sum(), *(values.detach().sum() for values in measures)])
+            torch.stack([terms.losses.sum(), *(values.detach().sum() for values in measures)])
             / divisor
         )
 
@@ -281,13 +282,13 @@ class Preference(Objective):
         pad_id: int,
         dtype: str,
     ) -> Header:
-        if not self.beside_reference:
+        if not self.has_reference:
             return []
 
         def log_probs(rows: Sequence[Any]) -> list[float]:
             batch = self.collate(rows, pad_id=pad_id, device_type=device.type).to(device)
-            found: list[float] = self.reference_log_probs(model, batch, dtype=dtype).tolist()
-            return found
+            values: list[float] = self.reference_log_probs(model, batch, dtype=dtype).tolist()
+            return values
 
         return add_reference(
             model,
@@ -301,7 +302,7 @@ class Preference(Objective):
         )
 
 
-class Answers(NamedTuple):
+class PairLogProbs(NamedTuple):
     """Of B pairs, fp32[B] each. The reference is 0 for an objective without one."""
 
     chosen: Tensor
@@ -312,7 +313,7 @@ class Answers(NamedTuple):
     rejected_length: Tensor
 
 
-class Judged(NamedTuple):
+class PairLosses(NamedTuple):
     """losses, and what TRL calls rewards and logps: fp32[B] each."""
 
     losses: Tensor
@@ -322,7 +323,7 @@ class Judged(NamedTuple):
     rejected_logps: Tensor
 
 
-def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
+def pair_losses(objective: str, settings: PreferenceSection, a: PairLogProbs) -> PairLosses:
     """The losses of an objective, `nll` included. Rewards are beta times the log-probability of an
     answer, over that of the reference where there is one; simpo and orpo take means over an
     answer's tokens.
@@ -351,7 +352,7 @@ def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
     weight = float(objective in ("orpo", "cpo")) if settings.nll is None else settings.nll
     if weight:
         losses = losses - weight * a.chosen / a.chosen_length
-    return Judged(losses, beta * c, beta * r, *logps)
+    return PairLosses(losses, beta * c, beta * r, *logps)
 
 
 def log1mexp(x: Tensor) -> Tensor:
@@ -367,9 +368,9 @@ def log1mexp(x: Tensor) -> Tensor:
 # and the reference is the same in full fine-tuning, on a 4-bit base, from a started adapter, and
 # after a start that changes the base
 
-FILE = "reference.safetensors"
+REFERENCE_FILE = "reference.safetensors"
 Rows = Pairs | Labelled
-SHARED = "shared"  # in place of a fingerprint where no process has the whole model
+SHARDED_MODEL = "shared"  # in place of a fingerprint where no process has the whole model
 
 
 def add_reference(
@@ -389,44 +390,53 @@ def add_reference(
     log_probs  two values a row: of both answers of a pair, or of an answer and its partner
     Raises     UsageError where the folder's is of another model
     """
-    shared = any(local_part(p) is not p for p in model.parameters())
-    made_of = {**fingerprints, "model": SHARED if shared else fingerprint_of_weights(model)}
-    path = folder / FILE
-    begin = time.perf_counter()
+    is_sharded = any(local_part(p) is not p for p in model.parameters())
+    identity = {
+        **fingerprints,
+        "model": SHARDED_MODEL if is_sharded else fingerprint_of_weights(model),
+    }
+    path = folder / REFERENCE_FILE
+    start = time.perf_counter()
     sides = {"training": train, "evaluation": evaluation}
-    known: dict[str, list[float]] = world.first_does(lambda: _kept(path, made_of))
-    lacking = [name for name in sides if name not in known]
-    for name in lacking:
-        known[name] = _computed(model, sides[name], log_probs, batch_size, world)
+    log_probs_by_side: dict[str, list[float]] = world.first_does(
+        lambda: _load_reference(path, identity)
+    )
+    missing = [name for name in sides if name not in log_probs_by_side]
+    for name in missing:
+        log_probs_by_side[name] = _compute_log_probs(
+            model, sides[name], log_probs, batch_size, world
+        )
     for name, pairs in sides.items():
-        pairs.reference = np.asarray(known[name], np.float32)
-    if not lacking:
+        pairs.reference = np.asarray(log_probs_by_side[name], np.float32)
+    if not missing:
         return [("reference", f"from {path}")]
 
-    def keep() -> None:
+    def write() -> None:
         new = path.with_name(f"{path.name}.new")
         save_file(
-            {name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()},
+            {
+                name: torch.tensor(values, dtype=torch.float32)
+                for name, values in log_probs_by_side.items()
+            },
             new,
-            metadata=made_of,
+            metadata=identity,
         )
         os.replace(new, path)
 
-    world.first_does(keep)
-    answers = sum(2 * len(sides[name]) for name in lacking)
-    seconds = time.perf_counter() - begin
+    world.first_does(write)
+    answers = sum(2 * len(sides[name]) for name in missing)
+    seconds = time.perf_counter() - start
     return [
         (
             "reference",
             (
-                f"log-probabilities of {pluralise(answers, 'answer')} under the model as it starts,"
-                f" {seconds:.1f} s, kept in {path}"
+                f"log-probabilities of {pluralise(answers, 'answer')} under the model as it starts, {seconds:.1f} s, kept in {path}"
             ),
         )
     ]
 
 
-def _computed(
+def _compute_log_probs(
     model: nn.Module,
     pairs: Rows,
     log_probs: Callable[[Sequence[Any]], list[float]],
@@ -437,20 +447,20 @@ def _computed(
     shared model needs.
     """
     by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []
-    found = [0.0] * (2 * len(pairs))
+    results = [0.0] * (2 * len(pairs))
     with eval_mode(model):
         for turn in watched(
             range(0, len(by_length), world.size * batch_size), "the reference's log-probabilities"
         ):
             start = turn + world.rank * batch_size
-            own = by_length[start : start + batch_size]
-            values = log_probs([pairs[i] for i in own or by_length[:1]])
-            for k, i in enumerate(own):
-                found[2 * i : 2 * i + 2] = values[2 * k : 2 * k + 2]
-    return world.sum(found)
+            local_rows = by_length[start : start + batch_size]
+            values = log_probs([pairs[i] for i in local_rows or by_length[:1]])
+            for k, i in enumerate(local_rows):
+                results[2 * i : 2 * i + 2] = values[2 * k : 2 * k + 2]
+    return world.sum(results)
 
 
-def _kept(path: Path, made_of: Mapping[str, str]) -> dict[str, list[float]]:
+def _load_reference(path: Path, identity: Mapping[str, str]) -> dict[str, list[float]]:
     """What the folder has of the same rows; other rows are computed anew. Raises UsageError where
     it is of another model.
     """
@@ -458,19 +468,28 @@ def _kept(path: Path, made_of: Mapping[str, str]) -> dict[str, list[float]]:
         return {}
     try:
         with safe_open(path, framework="pt") as file:
-            said = file.metadata() or {}
-            found = {name: file.get_tensor(name).tolist() for name in ("training", "evaluation")}
+            metadata = file.metadata() or {}
+            values_by_side = {
+                name: file.get_tensor(name).tolist() for name in ("training", "evaluation")
+            }
     except (SafetensorError, OSError):
         return {}
-    if said.get("model") not in (made_of["model"], SHARED) and made_of["model"] != SHARED:
+    if (
+        metadata.get("model") not in (identity["model"], SHARDED_MODEL)
+        and identity["model"] != SHARDED_MODEL
+    ):
         raise UsageError(
             f"{path}: the reference of another model than this run starts from",
             fix="the base or adapter that the run was begun with; or start a new run",
         )
-    return {name: values for name, values in found.items() if said.get(name) == made_of.get(name)}
+    return {
+        name: values
+        for name, values in values_by_side.items()
+        if metadata.get(name) == identity.get(name)
+    }
 
 
-MEASURES = ("accuracy", "margin", "mean_reward")
+REWARD_MEASURES = ("accuracy", "margin", "mean_reward")
 
 
 class Reward(Preference):
@@ -482,10 +501,10 @@ class Reward(Preference):
         weight="pairs",
         row="pair",
         eval_weight="pairs",
-        measures=MEASURES,
+        measures=REWARD_MEASURES,
         live=("margin", "accuracy"),
     )
-    scored = True
+    has_score_head = True
 
     def check(self) -> None:
         super().check()
@@ -497,8 +516,7 @@ class Reward(Preference):
             )
         if config.model.add_tokens:
             raise UsageError(
-                "model.add_tokens with train.objective: reward is not offered: the tokens were"
-                " never trained"
+                "model.add_tokens with train.objective: reward is not offered: the tokens were never trained"
             )
 
     def loss_sum(
@@ -521,5 +539,5 @@ class Reward(Preference):
         read logits of every position.
         """
         return {
-            "data": tuple(check for check in CHECKS["data"] if check.run is not end_never_learnt)
+            "data": tuple(check for check in CHECKS["data"] if check.run is not unlearnt_end_token)
         }

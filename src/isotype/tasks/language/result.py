@@ -23,7 +23,7 @@ from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...training.memory.blocks import apply_offload
 from ...training.task import Evaluation, Idle, eval_mode
-from .batches import with_and_without_pictures
+from .batches import split_by_pictures
 from .objective import NextToken, Objective
 
 
@@ -121,7 +121,7 @@ def evaluate(
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
             chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
-            for alike in with_and_without_pictures(chosen):
+            for alike in split_by_pictures(chosen):
                 batch = objective.collate(alike, pad_id=pad_id, device_type=device.type).to(device)
                 yield batch if start < len(by_length) else Idle(batch)
 

@@ -44,17 +44,20 @@ def generation_config(
     """Greedy at temperature 0; ends at the tokenizer's end token and at those the model names."""
     from transformers import GenerationConfig
 
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list | tuple) else [own])} - {None}
+    model_end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    end_ids = {
+        tokenizer.eos_token_id,
+        *(model_end_ids if isinstance(model_end_ids, list | tuple) else [model_end_ids]),
+    } - {None}
     if temperature:
-        drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     else:
-        drawn = {"do_sample": False}
+        sampling = {"do_sample": False}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(ends) or None,
-        **drawn,
+        eos_token_id=sorted(end_ids) or None,
+        **sampling,
     )
 
 

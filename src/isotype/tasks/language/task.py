@@ -39,11 +39,11 @@ from ...training.memory.plan import max_step_bytes
 from ...training.memory.recomputation import checkpointable_layers
 from ...training.task import Batch, Evaluation, MetricNames, Outline, StepOutline, micro_batch
 from ...wording import pluralise
-from .batches import longest_of, padded_length, with_and_without_pictures
+from .batches import longest_rows, padded_length, split_by_pictures
 from .distil import Distil
-from .labelled import FromLabels
+from .labelled import Kto
 from .objective import NextToken, Objective
-from .outline import of_data, outline
+from .outline import outline_largest_step, outline
 from .preference import Preference, Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {
     "sft": NextToken,
-    "kto": FromLabels,
+    "kto": Kto,
     "reward": Reward,
     "distil": Distil,
 }  # the others learn from pairs
@@ -132,10 +132,10 @@ class LanguageTask:
             raise UsageError(
                 "data.min_pixels, data.max_pixels: no row has a picture", fix="leave them out"
             )
-        self.objective.take(data)
+        self.objective.set_data(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
-        if self.objective.scored:
+        if self.objective.has_score_head:
             self.prompts = []
         else:
             self.prompts = prompts_of_run(config.run, data, self.tokenizer)
@@ -155,7 +155,7 @@ class LanguageTask:
         source = base_source(
             config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype
         )
-        self.source = replace(source, scored=self.objective.scored)
+        self.source = replace(source, scored=self.objective.has_score_head)
         if self.data.pictures is not None:
             self.data.pictures.dtype = to_torch(precision.vision)
         model, manifest = build_model(
@@ -168,7 +168,7 @@ class LanguageTask:
             pictures=self.data.pictures is not None,
         )
         self.objective.check_model(model)
-        manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
+        manifest.notes += self.objective.load_other_models(self.tokenizer, precision, device).notes
         return apply_offload(model, config.model.offload, device), manifest
 
     @property
@@ -189,13 +189,17 @@ class LanguageTask:
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         self.device_type = device_type
-        shows = self.data.pictures is not None
+        has_pictures = self.data.pictures is not None
         return outline(
-            self.architecture(), self.config, precision, device_type=device_type, pictures=shows
+            self.architecture(),
+            self.config,
+            precision,
+            device_type=device_type,
+            has_pictures=has_pictures,
         )
 
     def step_outline(self, precision: Precision) -> StepOutline:
-        step = of_data(
+        step = outline_largest_step(
             self.config,
             precision,
             self.data,
@@ -208,19 +212,21 @@ class LanguageTask:
             tokens = step.rows * step.length
             config = inner_model(model).config
             return [
-                tokens * flops_of_a_token(layer, config) / 2
+                tokens * flops_per_token(layer, config) / 2
                 for layer in checkpointable_layers(model)
             ]
 
         return replace(
             step,
-            other_model_bytes=self.objective.beside(self.tokenizer, precision, None).bytes,
+            other_model_bytes=self.objective.load_other_models(
+                self.tokenizer, precision, None
+            ).bytes,
             block_flops=block_flops,
         )
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)
-        rows = {"batch_size": self.config.train.batch_size * self.objective.each}
+        rows = {"batch_size": self.config.train.batch_size * self.objective.answers_per_row}
         train = self.config.train.model_copy(update=rows)
         return max_step_bytes(
             model, train, precision, length=padded_length(length, self.device_type)
@@ -236,7 +242,7 @@ class LanguageTask:
         )
 
     def split_by_shape(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        return with_and_without_pictures(rows)  # rows of any length are padded
+        return split_by_pictures(rows)  # rows of any length are padded
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         return self.objective.collate(
@@ -258,17 +264,20 @@ class LanguageTask:
             return self._evaluate(
                 model, (rows or self.objective.train)[:most], device, dtype, world
             )
-        found: dict[str, Evaluation] = {}
+        evaluations: dict[str, Evaluation] = {}
         start = 0
         for name, count in sets.items():
-            end = start + count // self.objective.each
-            found[name], start = self._evaluate(model, rows[start:end], device, dtype, world), end
-        return Evaluation.combine(found)
+            end = start + count // self.objective.answers_per_row
+            evaluations[name], start = (
+                self._evaluate(model, rows[start:end], device, dtype, world),
+                end,
+            )
+        return Evaluation.combine(evaluations)
 
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        longest = longest_of(self.objective.eval, micro_batch(self.config.train))
+        longest = longest_rows(self.objective.eval, micro_batch(self.config.train))
         if longest:
             return self._evaluate(model, longest, device, dtype)
         return None
@@ -356,10 +365,7 @@ class LanguageTask:
         else:
             rows = pluralise(self.rows, f"training {row}")
         if data.stream is None and (packing := facts.get("packing")):
-            rows = (
-                f"{pluralise(packing['rows'], 'training row')} in"
-                f" {pluralise(len(data.train), 'packed one')}"
-            )
+            rows = f"{pluralise(packing['rows'], 'training row')} in {pluralise(len(data.train), 'packed one')}"
         line = f"{rows}, {pluralise(self.eval_rows, f'evaluation {row}')}"
         return [("data", line), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
@@ -373,36 +379,42 @@ class LanguageTask:
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         """Lists the rows that are left out; a stream finds more of them while it is read."""
-        listed = BadRowFile(folder / BAD_ROWS, resuming=resuming)
-        listed.write(self.data.bad_rows)
+        bad_rows_file = BadRowFile(folder / BAD_ROWS, resuming=resuming)
+        bad_rows_file.write(self.data.bad_rows)
         if self.data.stream is None:
             return
         stream: dict[str, Any] = self.data.facts["stream"]
-        stream["left_out"] = listed.count
+        stream["left_out"] = bad_rows_file.count
 
-        def more(rows: Sequence[BadRow]) -> None:
-            listed.write(rows)
-            if stream["left_out"] != listed.count:
-                stream["left_out"] = listed.count
+        def record_bad_rows(rows: Sequence[BadRow]) -> None:
+            bad_rows_file.write(rows)
+            if stream["left_out"] != bad_rows_file.count:
+                stream["left_out"] = bad_rows_file.count
                 RunFolder(folder).write_json("data.json", self.data.facts)
 
-        self.data.stream.on_bad_rows = more
+        self.data.stream.on_bad_rows = record_bad_rows
 
-    def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
+    def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
         architecture: Any = self.architecture()
         notes = check_base(
             quantisation_from_config(architecture),
             precision,
             self.config.model.name or "model.config",
         )
-        base_of: Callable[[], PreTrainedModel] | None = getattr(made.model, "get_base_model", None)
-        inner = base_of() if base_of is not None else cast("PreTrainedModel", made.model)
+        get_base_model: Callable[[], PreTrainedModel] | None = getattr(
+            outline.model, "get_base_model", None
+        )
+        inner = (
+            get_base_model()
+            if get_base_model is not None
+            else cast("PreTrainedModel", outline.model)
+        )
         check_vocabulary(inner, self.tokenizer)
         if precision.base == "nf4":
             notes += check_share(
                 inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised
             )
-        notes += self.objective.beside(self.tokenizer, precision, None).notes
+        notes += self.objective.load_other_models(self.tokenizer, precision, None).notes
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:
@@ -431,20 +443,21 @@ class LanguageTask:
         elif facts["packed_from"]:
             rows += f" packed from {facts['packed_from']:,}"
         evaluation = pluralise(facts["eval_rows"], f"evaluation {row}")
-        line = (
-            f"{rows}, {pluralise(facts['train_tokens'], 'token')}, longest {facts['longest']};"
-            f" {evaluation}"
-        )
-        shown = []
+        line = f"{rows}, {pluralise(facts['train_tokens'], 'token')}, longest {facts['longest']}; {evaluation}"
+        picture_lines = []
         lengths = facts["lengths"]
         if facts["pictures"] is not None:  # which are most of a row's tokens
             spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
-            with_some = f"{pluralise(facts['pictures']['rows'], 'training row')} with pictures"
-            shown = [f"{with_some}; rows have {spread}; the memory plan counts no vision tower"]
-        return [line, *shown, *facts["sources"], *facts["notes"]]
+            rows_with_pictures = (
+                f"{pluralise(facts['pictures']['rows'], 'training row')} with pictures"
+            )
+            picture_lines = [
+                f"{rows_with_pictures}; rows have {spread}; the memory plan counts no vision tower"
+            ]
+        return [line, *picture_lines, *facts["sources"], *facts["notes"]]
 
 
-def flops_of_a_token(model: nn.Module, config: Any) -> float:
+def flops_per_token(model: nn.Module, config: Any) -> float:
     """FLOPs of one token through the products with weights, forward and backward.
 
     A product with an M-element weight costs 2 M forward, 2 M for the input's gradient, 2 M for the
@@ -453,31 +466,37 @@ def flops_of_a_token(model: nn.Module, config: Any) -> float:
     transformers configuration.
     Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
     """
-    per_token = 0.0
-    stacked = {name.split(".base_layer")[0]: m for name, m in model.named_modules() if has_stack(m)}
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    flops = 0.0
+    stacked_experts = {
+        name.split(".base_layer")[0]: m for name, m in model.named_modules() if has_stack(m)
+    }
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
     for name, module in model.named_modules():
         experts = next(
             (
                 m.num_experts
-                for path, m in stacked.items()
+                for path, m in stacked_experts.items()
                 if name == path or name.startswith(f"{path}.")
             ),
-            chosen,
+            experts_per_token,
         )
         if isinstance(module, nn.Linear):
-            trained = module.weight.requires_grad and not is_quantised(module.weight)
-            per_token += (
-                module.in_features * module.out_features * (6 if trained else 4) * chosen / experts
+            is_trained = module.weight.requires_grad and not is_quantised(module.weight)
+            flops += (
+                module.in_features
+                * module.out_features
+                * (6 if is_trained else 4)
+                * experts_per_token
+                / experts
             )
         elif has_stack(module):
             weights = [p for p in module.parameters(recurse=False) if is_stack(p)]
-            per_token += (
+            flops += (
                 sum(
                     getattr(p, "quant_state", p).shape.numel() * (6 if p.requires_grad else 4)
                     for p in weights
                 )
-                * chosen
+                * experts_per_token
                 / experts
             )
-    return per_token
+    return flops
