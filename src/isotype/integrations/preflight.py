@@ -38,8 +38,8 @@ from ..precision.vision import vision_parts
 from ..tasks.language.checks import (
     ids_beyond_embeddings,
     rows_beyond_positions,
-    unlearnt_end_token,
     rows_without_learnt_tokens,
+    unlearnt_end_token,
     untrained_new_tokens,
 )
 from ..training.finite import non_finite_error

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures, merge_denoiser
-from isotype.tasks.choose import plan_run, choose_task, train
+from isotype.tasks.choose import choose_task, plan_run, train
 from isotype.tasks.diffusion import pipeline
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder

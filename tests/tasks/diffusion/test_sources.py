@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures
-from isotype.tasks.choose import plan_run, choose_task, train
+from isotype.tasks.choose import choose_task, plan_run, train
 from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.setup import prepare_data

@@ -17,8 +17,8 @@ from isotype.tasks.language.batches import (
     Batch,
     collate,
     model_inputs,
-    next_tokens,
     needs_single_packed_row,
+    next_tokens,
 )
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.task import flops_per_token

@@ -16,12 +16,12 @@ from isotype.finding import Severity
 from isotype.precision.apply import inner_model
 from isotype.tasks.choose import train
 from isotype.tasks.language.checks import (
-    rows_beyond_positions,
-    unlearnt_end_token,
-    missing_template,
-    rows_without_learnt_tokens,
-    packed_document_leakage,
     learnt_prompts,
+    missing_template,
+    packed_document_leakage,
+    rows_beyond_positions,
+    rows_without_learnt_tokens,
+    unlearnt_end_token,
     untrained_new_tokens,
 )
 

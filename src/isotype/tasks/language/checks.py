@@ -142,7 +142,10 @@ def unlearnt_end_token(subject: Subject) -> Iterator[Finding]:
     elif data.facts["train"]["truncated"] == len(data.documents):
         cause = f"every row is cut at data.max_length {data.facts['max_length']}"
     elif other_tokens:
-        cause = f"the template closes a turn with {other_tokens[0]!r}, at which generation does not stop"
+        cause = (
+            f"the template closes a turn with {other_tokens[0]!r}, at which generation does not"
+            " stop"
+        )
         fix = (
             'model.tokenizer: ended, a copy that ends there: python -c "from transformers import'
             " AutoTokenizer as A; "
@@ -302,7 +305,9 @@ def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
         code="PF020",
         severity=Severity.ERROR if table else Severity.WARNING,
         place=Place(symbol="data.max_length"),
-        message=f"the longest row has {longest} tokens, and the model has {position_count} positions",
+        message=(
+            f"the longest row has {longest} tokens, and the model has {position_count} positions"
+        ),
         cause=(
             f"{table} has no row for later positions"
             if table

@@ -32,8 +32,8 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import quantisation_from_config
 from ...training.task import MetricNames
 from ...wording import format_binary_bytes
-from .batches import Batch, model_inputs, next_tokens, needs_single_packed_row
-from .objective import OtherModels, NextToken, refuse_balancing_loss
+from .batches import Batch, model_inputs, needs_single_packed_row, next_tokens
+from .objective import NextToken, OtherModels, refuse_balancing_loss
 
 
 class Distil(NextToken):
@@ -85,7 +85,8 @@ class Distil(NextToken):
             teacher_vocabulary = AutoTokenizer.from_pretrained(name, revision=revision).get_vocab()
         if difference_count := len(vocabulary.items() ^ teacher_vocabulary.items()):
             raise UsageError(
-                f"distil.teacher: {name} has another vocabulary than the model: {difference_count:,} entries"
+                f"distil.teacher: {name} has another vocabulary than the model:"
+                f" {difference_count:,} entries"
                 f" differ ({len(teacher_vocabulary):,} tokens there, {len(vocabulary):,} here)",
                 fix="a teacher of the same family",
             )

@@ -100,7 +100,8 @@ class Kto(Preference):
         labels = rows.column("wanted")
         if labels.all() or not labels.any():
             raise UsageError(
-                f"every training answer is labelled {'true' if labels.all() else 'false'}, and kto learns from both",
+                f"every training answer is labelled {'true' if labels.all() else 'false'}, and"
+                " kto learns from both",
                 fix="rows of the other label"
                 + ("; train.objective: sft learns wanted answers" if labels.all() else ""),
             )
@@ -121,7 +122,7 @@ class Kto(Preference):
         return AnswerBatch(
             answers,
             partners,
-            torch.tensor([answer.desirable for answer in rows]),
+            torch.tensor([answer.wanted for answer in rows]),
             stack_references(rows),
         )
 

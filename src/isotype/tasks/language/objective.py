@@ -27,7 +27,7 @@ from ...optimize.head import loss_of
 from ...precision.precision import Precision
 from ...training.task import Batch, Check, Feed, MetricNames
 from .batches import Batch as TokenBatch
-from .batches import collate, model_inputs, next_tokens, row_feed, needs_single_packed_row
+from .batches import collate, model_inputs, needs_single_packed_row, next_tokens, row_feed
 from .checks import CHECKS
 
 Header = list[tuple[str, str]]  # rows of a label and a text
@@ -203,7 +203,8 @@ def balancing_coefficient(model: nn.Module, configured: float | None) -> float:
     if mixture_model is None:
         if configured:
             raise UsageError(
-                f"train.aux_loss: {configured} has no effect: the model's family has no balancing loss of its own",
+                f"train.aux_loss: {configured} has no effect: the model's family has no balancing"
+                " loss of its own",
                 fix="leave train.aux_loss out",
             )
         return 0.0
@@ -220,7 +221,8 @@ def refuse_balancing_loss(model: nn.Module, configured: float | None, objective:
     """
     if coefficient := balancing_coefficient(model, configured):
         raise UsageError(
-            f"train.objective: {objective} has no balancing loss beside its own, and the model's config asks for one (output_router_logits, coefficient {coefficient:g})",
+            f"train.objective: {objective} has no balancing loss beside its own, and the model's"
+            f" config asks for one (output_router_logits, coefficient {coefficient:g})",
             fix="train.aux_loss: 0 trains without it",
         )
 

@@ -33,7 +33,7 @@ from ...optimize.head import loss_of
 from ...precision.parts import local_part
 from ...training.task import Check, Feed, MetricNames, eval_mode, micro_batch
 from ...wording import pluralise
-from .batches import Batch, collate, longest_rows, model_inputs, next_tokens, move_to_device
+from .batches import Batch, collate, longest_rows, model_inputs, move_to_device, next_tokens
 from .checks import CHECKS, unlearnt_end_token
 from .objective import Header, Objective, refuse_balancing_loss
 
@@ -212,7 +212,8 @@ class Preference(Objective):
             dropped = max(share for share in (*shares, 0.0) if isinstance(share, float))
             if dropped > 0:
                 raise UsageError(
-                    f"train.objective: {self.name} cannot train a model with dropout ({name}: {dropped:g}): the reference has none",
+                    f"train.objective: {self.name} cannot train a model with dropout ({name}:"
+                    f" {dropped:g}): the reference has none",
                     fix="set it to 0 in the model's config.json",
                 )
 
@@ -430,7 +431,8 @@ def add_reference(
         (
             "reference",
             (
-                f"log-probabilities of {pluralise(answers, 'answer')} under the model as it starts, {seconds:.1f} s, kept in {path}"
+                f"log-probabilities of {pluralise(answers, 'answer')} under the model as it"
+                f" starts, {seconds:.1f} s, kept in {path}"
             ),
         )
     ]
@@ -516,7 +518,8 @@ class Reward(Preference):
             )
         if config.model.add_tokens:
             raise UsageError(
-                "model.add_tokens with train.objective: reward is not offered: the tokens were never trained"
+                "model.add_tokens with train.objective: reward is not offered: the tokens were"
+                " never trained"
             )
 
     def loss_sum(

@@ -43,7 +43,7 @@ from .batches import longest_rows, padded_length, split_by_pictures
 from .distil import Distil
 from .labelled import Kto
 from .objective import NextToken, Objective
-from .outline import outline_largest_step, outline
+from .outline import outline, outline_largest_step
 from .preference import Preference, Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
@@ -365,7 +365,8 @@ class LanguageTask:
         else:
             rows = pluralise(self.rows, f"training {row}")
         if data.stream is None and (packing := facts.get("packing")):
-            rows = f"{pluralise(packing['rows'], 'training row')} in {pluralise(len(data.train), 'packed one')}"
+            packed_rows = pluralise(len(data.train), "packed one")
+            rows = f"{pluralise(packing['rows'], 'training row')} in {packed_rows}"
         line = f"{rows}, {pluralise(self.eval_rows, f'evaluation {row}')}"
         return [("data", line), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
@@ -443,7 +444,8 @@ class LanguageTask:
         elif facts["packed_from"]:
             rows += f" packed from {facts['packed_from']:,}"
         evaluation = pluralise(facts["eval_rows"], f"evaluation {row}")
-        line = f"{rows}, {pluralise(facts['train_tokens'], 'token')}, longest {facts['longest']}; {evaluation}"
+        tokens = pluralise(facts["train_tokens"], "token")
+        line = f"{rows}, {tokens}, longest {facts['longest']}; {evaluation}"
         picture_lines = []
         lengths = facts["lengths"]
         if facts["pictures"] is not None:  # which are most of a row's tokens
