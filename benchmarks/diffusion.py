@@ -35,6 +35,7 @@ from torch import Tensor
 
 from isotype.config.load import load
 from isotype.environment.hardware import detect
+from isotype.model.build import resolve_precision
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import built
@@ -42,7 +43,6 @@ from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.families.flow import Flux, packed, positions, unpacked
 from isotype.tasks.diffusion.loss import FlowMatching, NoiseLevels, picture_losses
 from isotype.training.optimizer import build_optimizer
-from isotype.training.setup import resolve_precision
 from isotype.training.step import Stepper
 
 RANK, RATE = 16, 1e-4

@@ -31,6 +31,7 @@ from isotype.config.load import load
 from isotype.dtypes import to_torch
 from isotype.environment.hardware import detect
 from isotype.errors import IsotypeError, UsageError
+from isotype.model.build import resolve_precision
 from isotype.observe import Observer
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import PRESETS, Precision
@@ -42,7 +43,6 @@ from isotype.tasks.diffusion.families.noise import SDXL, PixArtSigma
 from isotype.tasks.diffusion.families.video import Wan
 from isotype.tasks.diffusion.loss import Ddpm, FlowMatching, NoiseLevels, Objective, picture_losses
 from isotype.training.optimizer import build_optimizer
-from isotype.training.setup import resolve_precision
 from isotype.training.step import Stepper
 
 TRAINS, REFUSED = "trains", "refused"

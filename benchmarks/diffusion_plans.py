@@ -29,6 +29,7 @@ from diffusers import (
 from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.environment.hardware import detect, lookup_hardware
+from isotype.model.build import resolve_precision
 from isotype.model.packed import quantise as pack_layers
 from isotype.precision.precision import Precision
 from isotype.tasks.diffusion.batches import Batch
@@ -41,7 +42,6 @@ from isotype.training.memory.blocks import apply_offload, plan_offload
 from isotype.training.memory.outline import quantise_outline
 from isotype.training.memory.plan import held_memory, plan_memory
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable_layers
-from isotype.training.setup import resolve_precision
 from isotype.training.task import Outline, StepOutline
 
 FLUX_DEV = {

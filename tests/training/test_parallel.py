@@ -10,7 +10,7 @@ from tests.commands import ask
 from isotype.config.schema import RunConfig
 from isotype.distributed.world import World
 from isotype.errors import UsageError
-from isotype.training.setup import REPLICATE, SHARD, choose_by_plan, configured_parallel
+from isotype.training.parallel import REPLICATE, SHARD, choose_by_plan, configured_parallel
 
 GIB = 1 << 30
 

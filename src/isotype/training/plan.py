@@ -15,21 +15,14 @@ from ..errors import UsageError
 from ..precision.resolution import Resolved
 from ..wording import format_binary_bytes, pluralise
 from .console import quiet_libraries
+from .device_setup import DeviceSetup, prepare_data
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
+from .memory.choice import planned_checkpointing
 from .memory.device import memory_saving_advice
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, Checkpointing
+from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
 from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
-from .setup import (
-    HYBRID,
-    REPLICATE,
-    SHARD,
-    DeviceSetup,
-    Parallel,
-    choose_by_plan,
-    planned_checkpointing,
-    prepare_data,
-)
 from .start import attention_line
 from .step import peak_memory
 from .task import Outline, Task, micro_batch

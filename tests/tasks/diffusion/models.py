@@ -21,7 +21,7 @@ from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import choose_task
 from isotype.tasks.diffusion.result import save_lora
-from isotype.training.setup import prepare_data
+from isotype.training.device_setup import prepare_data
 
 SHAPES, COLOURS = ("circle", "square"), {"red": (220, 40, 40), "green": (40, 180, 60)}
 SIDE = 32

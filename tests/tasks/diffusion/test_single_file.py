@@ -18,7 +18,7 @@ from isotype.tasks.diffusion import pipeline
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.tasks.diffusion.single_file import dtype_of
-from isotype.training.setup import prepare_data
+from isotype.training.device_setup import prepare_data
 from tests.published import FORMATS, element, packed
 from tests.training.interrupted import cut_back
 

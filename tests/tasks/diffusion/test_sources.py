@@ -15,7 +15,7 @@ from isotype.inference.diffusion import draw_pictures
 from isotype.tasks.choose import choose_task, plan_run, train
 from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.training.setup import prepare_data
+from isotype.training.device_setup import prepare_data
 from tests.hub import hub
 from tests.tasks.diffusion.models import built, draw, refused
 from tests.tasks.diffusion.test_typed import SMALLER

@@ -36,7 +36,8 @@ from isotype.training.memory.recomputation import (
     checkpointable_layers,
     configured_checkpointing,
 )
-from isotype.training.setup import configured_parallel, prepare
+from isotype.training.parallel import configured_parallel
+from isotype.training.setup import prepare
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip

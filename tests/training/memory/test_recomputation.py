@@ -134,7 +134,7 @@ def test_auto_recomputes_as_few_layers_as_needed(subtests):
 def little_memory(monkeypatch):
     """A machine on which this process's own memory and half of the tiny model's step just fit."""
     from isotype.environment.hardware import detect
-    from isotype.training import plan, setup
+    from isotype.training import device_setup, plan
     from isotype.training.step import peak_memory
 
     def some(device):
@@ -143,7 +143,7 @@ def little_memory(monkeypatch):
         return replace(detect("cpu"), memory=peak_memory(torch.device("cpu")) + 2 * MiB)
 
     monkeypatch.setattr(plan, "detect", some)
-    monkeypatch.setattr(setup, "detect", some)
+    monkeypatch.setattr(device_setup, "detect", some)
 
 
 def test_a_run_uses_the_choice_prints_it_and_records_it(

@@ -1,0 +1,148 @@
+"""The part of a run's preparation that needs no weights: device, precision and data. `train` and
+`plan` both begin with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..config.kind import DIFFUSION, kind_of
+from ..config.schema import AdapterSection, RunConfig
+from ..distributed.world import ALONE, World
+from ..environment.hardware import Hardware, detect
+from ..errors import refuse_where
+from ..model.build import resolve_precision
+from ..precision.resolution import Resolved
+from ..runs.checkpoint.snapshot import seed_generators
+from .memory.blocks import check_offload
+from .memory.recomputation import check_settings
+from .optimizer import check_optimizer
+from .task import Task
+
+
+@dataclass
+class DeviceSetup:
+    """The parts of a run that are prepared before a model is loaded."""
+
+    hardware: Hardware
+    device: torch.device
+    resolved: Resolved
+
+
+def prepare_data(
+    task: Task,
+    sources: Mapping[str, str],
+    hardware: Hardware | None = None,
+    *,
+    world: World = ALONE,
+) -> DeviceSetup:
+    """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is
+    found in seconds. Raises UsageError.
+
+    hardware  prepares for this device instead of the one in this machine
+    """
+    config = task.config
+    hardware = hardware or detect(config.model.device)
+    if hardware.kind == "cpu":  # the processes of a machine share its memory
+        hardware = replace(hardware, memory=hardware.memory // world.local_size)
+    device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
+    check_settings(config.train, device_type=device.type)
+    check_offload(config, device_type=device.type)
+    check_adapters(config)
+    check_optimizer(config, sources, device_type=device.type)
+    resolved = resolve_precision(config, sources, hardware, task.roles)
+    task.check(resolved.precision)
+    seed_everything(config.train.seed, deterministic=config.train.deterministic)
+    world.at(0, "reading the data")
+    world.first_before_others(task.load_data)  # what it tokenised, the others find in the cache
+    return DeviceSetup(hardware, device, resolved)
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Raises  UsageError for adapters on the way that would not be written."""
+    run = config.run
+    adapter = config.adapter
+    no_effect = "has no effect with adapter.kind: none"
+    defaults = AdapterSection()
+
+    def changed_keys(*keys: str) -> list[str]:
+        return [key for key in keys if getattr(adapter, key) != getattr(defaults, key)]
+
+    new_adapter_keys = changed_keys(
+        "dora", "rank_pattern", "alpha_pattern", "start", "train_tokens"
+    )
+    is_lokr = adapter.kind == "lokr"
+    refuse_where(
+        (
+            run.adapters_every is not None and adapter.kind == "none",
+            f"run.adapters_every: {no_effect}",
+            "run.save_every: checkpoints hold every weight",
+        ),
+        (
+            run.adapters_keep is not None and run.adapters_every is None,
+            "run.adapters_keep: has no effect without run.adapters_every",
+            "run.adapters_every: 500",
+        ),
+        *(
+            (
+                adapter.kind == "none",
+                f"adapter.{key}: {no_effect}",
+                f"remove adapter.{key}, or adapter.kind: lora",
+            )
+            for key in [*new_adapter_keys, *changed_keys("plus", "start_from")]
+        ),
+        *(
+            (
+                adapter.start_from is not None,
+                (
+                    f"adapter.{key}: has no effect with adapter.start_from, whose adapter goes on"
+                    " as it is"
+                ),
+                f"remove adapter.{key}",
+            )
+            for key in new_adapter_keys
+        ),
+        (
+            is_lokr and kind_of(config) != DIFFUSION,
+            "adapter.kind: lokr is offered for pictures",
+            "adapter.kind: lora",
+        ),
+        *(
+            (
+                is_lokr,
+                f"adapter.{key}: has no effect with adapter.kind: lokr",
+                f"remove adapter.{key}, or adapter.kind: lora",
+            )
+            for key in changed_keys("dropout", "rslora", "dora", "plus", "start")
+        ),
+        (
+            not is_lokr and adapter.factor is not None,
+            f"adapter.factor: has no effect with adapter.kind: {adapter.kind}",
+            "remove adapter.factor, or adapter.kind: lokr",
+        ),
+        (
+            run.adapter_format == "comfyui" and adapter.dora,
+            "adapter.dora: not offered with run.adapter_format: comfyui",
+            "remove adapter.dora, or run.adapter_format",
+        ),
+        *(
+            (
+                config.train.optimizer == "prodigy",
+                f"adapter.{key}: prodigy has one rate for all weights",
+                f"remove adapter.{key}, or another train.optimizer",
+            )
+            for key in changed_keys("plus", "text_encoder_rate")
+        ),
+    )
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seeds all generators; `deterministic` also forbids nondeterministic algorithms."""
+    seed_generators(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

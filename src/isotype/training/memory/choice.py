@@ -1,0 +1,121 @@
+"""Which layers of a run recompute: as configured, or as the memory plan of its step decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from ...config.schema import RunConfig, bytes_of
+from ...wording import format_binary_bytes
+from ..device_setup import DeviceSetup
+from ..task import Outline, Task
+from .blocks import KEY, effective_train_settings
+from .device import (
+    available_memory,
+    choose_checkpointing_by_plan,
+    overhead_memory,
+    return_freed_blocks,
+)
+from .plan import MemoryPlan, plan_process_memory
+from .recomputation import (
+    AUTO,
+    NONE,
+    Checkpointing,
+    checkpointable_layers,
+    configured_checkpointing,
+)
+
+
+def choose_checkpointing(
+    task: Task, device_setup: DeviceSetup, model: nn.Module, *, parts: int = 1, source: str = ""
+) -> Checkpointing:
+    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is
+    far below the available memory.
+
+    parts   how many processes share the model
+    source  of the setting; a resumed run's is the reason for which `auto` chose it in the part
+            before
+    """
+    train = effective_train_settings(task.config)
+    device = device_setup.device
+    precision = device_setup.resolved.precision
+    available = available_memory(device_setup.hardware.memory, device)
+    overhead = overhead_memory(model, device)
+    upper_bound = task.max_step_bytes(model, precision) + overhead
+    is_near = upper_bound > available // 2
+    if is_near and available and device.type == "cpu":
+        return_freed_blocks()  # else the process would grow past the plan
+    if train.gradient_checkpointing != AUTO:
+        chosen = _configured_checkpointing(model, task.config)
+        if source.startswith(f"{AUTO}: "):
+            return replace(chosen, reason=source)
+        return chosen
+    target = None if train.memory is None else bytes_of(train.memory)
+    if not is_near and (target is None or upper_bound - overhead <= target):
+        return Checkpointing(
+            NONE,
+            reason=f"auto: the step cannot take more than {format_binary_bytes(upper_bound)} of {format_binary_bytes(available)}",
+        )
+    outline = task.outline(precision, device_type=device.type)
+    checkpointing, _ = planned_checkpointing(
+        task, device_setup, outline, available=available, overhead=overhead, parts=parts
+    )
+    return checkpointing
+
+
+def _configured_checkpointing(model: nn.Module, config: RunConfig) -> Checkpointing:
+    chosen = configured_checkpointing(model, effective_train_settings(config))
+    if config.train.gradient_checkpointing == AUTO:
+        return replace(chosen, reason=f"{AUTO}: {KEY}")
+    return chosen
+
+
+def planned_checkpointing(
+    task: Task,
+    device_setup: DeviceSetup,
+    outline: Outline,
+    *,
+    available: int,
+    overhead: int,
+    parts: int = 1,
+) -> tuple[Checkpointing, MemoryPlan]:
+    """The choice of recomputation on a device with `available` bytes, of which `overhead` are in use, and
+    the memory plan of its step.
+
+    parts  how many processes share the model
+    """
+    train = effective_train_settings(task.config)
+    precision = device_setup.resolved.precision
+    largest = task.step_outline(precision)
+    earlier: MemoryPlan | None = None
+
+    def simulate(checkpointing: Checkpointing) -> MemoryPlan:
+        nonlocal earlier
+        plan = plan_process_memory(
+            outline,
+            train,
+            precision,
+            largest,
+            checkpointing=checkpointing,
+            device_type=device_setup.device.type,
+            parts=parts,
+            earlier=earlier,
+        )
+        if earlier is None and not plan.not_simulated:
+            earlier = plan
+        return plan
+
+    if train.gradient_checkpointing != AUTO:
+        checkpointing = _configured_checkpointing(outline.model, task.config)
+        return checkpointing, simulate(checkpointing)
+    layers = len(checkpointable_layers(outline.model))
+    target = None if train.memory is None else bytes_of(train.memory)
+    return choose_checkpointing_by_plan(
+        simulate,
+        layers=layers,
+        available=available,
+        overhead=overhead,
+        device_type=device_setup.device.type,
+        target=target,
+    )

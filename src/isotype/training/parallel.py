@@ -1,0 +1,174 @@
+"""How the processes of a run share a step: each has the whole model, or they share its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config.schema import RunConfig
+from ..distributed.world import World
+from ..errors import UsageError
+from ..model.starts import OFF_THE_BASE
+from ..precision.precision import EIGHT_BIT_OPTIMIZERS
+from ..wording import format_binary_bytes
+from .device_setup import DeviceSetup
+from .memory.blocks import BLOCKS, KEY
+from .memory.choice import planned_checkpointing
+from .memory.device import PLAN_TOLERANCE, available_memory
+from .memory.recomputation import AUTO
+from .task import Task
+
+REPLICATE = "replicate"
+SHARD = "shard"
+HYBRID = "hybrid"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """kind: replicate, shard or hybrid; `nodes`: machines that each have the whole model, where the
+    processes of one share it.
+    """
+
+    kind: str
+    reason: str = ""
+    nodes: int = 1
+
+    @property
+    def shares(self) -> bool:
+        return self.kind != REPLICATE
+
+    def parts(self, size: int) -> int:
+        """How many of `size` processes share a model."""
+        return size // self.nodes if self.shares else 1
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.kind} ({self.reason})"
+        return self.kind
+
+
+ONE_PROCESS = Parallel(REPLICATE)
+
+
+def configured_parallel(config: RunConfig, world: World) -> Parallel | None:
+    """What the configuration says, or None where it leaves that to the plan.
+
+    Raises  UsageError for a kind that this run or this number of machines cannot have
+    """
+    kind = config.parallel.kind
+    if world.size == 1:
+        return ONE_PROCESS
+    if kind in (AUTO, REPLICATE):
+        if kind == AUTO:
+            return None
+        return Parallel(REPLICATE, "parallel.kind")
+    if reason := sharing_blocker(config):
+        raise UsageError(
+            f"parallel.kind: {kind} with {reason}",
+            fix="leave that away, or parallel.kind: replicate",
+        )
+    if kind == SHARD:
+        return Parallel(SHARD, "parallel.kind")
+    if world.nodes == 1 or world.nodes == world.size or world.size % world.nodes:
+        if world.nodes == 1:
+            reason = "one machine"
+        else:
+            reason = f"{world.nodes} machines with {world.size} processes"
+        raise UsageError(
+            "parallel.kind: hybrid shares the model between the processes of each of several"
+            f" machines, and this run has {reason}",
+            fix="parallel.kind: shard",
+        )
+    return Parallel(HYBRID, "parallel.kind", world.nodes)
+
+
+_WHOLE_WEIGHT_OPTIMIZERS = {
+    **dict.fromkeys(
+        EIGHT_BIT_OPTIMIZERS, "its states have a scale every 256 elements of a whole weight"
+    ),
+    "lion": "bitsandbytes' kernel takes no part of a weight",
+    "muon": "it makes whole matrices orthogonal",
+    "adafactor": "its states are means of whole rows and columns",
+    "prodigy": "its rate follows from sums over all weights",
+}
+
+
+def sharing_blocker(config: RunConfig) -> str | None:
+    """The setting with which a model cannot be shared, and why; or None."""
+    adapter = config.adapter
+    optimizer = config.train.optimizer
+    cases = (
+        (
+            config.model.offload == BLOCKS,
+            f"{KEY}: a shared model gathers its weights from the other devices",
+        ),
+        (
+            optimizer in _WHOLE_WEIGHT_OPTIMIZERS,
+            f"train.optimizer: {optimizer}: {_WHOLE_WEIGHT_OPTIMIZERS.get(optimizer)}",
+        ),
+        (
+            adapter.start in OFF_THE_BASE,
+            f"adapter.start: {adapter.start}: it is taken off whole weights",
+        ),
+        (adapter.text_encoders, "adapter.text_encoders: shares of them were never tried"),
+        (adapter.train_tokens, "adapter.train_tokens: they are rows of a whole embedding"),
+        (config.train.ema is not None, "train.ema: averages of shared weights are not offered yet"),
+    )
+    return next((reason for applies, reason in cases if applies), None)
+
+
+def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Parallel:
+    """The configured kind. `auto` plans the step as one process would compute it. All processes
+    take what the first one decides.
+    """
+    config = task.config
+    precision = device_setup.resolved.precision
+    device = device_setup.device
+    configured = configured_parallel(config, world)
+    if configured is not None:
+        return configured
+
+    def decide() -> list[str]:
+        outline = task.outline(precision, device_type=device.type)
+        available = available_memory(device_setup.hardware.memory, device)
+
+        def peak() -> int:
+            return planned_checkpointing(
+                task, device_setup, outline, available=available, overhead=0
+            )[1].peak
+
+        parallel = choose_by_plan(
+            task.max_step_bytes(outline.model, precision), available, peak, config=config
+        )
+        return [parallel.kind, parallel.reason]
+
+    kind, reason = world.first_does(decide)
+    return Parallel(kind, reason)
+
+
+def choose_by_plan(
+    upper_bound: int, available: int, peak: Callable[[], int], *, config: RunConfig
+) -> Parallel:
+    """What `auto` takes: the whole model in each process where it fits, since a step then exchanges
+    least.
+
+    upper_bound  of a process's bytes
+    peak         the planned bytes, asked for only where the bound is near the `available` bytes
+    """
+    if not available:
+        return Parallel(REPLICATE, "auto: the device's memory is unknown")
+    if upper_bound <= available // 2:
+        return Parallel(
+            REPLICATE,
+            f"auto: a process cannot take more than {format_binary_bytes(upper_bound)} of {format_binary_bytes(available)}",
+        )
+    required = peak()
+    if required <= available * (1 - PLAN_TOLERANCE):
+        return Parallel(
+            REPLICATE,
+            f"auto: a process takes {format_binary_bytes(required)} of {format_binary_bytes(available)}",
+        )
+    reason = f"auto: the whole model would take {format_binary_bytes(required)} of {format_binary_bytes(available)}"
+    if blocker := sharing_blocker(config):
+        return Parallel(REPLICATE, f"{reason}, and is not shared because of {blocker}")
+    return Parallel(SHARD, reason)
