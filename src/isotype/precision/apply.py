@@ -153,7 +153,7 @@ def is_quantised(parameter: Tensor) -> bool:
 def quantised_dtype_name(parameter: Tensor) -> str:
     """The word of a quantised weight, as `precision.base` has it: nf4, fp8 and so on."""
     state = getattr(parameter, "quant_state", None)
-    return str(getattr(state, "word", None) or getattr(state, "quant_type", "int8"))
+    return str(getattr(state, "dtype_name", None) or getattr(state, "quant_type", "int8"))
 
 
 def is_norm(module: nn.Module) -> bool:
