@@ -125,13 +125,12 @@ def _check_configurations(path: Path) -> Examination:
         return Examination("check", f"left out: {error.message}", was_examined=False)
     if not checked.files:
         return Examination("check", "no file that may be a configuration", was_examined=False)
-    subject = f"{pluralise(checked.files, 'configuration file')}, {pluralise(len(checked.records), 'run')}"
-    return Examination(
-        "check",
-        subject,
-        list(checked.findings),
-        table=format_record(checked.records[0]) if len(checked.records) == 1 else "",
-    )
+    files = pluralise(checked.files, "configuration file")
+    subject = f"{files}, {pluralise(len(checked.records), 'run')}"
+    examination = Examination("check", subject, list(checked.findings))
+    if len(checked.records) == 1:
+        examination.table = format_record(checked.records[0])
+    return examination
 
 
 def _explain_logs(logs: list[Path]) -> Examination:

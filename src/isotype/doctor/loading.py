@@ -90,12 +90,10 @@ def get_member(module: ModuleType, name: str, target: str) -> Any:
             and member_name[0] != "_"
             and getattr(member_value, "__module__", "") == module.__name__
         ]
-        raise UsageError(
-            f"{target} has no {name!r}",
-            fix=f"one of: {', '.join(function_names)}"
-            if function_names
-            else "define it: the file has no function",
-        )
+        fix = "define it: the file has no function"
+        if function_names:
+            fix = f"one of: {', '.join(function_names)}"
+        raise UsageError(f"{target} has no {name!r}", fix=fix)
     return value
 
 

@@ -22,7 +22,7 @@ from .python_calls import read_notebook
 from .roles import resolve_record
 from .rules import RULES
 from .rules.autocast_regions import autocast_around_backward
-from .settings import ROLES, Document, Facts, Record, parse_device
+from .settings import ROLES, Decision, Document, Facts, Record, Setting, parse_device
 from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
 from .tools import identify_tool
 
@@ -101,44 +101,38 @@ def format_record(record: Record) -> str:
     for role in ROLES:
         if role in record.roles:
             decision = record.roles[role]
-            setting = decision.setting
-            if setting is not None:
-                location = (
-                    f"{setting.key}  {setting.file}{f':{setting.line}' if setting.line else ''}"
-                )
-            else:
-                location = ""
+            location = _format_location(decision.setting)
             rows.append((role, decision.value, decision.reason, location))
     if not rows:
         return ""
-    main = next(
-        (d for d in record.facts.documents if d.tool in MAIN_TOOLS), record.facts.documents[0]
-    )
-    return "\n".join(
-        [
-            f"what {main.file} will really do ({main.tool})",
-            *(f"  {line}" for line in align_columns(rows)),
-        ]
-    )
+    documents = record.facts.documents
+    main = next((d for d in documents if d.tool in MAIN_TOOLS), documents[0])
+    lines = [f"what {main.file} will really do ({main.tool})"]
+    lines += [f"  {line}" for line in align_columns(rows)]
+    return "\n".join(lines)
+
+
+def _format_location(setting: Setting | None) -> str:
+    if setting is None:
+        return ""
+    line = f":{setting.line}" if setting.line else ""
+    return f"{setting.key}  {setting.file}{line}"
 
 
 def record_to_json(record: Record) -> dict[str, object]:
     return {
         "tool": record.tool,
         "files": sorted({decision.file for decision in record.facts.documents}),
-        "roles": {
-            role: {
-                "value": decision.value,
-                "why": decision.reason,
-                **(
-                    {"key": decision.setting.key, **decision.setting.location.to_dict()}
-                    if decision.setting is not None
-                    else {}
-                ),
-            }
-            for role, decision in record.roles.items()
-        },
+        "roles": {role: _decision_to_json(decision) for role, decision in record.roles.items()},
     }
+
+
+def _decision_to_json(decision: Decision) -> dict[str, object]:
+    fields: dict[str, object] = {"value": decision.value, "why": decision.reason}
+    if decision.setting is not None:
+        fields["key"] = decision.setting.key
+        fields |= decision.setting.location.to_dict()
+    return fields
 
 
 MAIN_TOOLS = (
@@ -256,9 +250,19 @@ def _runs_without_main(documents: list[Document], device: str | None) -> list[Fa
 
 
 SKIPPED_FOLDERS = {
-    ".git", "node_modules", "__pycache__", "site-packages", ".venv", "venv", "wandb", ".mypy_cache", ".ruff_cache", "build", "dist",
+    ".git",
+    "node_modules",
+    "__pycache__",
+    "site-packages",
+    ".venv",
+    "venv",
+    "wandb",
+    ".mypy_cache",
+    ".ruff_cache",
+    "build",
+    "dist",
     ".cache",
-}  # fmt: skip
+}
 _RUN_FILES = {
     "resolved.yaml",
     "plan.json",
@@ -272,9 +276,20 @@ _TRAINING_WORDS = re.compile(
     r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16"
 )
 _SUFFIXES = {
-    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".safetensors",
+    ".json",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".env",
+    ".sh",
+    ".bash",
+    ".slurm",
+    ".sbatch",
+    ".py",
+    ".ipynb",
+    ".safetensors",
     ".jsonc",
-}  # fmt: skip
+}
 
 
 @dataclass

@@ -15,16 +15,31 @@ from .tools import identify_tool
 
 # Variables that SimpleTuner maps to arguments, of those that precision rests on.
 SIMPLETUNER_VARIABLES = {
-    "MODEL_TYPE": "model_type", "MODEL_FAMILY": "model_family", "MODEL_NAME": "pretrained_model_name_or_path",
-    "MIXED_PRECISION": "mixed_precision", "OPTIMIZER": "optimizer", "LEARNING_RATE": "learning_rate",
-    "BASE_MODEL_PRECISION": "base_model_precision", "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps", "USE_EMA": "use_ema",
-    "ALLOW_TF32": "allow_tf32", "USE_DORA": "use_dora", "LORA_TYPE": "lora_type", "ACCELERATE_CONFIG_PATH": "accelerate_config",
+    "MODEL_TYPE": "model_type",
+    "MODEL_FAMILY": "model_family",
+    "MODEL_NAME": "pretrained_model_name_or_path",
+    "MIXED_PRECISION": "mixed_precision",
+    "OPTIMIZER": "optimizer",
+    "LEARNING_RATE": "learning_rate",
+    "BASE_MODEL_PRECISION": "base_model_precision",
+    "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "USE_EMA": "use_ema",
+    "ALLOW_TF32": "allow_tf32",
+    "USE_DORA": "use_dora",
+    "LORA_TYPE": "lora_type",
+    "ACCELERATE_CONFIG_PATH": "accelerate_config",
     "ACCELERATE_EXTRA_ARGS": "accelerate_extra_args",
-}  # fmt: skip
+}
 _SIMPLETUNER_ONLY_VARIABLES = {
-    "TRAINER_EXTRA_ARGS", "BASE_MODEL_PRECISION", "PURE_BF16", "TRAINING_NUM_PROCESSES", "VALIDATION_PROMPT", "MODEL_FAMILY", "FLUX",
+    "TRAINER_EXTRA_ARGS",
+    "BASE_MODEL_PRECISION",
+    "PURE_BF16",
+    "TRAINING_NUM_PROCESSES",
+    "VALIDATION_PROMPT",
+    "MODEL_FAMILY",
+    "FLUX",
     "DATALOADER_CONFIG",
-}  # fmt: skip
+}
 
 
 def is_config_env(names: set[str]) -> bool:
@@ -346,14 +361,11 @@ def _documents_from_command(argv: list[str], line: int, display_path: str) -> li
                 written="tune run",
             )
         return [document]
-    document.tool = (
-        _command_tool(
-            executable, argv[program] if program is not None else " ".join(argv[:2]), options
-        )
-        or ""
-    )
-    for key, value in options.items() if document.tool else ():
-        document.add(key, value, line, written=f"--{key}")
+    name = " ".join(argv[:2]) if program is None else argv[program]
+    document.tool = _command_tool(executable, name, options) or ""
+    if document.tool:
+        for key, value in options.items():
+            document.add(key, value, line, written=f"--{key}")
     return [*documents, document]
 
 

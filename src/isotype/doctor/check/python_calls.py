@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,21 @@ _NOT_PYTHON = ("%", "!", "?")
 _PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}
 
 
+def _code_cells(data: Any) -> Iterator[list[str]]:
+    """The lines of each code cell of a notebook."""
+    cells = data.get("cells") if isinstance(data, dict) else None
+    if not isinstance(cells, list):
+        return
+    for cell in cells:
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        source = cell.get("source")
+        if isinstance(source, list):
+            source = "".join(map(str, source))
+        if isinstance(source, str):
+            yield source.splitlines()
+
+
 def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
     """-> the code, and the function from its lines to the notebook's. Shell and magic lines become
     comments. Raises Unreadable.
@@ -196,20 +211,8 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
         raise Unreadable(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
     code: list[str] = []
     line_numbers: list[int] = []
-    raw = text
     position = 0
-    cells = data.get("cells") if isinstance(data, dict) else None
-    for cell in cells if isinstance(cells, list) else []:
-        if isinstance(cell, dict) and cell.get("cell_type") == "code":
-            source = cell.get("source")
-        else:
-            source = None
-        if not isinstance(source, (str, list)):
-            continue
-        if isinstance(source, str):
-            lines = source.splitlines()
-        else:
-            lines = "".join(map(str, source)).splitlines()
+    for lines in _code_cells(data):
         magics = {
             line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()
         }
@@ -217,20 +220,23 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
         continues_command = False
         for line in lines:
             encoded_line = json.dumps(line, ensure_ascii=False)[1:-1]
-            offset = raw.find(encoded_line, position) if encoded_line.strip() else position
-            position = offset if offset >= 0 else position
+            if encoded_line.strip():
+                offset = text.find(encoded_line, position)
+                position = offset if offset >= 0 else position
             plain = line.lstrip()
             indent = line[: len(line) - len(plain)]
             # a comment needs no indentation; the first line of a command may be a block's only one
             is_comment = is_other_language or continues_command
             is_command = is_comment or plain.startswith(_NOT_PYTHON)
-            continues_command = is_command and plain.endswith(
-                "\\"
-            )  # `!pip install \` goes on in the next line
-            code.append(
-                f"# {plain}" if is_comment else f"{indent}pass  # {plain}" if is_command else line
-            )
-            line_numbers.append(raw.count("\n", 0, position) + 1)
+            # `!pip install \` goes on in the next line
+            continues_command = is_command and plain.endswith("\\")
+            if is_comment:
+                code.append(f"# {plain}")
+            elif is_command:
+                code.append(f"{indent}pass  # {plain}")
+            else:
+                code.append(line)
+            line_numbers.append(text.count("\n", 0, position) + 1)
 
     def notebook_line(line: int | None) -> int | None:
         if line is not None and 0 < line <= len(line_numbers):

@@ -260,45 +260,52 @@ def _loop_autocast(facts: Facts) -> Setting | None:
     return None
 
 
+def _axolotl_bf16_mode(bf16: Setting | None) -> str:
+    """`unset`, `True`, `False`, or the value as text (`auto`, `full`)."""
+    if bf16 is None:
+        return "unset"
+    enabled = parse_boolean(bf16.value)
+    return str(bf16.value if enabled is None else enabled)
+
+
+def _autocast_reason(half: str) -> str:
+    return "no mixed precision" if half == "fp32" else "autocast"
+
+
 def set_axolotl_roles(record: Record) -> None:
     facts = record.facts
     bf16 = facts.get("axolotl.bf16")
     fp16 = facts.first_enabled("axolotl.fp16")
-    if bf16 is None:
-        bf16_text = "unset"
-    else:
-        bf16_text = str(
-            parse_boolean(bf16.value) if parse_boolean(bf16.value) is not None else bf16.value
-        )
-    device_has = record.device.bf16 if record.device else True
-    bf16_on = {
-        "unset": device_has and not fp16,
+    mode = _axolotl_bf16_mode(bf16)
+    has_bf16 = record.device is None or record.device.bf16
+    is_bf16_on = {
+        "unset": has_bf16 and not fp16,
         "True": True,
         "False": False,
-        "auto": device_has,
-    }.get(bf16_text, False)
-    bf16_on = bf16_on or (
-        bf16_text not in ("unset", "False") and facts.first_enabled("axolotl.bfloat16") is not None
-    )
-    if bf16_on:
+        "auto": has_bf16,
+    }.get(mode, False)
+    if mode not in ("unset", "False") and facts.first_enabled("axolotl.bfloat16") is not None:
+        is_bf16_on = True
+    setting = facts.get("axolotl.fp16") or facts.first_enabled("axolotl.float16")
+    if is_bf16_on:
         half = "bf16"
-    elif fp16 or bf16_text == "auto" or facts.first_enabled("axolotl.float16"):
+        setting = bf16
+    elif fp16 or mode == "auto" or facts.first_enabled("axolotl.float16"):
         half = "fp16"
     else:
         half = "fp32"
-    setting = (
-        bf16 if bf16_on else facts.get("axolotl.fp16") or facts.first_enabled("axolotl.float16")
-    )
     detect_adapter(record, "axolotl.adapter")
     record.adapter = bool(record.adapter)
     detect_quantisation(record, "axolotl")
-    loaded = "fp16" if record.quantised_bits == 8 and not bf16_on else half
+    loaded = half
+    if record.quantised_bits == 8 and not is_bf16_on:
+        loaded = "fp16"
     record.set("parameters", loaded, "loaded in the half precision that is on", setting)
     if record.adapter:
         record.set("trained", "fp32", "adapters are fp32", record.adapter_setting or setting)
     else:
         record.set("trained", loaded, "every weight, as loaded", record.adapter_setting or setting)
-    record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", setting)
+    record.set("compute", half, _autocast_reason(half), setting)
     if half == "fp16" and fp16:
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", fp16)
     if find_deepspeed(facts) and record.accumulation_setting:
@@ -324,20 +331,18 @@ def set_llamafactory_roles(record: Record) -> None:
         half = None
     stored = facts.get(*CHECKPOINT_DTYPE_KEYS)
     setting = pure or flag
-    loaded = half or (parse_dtype(stored.value) if stored else None)
+    loaded = half or _dtype_or(stored, None)
     record.set("parameters", loaded, "compute dtype", setting or stored)
     if record.adapter:
         record.set("trained", "fp32", "PEFT makes adapters fp32", record.adapter_setting)
     elif pure:
         record.set("trained", "bf16", "pure_bf16", pure)
+    elif flag:
+        record.set("trained", "fp32", "upcast to fp32 for training", flag)
     else:
-        record.set("trained", "fp32" if flag else loaded, "upcast to fp32 for training", flag)
-    record.set(
-        "compute",
-        half or loaded,
-        "autocast" if flag else "the weights' own dtype",
-        setting or stored,
-    )
+        record.set("trained", loaded, "upcast to fp32 for training")
+    reason = "autocast" if flag else "the weights' own dtype"
+    record.set("compute", half or loaded, reason, setting or stored)
     if facts.first_enabled("llamafactory.fp16"):
         record.set(
             "loss scaling",
@@ -371,19 +376,16 @@ def set_torchtitan_roles(record: Record) -> None:
     dtype = facts.get("torchtitan.training.dtype")
     record.adapter = False
     for role in ("parameters", "trained"):
-        record.set(role, parse_dtype(dtype.value) if dtype else "fp32", "training.dtype", dtype)
-    record.set(
-        "compute",
-        parse_dtype(parameter.value) if parameter else "bf16",
-        "mixed_precision_param",
-        parameter,
-    )
-    record.set(
-        "reduction",
-        parse_dtype(reduce.value) if reduce else "fp32",
-        "mixed_precision_reduce",
-        reduce,
-    )
+        record.set(role, _dtype_or(dtype, "fp32"), "training.dtype", dtype)
+    record.set("compute", _dtype_or(parameter, "bf16"), "mixed_precision_param", parameter)
+    record.set("reduction", _dtype_or(reduce, "fp32"), "mixed_precision_reduce", reduce)
+
+
+def _dtype_or(setting: Setting | None, default: str | None) -> str | None:
+    """The dtype that a setting names, or the default where it is not set."""
+    if setting is None:
+        return default
+    return parse_dtype(setting.value)
 
 
 def set_lightning_roles(record: Record) -> None:
@@ -406,8 +408,9 @@ def set_lightning_roles(record: Record) -> None:
         if record.adapter:
             record.set("trained", "fp32", "PEFT makes adapters fp32", loaded_by)
     else:
-        for role in ("parameters", "trained"):
-            record.set(role, half if full.endswith("true") else "fp32", full, precision)
+        stored = half if full.endswith("true") else "fp32"
+        record.set("parameters", stored, full, precision)
+        record.set("trained", stored, full, precision)
     record.set("compute", half, full, precision)
     if full == "16-mixed" and half == "fp16":
         record.set("loss scaling", "dynamic", "16-mixed makes a GradScaler", precision)
@@ -456,12 +459,8 @@ def set_simpletuner_roles(record: Record) -> None:
     if mode in ("bf16", "fp16", "fp8"):
         record.set("compute", mode, "mixed_precision: autocast", mixed)
     elif mode == "no":
-        record.set(
-            "compute",
-            "fp32" if trained == "fp32" else "bf16",
-            "mixed_precision no: no autocast",
-            mixed,
-        )
+        compute = "fp32" if trained == "fp32" else "bf16"
+        record.set("compute", compute, "mixed_precision no: no autocast", mixed)
     if mode == "fp16":
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
     if gradient is not None:
@@ -487,20 +486,17 @@ def set_kohya_roles(record: Record) -> None:
     mixed = facts.get("kohya.mixed_precision")
     mode = str(mixed.value).lower() if mixed else "no"
     network = facts.get("kohya.network_module")
-    record.adapter, record.adapter_setting = (True, network) if network else (None, None)
+    if network:
+        record.adapter = True
+        record.adapter_setting = network
     full = facts.first_enabled("kohya.full_bf16", "kohya.full_fp16")
     half = mode if mode in ("bf16", "fp16") else "fp32"
     record.set("parameters", half, "mixed_precision", mixed)
     if full:
-        record.set(
-            "trained",
-            "bf16" if "bf16" in full.key else "fp16",
-            "full_* casts what is trained",
-            full,
-        )
+        record.set("trained", _half_of_key(full), "full_* casts what is trained", full)
     else:
         record.set("trained", "fp32", "fp32 masters")
-    record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", mixed)
+    record.set("compute", half, _autocast_reason(half), mixed)
     if mode == "fp16" and not full:
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
 
@@ -508,9 +504,7 @@ def set_kohya_roles(record: Record) -> None:
 def set_script_roles(record: Record) -> None:
     """A training script with diffusers' or accelerate's arguments."""
     mixed = record.facts.get("script.mixed_precision")
-    record.set(
-        "compute", parse_dtype(mixed.value) if mixed else None, "the script's argument", mixed
-    )
+    record.set("compute", _dtype_or(mixed, None), "the script's argument", mixed)
 
 
 def resolve_record(facts: Facts) -> Record:
@@ -571,7 +565,8 @@ def _set_derived_roles(record: Record) -> None:
             f"model.{QUANTIZATION_SECTION}.bnb_4bit_quant_type",
             f"checkpoint.{QUANTIZATION_SECTION}.bnb_4bit_quant_type",
         )
-        kind = kind or ("fp4 or nf4" if record.quantised_bits == 4 else "int8")
+        if not kind:
+            kind = "fp4 or nf4" if record.quantised_bits == 4 else "int8"
         record.set(
             "storage", kind, f"{record.quantised_bits}-bit base", record.quantisation_setting
         )

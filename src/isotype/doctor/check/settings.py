@@ -39,7 +39,11 @@ def parse_device(name: str) -> Device:
     if name.strip().lower() in ("mps", "apple"):
         return Device(name, "mps")
     hardware = lookup_hardware(name)
-    display_name = "CPU" if hardware.kind == "cpu" else name.upper() if len(name) < 6 else name
+    display_name = name
+    if hardware.kind == "cpu":
+        display_name = "CPU"
+    elif len(name) < 6:
+        display_name = name.upper()
     return Device(
         display_name,
         hardware.kind,
@@ -121,7 +125,9 @@ def parse_boolean(value: Any) -> bool | None:
     if isinstance(value, int | float):
         return bool(value)
     text = str(value).strip().lower()
-    return True if text in TRUE_WORDS else False if text in FALSE_WORDS else None
+    if text in TRUE_WORDS:
+        return True
+    return False if text in FALSE_WORDS else None
 
 
 def parse_dtype(value: Any) -> str | None:
@@ -213,9 +219,19 @@ class Facts:
 
 
 ROLES = (
-    "parameters", "trained", "gradients", "accumulation", "reduction", "optimizer", "compute", "loss scaling", "norms", "storage",
-    "evaluation", "ema",
-)  # fmt: skip
+    "parameters",
+    "trained",
+    "gradients",
+    "accumulation",
+    "reduction",
+    "optimizer",
+    "compute",
+    "loss scaling",
+    "norms",
+    "storage",
+    "evaluation",
+    "ema",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +317,15 @@ def _keys_of_every_tool(keys: str) -> list[str]:
 
 
 MODEL_DTYPE_KEYS = (
-    "model.dtype", "model.torch_dtype", "hf.dtype", "hf.torch_dtype", "hf.model_init_kwargs.dtype", "hf.model_init_kwargs.torch_dtype",
-    "hf.model_dtype", "model.model_kwargs.torch_dtype",
-)  # fmt: skip
+    "model.dtype",
+    "model.torch_dtype",
+    "hf.dtype",
+    "hf.torch_dtype",
+    "hf.model_init_kwargs.dtype",
+    "hf.model_init_kwargs.torch_dtype",
+    "hf.model_dtype",
+    "model.model_kwargs.torch_dtype",
+)
 CHECKPOINT_DTYPE_KEYS = [
     f"checkpoint.{key}"
     for key in (
@@ -436,13 +458,28 @@ def _parse_int(setting: Setting) -> int | None:
 
 
 _FSDP_KEYS = (
-    "hf.fsdp", "axolotl.fsdp", "llamafactory.fsdp", "simpletuner.fsdp_enable", "axolotl.fsdp_version", "fsdp.strategy",
-    "accelerate.use_fsdp", "lightning.strategy", "lightning.trainer.strategy",
-)  # fmt: skip
+    "hf.fsdp",
+    "axolotl.fsdp",
+    "llamafactory.fsdp",
+    "simpletuner.fsdp_enable",
+    "axolotl.fsdp_version",
+    "fsdp.strategy",
+    "accelerate.use_fsdp",
+    "lightning.strategy",
+    "lightning.trainer.strategy",
+)
 _FSDP_VERSION_KEYS = (
-    "accelerate.fsdp_config.fsdp_version", "hf.fsdp_config.version", "hf.fsdp_config.fsdp_version", "fsdp.fsdp_version", "fsdp.version",
-    "axolotl.fsdp_version", "axolotl.fsdp_config.fsdp_version", "simpletuner.fsdp_version", "accelerate.fsdp_version", "env.FSDP_VERSION",
-)  # fmt: skip
+    "accelerate.fsdp_config.fsdp_version",
+    "hf.fsdp_config.version",
+    "hf.fsdp_config.fsdp_version",
+    "fsdp.fsdp_version",
+    "fsdp.version",
+    "axolotl.fsdp_version",
+    "axolotl.fsdp_config.fsdp_version",
+    "simpletuner.fsdp_version",
+    "accelerate.fsdp_version",
+    "env.FSDP_VERSION",
+)
 
 
 def find_fsdp(facts: Facts) -> Setting | None:

@@ -56,9 +56,12 @@ def read_script(text: str) -> Script:
     for token in _TOKEN.finditer(text + "\n\n"):  # the last line may end in a backslash
         kind = str(token.lastgroup)
         if kind in ("single", "double", "plain"):
-            first_line = first_line if argv or argument is not None else line
+            if not argv and argument is None:
+                first_line = line
             piece = token[kind].replace("\\\n", " ")
-            argument = (argument or "") + (piece.replace('\\"', '"') if kind == "double" else piece)
+            if kind == "double":
+                piece = piece.replace('\\"', '"')
+            argument = (argument or "") + piece
             is_single_quoted = is_single_quoted or kind == "single"
         elif argument is not None:
             argv.append((argument, is_single_quoted))
@@ -93,17 +96,17 @@ def _read_command(script: Script, raw_argv: list[tuple[str, bool]], line: int) -
     for raw, is_single_quoted in raw_argv:
         value = raw if is_single_quoted else _expand_variables(script, raw)
         if not argv and (match := _ASSIGNMENT.match(value)):
-            old = script.variables.get(match["name"])
-            new = (old.value if old and match["plus"] else "") + match["value"]
-            pending.append(Assignment(match["name"], new, line))
+            new_value = match["value"]
+            previous = script.variables.get(match["name"])
+            if previous and match["plus"]:
+                new_value = previous.value + new_value
+            pending.append(Assignment(match["name"], new_value, line))
         elif not argv and value in ("export", "declare", "-x", "env", "set"):
             exported = True
-        else:
-            argv += (
-                [value]
-                if is_single_quoted or not re.search(r"\s", value) or " " in raw
-                else value.split()
-            )
+        elif is_single_quoted or " " in raw:
+            argv.append(value)
+        else:  # an expanded variable may hold several arguments
+            argv += value.split() if re.search(r"\s", value) else [value]
     target = script.prefixed if argv and not exported else script.variables
     for assignment in pending:
         target[assignment.name] = assignment

@@ -117,9 +117,8 @@ def read_yaml(text: str) -> Tree:
         with warnings.catch_warnings(action="ignore"):  # an anchor may be given again
             root = next(iter(YAML(typ="safe", pure=True).compose_all(text)), None)
     except MarkedYAMLError as error:
-        raise Unreadable(
-            str(error.problem or error), (error.problem_mark.line + 1) if error.problem_mark else 1
-        ) from error
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise Unreadable(str(error.problem or error), line) from error
     except (YAMLError, ValueError, RecursionError) as error:
         raise Unreadable(str(error).splitlines()[0], 1) from error
     tree = Tree(None)
@@ -155,7 +154,9 @@ def _node_value(node: Any, path: KeyPath, tree: Tree, depth: int) -> Any:
             key = str(key_node.value)
             tree.lines[(*path, key)] = key_node.start_mark.line + 1
             if key == "<<":
-                for source in value_node.value if value_node.id == "sequence" else [value_node]:
+                is_list = value_node.id == "sequence"
+                sources = value_node.value if is_list else [value_node]
+                for source in sources:
                     merged.update(_node_value(source, path, tree, depth + 1))
                 continue
             result[key] = _node_value(value_node, (*path, key), tree, depth + 1)
@@ -179,7 +180,8 @@ def read_toml(text: str) -> Tree:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         position = re.search(r"at line (\d+)", str(error))
-        raise Unreadable(str(error), int(position[1]) if position else 1) from error
+        number = int(position[1]) if position else 1
+        raise Unreadable(str(error), number) from error
     tree = Tree(data)
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), 1):

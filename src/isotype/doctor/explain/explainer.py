@@ -251,9 +251,9 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
         ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
     top = ranked[0]
     alternatives = ranked[1:]
-    fix = (
-        _AUTOCAST_ADVICE.sub("", top.fix).strip() if "autocast" in error.situation else ""
-    ) or top.fix
+    fix = top.fix
+    if "autocast" in error.situation:
+        fix = _AUTOCAST_ADVICE.sub("", top.fix).strip() or top.fix
     situation = error.situation
     frame = situation.user_frame or situation.caller_frame or situation.innermost
     details: list[tuple[str, str]] = [("error", _recognised_line(incident.text.strip(), error))]
@@ -262,15 +262,9 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
             ("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in error.dtypes.items()))
         )
     if situation.innermost and frame is not situation.innermost:
-        details.append(
-            (
-                "raised in",
-                (
-                    f"{situation.innermost.function} at"
-                    f" {situation.innermost.file}:{situation.innermost.line} (library)"
-                ),
-            )
-        )
+        inner = situation.innermost
+        raised_in = f"{inner.function} at {inner.file}:{inner.line} (library)"
+        details.append(("raised in", raised_in))
     if situation.frames:
         context = [flag for flag in _CONTEXT if flag in situation]
         if "trainer" in situation:
@@ -280,34 +274,40 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
         details.append(("situation", ", ".join([*context, trainer_note])))
     details.append(("sure", describe_confidence(ranked)))
     if alternatives:
-        lines = [
-            f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.evidence})" if c.evidence else "")
-            for c in alternatives[:3]
-        ]
-        details.append(("or", "\n".join(lines)))
+        details.append(("or", "\n".join(map(_format_alternative, alternatives[:3]))))
     if frame:
         location = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
+    elif source:
+        location = Place(file=source, line=_log_line(incident, error))
     else:
-        location = Place(file=source, line=_log_line(incident, error) if source else None)
+        location = Place()
+    certainty = "" if top.evidence else "perhaps "
     return Finding(
         code=FAMILIES[error.operator].code,
         severity=severity,
         message=message,
         place=location,
-        cause=f"{top.name}: {'' if top.evidence else 'perhaps '}{top.reason}",
+        cause=f"{top.name}: {certainty}{top.reason}",
         fix=fix,
         details=tuple(details),
     )
 
 
+def _format_alternative(cause: Cause) -> str:
+    text = f"{cause.name}: {cause.fix.splitlines()[0]}"
+    if cause.evidence:
+        text += f" (seen: {cause.evidence})"
+    return text
+
+
 def _recognised_line(text: str, error: RecognisedError) -> str:
     """The line of a message that recognition rests on."""
     lines = text.splitlines()
+    line = lines[0]
     if len(lines) > 1:
-        recognised_lines = [line for line in lines if recognise_error(line, error.situation)]
-    else:
-        recognised_lines = []
-    return (recognised_lines or lines)[-1 if recognised_lines else 0].strip()[:300]
+        recognised = (line for line in reversed(lines) if recognise_error(line, error.situation))
+        line = next(recognised, line)
+    return line.strip()[:300]
 
 
 def _log_line(incident: Incident, error: RecognisedError) -> int:
@@ -365,7 +365,8 @@ def describe_confidence(ranked: Sequence[Cause]) -> str:
     if not top.evidence:
         return "a guess: nothing in the text decides, and this cause is the usual one"
     if close_rivals:
-        return f"open between {1 + len(close_rivals)} causes: {', '.join(c.name for c in [top, *close_rivals])}"
-    return f"likely: {top.evidence}" + (
-        "" if len(ranked) == 1 else ", and nothing as telling speaks for another cause"
-    )
+        names = [cause.name for cause in (top, *close_rivals)]
+        return f"open between {len(names)} causes: {', '.join(names)}"
+    if len(ranked) == 1:
+        return f"likely: {top.evidence}"
+    return f"likely: {top.evidence}, and nothing as telling speaks for another cause"

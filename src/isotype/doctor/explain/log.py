@@ -41,7 +41,8 @@ def _rewrite_rich(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
         if box is None and "╭" not in line:
             yield number, line
         elif top := _BOX_TOP.match(line):
-            yield from box.message if box else ()
+            if box is not None:
+                yield from box.message
             box = _RichBox(top["head"], len(top["box"]))
             yield number, box.head + _TRACEBACK_TITLE
         elif box is None:
@@ -67,7 +68,8 @@ def _rewrite_rich(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
             if not line.strip():
                 box = None
                 yield number, line
-    yield from box.message if box else ()
+    if box is not None:
+        yield from box.message
 
 
 def _convert_box_line(box: _RichBox, line: str) -> list[str]:
@@ -151,7 +153,8 @@ def _rewrite_pytest(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
         if failure is None and not in_summary and not line.startswith("___"):
             yield number, line
         elif test := _PYTEST_TEST.match(line):
-            yield from failure.traceback_lines() if failure else ()
+            if failure is not None:
+                yield from failure.traceback_lines()
             failure = _PytestFailure(test["name"], number)
         elif failure is None:
             if not (in_summary and re.match(r"(?:FAILED|ERROR) \S+\.py\b", line)):
@@ -168,7 +171,8 @@ def _rewrite_pytest(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
             yield number, line
         else:
             failure.read_line(line)
-    yield from failure.traceback_lines() if failure else ()
+    if failure is not None:
+        yield from failure.traceback_lines()
 
 
 MAX_MESSAGE_LINES = 80  # lines of an exception's text that are kept

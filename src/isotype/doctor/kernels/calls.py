@@ -245,19 +245,16 @@ def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
     yield "inputs as given", Reach.CONFIRMED, given_dtypes
     # inputs of several dtypes are meant so: their roles are the author's
     is_uniform = len(set(given_dtypes)) <= 1
+    reach = Reach.CONFIRMED if is_uniform else Reach.MIXED
     for dtype in ("fp32", "bf16", "fp16"):
-        yield (
-            f"{dtype} inputs",
-            Reach.CONFIRMED if is_uniform else Reach.MIXED,
-            [dtype] * len(given_dtypes),
-        )
-    for i in range(len(given_dtypes)) if len(given_dtypes) > 1 else ():
+        yield f"{dtype} inputs", reach, [dtype] * len(given_dtypes)
+    if len(given_dtypes) < 2:
+        return
+    for index in range(len(given_dtypes)):
         for dtype in ("fp32", "fp16"):
-            yield (
-                f"bf16 inputs, float tensor {i} {dtype}",
-                Reach.MIXED,
-                [dtype if i == j else "bf16" for j in range(len(given_dtypes))],
-            )
+            dtypes = ["bf16"] * len(given_dtypes)
+            dtypes[index] = dtype
+            yield f"bf16 inputs, float tensor {index} {dtype}", Reach.MIXED, dtypes
 
 
 def split_calls(inputs: Any) -> list[Any]:

@@ -260,11 +260,11 @@ def _build_finding(
         ("dtypes", " and ".join(fault.dtypes)),
         *fault.facts,
     ]
-    details += (
-        [("fails for", join_names(labels)), ("compiles for", join_names(passing))]
-        if failing[0].failed
-        else [("seen with", join_names(labels))]
-    )
+    if failing[0].failed:
+        details.append(("fails for", join_names(labels)))
+        details.append(("compiles for", join_names(passing)))
+    else:
+        details.append(("seen with", join_names(labels)))
     details += [
         ("signature", failing[0].combination.type_summary),
         ("targets", ", ".join(dict.fromkeys(o.target for o in failing))),
@@ -383,16 +383,18 @@ def _check_program(
         ("target", target_label),
         ("reach", combination.reach.description),
     ]
-    findings = Finding(
+    if usage is not None:
+        details.append(("usage", usage.summary))
+    finding = Finding(
         code="KN010",
         severity=severity,
         message=f"{function.__name__} {problem} {target_label}",
         place=Place(file=file, line=line, symbol=function.__name__),
         cause=cause,
         fix=fix,
-        details=(*details, *((("usage", usage.summary),) if usage is not None else ())),
+        details=tuple(details),
     )
-    return [findings], usage
+    return [finding], usage
 
 
 def measure_usage(function: Any, combination: Any, target: Any) -> Usage:
@@ -429,14 +431,18 @@ def _nvidia_usage(cubin: bytes | None) -> tuple[int | None, int | None]:
         text = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
         ).stdout
-    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     # Triton's kernels keep nothing on the stack but what did not fit in registers
-    return (int(registers[1]) if registers else None), (int(stack[1]) // 4 if stack else None)
+    stack_bytes = _find_number(r"STACK:(\d+)", text)
+    spills = None if stack_bytes is None else stack_bytes // 4
+    return _find_number(r"REG:(\d+)", text), spills
 
 
 def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
-    registers, spills = (
-        re.search(r"\.vgpr_count:\s*(\d+)", assembly),
-        re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly),
-    )
-    return (int(registers[1]) if registers else None), (int(spills[1]) if spills else None)
+    registers = _find_number(r"\.vgpr_count:\s*(\d+)", assembly)
+    spills = _find_number(r"\.vgpr_spill_count:\s*(\d+)", assembly)
+    return registers, spills
+
+
+def _find_number(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None

@@ -54,11 +54,8 @@ def diagnose_math_dtype(scene: Scene) -> Fault | None:
     accepted = " or ".join(re.findall(r"fp\d+", match[1])) if match else "fp32 or fp64"
     argument_origin = find_origin(scene.frame, argument) if argument is not None else None
     cause = f"Triton's {kind or 'math'} function {function} takes {accepted} only, and {name} is {actual}"
-    cause += (
-        f": {argument_origin.text}{scene.format_location(argument_origin)}"
-        if argument_origin
-        else ""
-    )
+    if argument_origin:
+        cause += f": {argument_origin.text}{scene.format_location(argument_origin)}"
     text = ast.unparse(argument) if argument is not None else "x"
     if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)):
         wrapped = text
@@ -272,12 +269,12 @@ def diagnose_loop(scene: Scene) -> Fault | None:
     value = next((b.value for b in reversed(scene.frame.bindings) if b.node is statement), None)
     value_origin = find_origin(scene.frame, value) if value is not None else None
     cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {entry_dtype}"
-    cause += f" ({entry_origin.text})" if entry_origin else ""
-    cause += (
-        f" and `{ast.unparse(statement)}` makes it {new_dtype}"
-        if statement is not None
-        else f" and is re-assigned as {new_dtype}"
-    )
+    if entry_origin:
+        cause += f" ({entry_origin.text})"
+    if statement is not None:
+        cause += f" and `{ast.unparse(statement)}` makes it {new_dtype}"
+    else:
+        cause += f" and is re-assigned as {new_dtype}"
     if value_origin and value_origin.kind in ("scalar", "promotion"):
         cause += f"; {value_origin.text}{scene.format_location(value_origin)}"
     if (

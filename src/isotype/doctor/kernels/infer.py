@@ -29,20 +29,42 @@ from .signature import (
 )
 
 _POINTER_TYPES = {
-    "int64": "*i64", "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1", "fp64": "*fp64", "fp32": "*fp32",
-    "bf16": "*bf16", "fp16": "*fp16",
-}  # fmt: skip
+    "int64": "*i64",
+    "int32": "*i32",
+    "int16": "*i16",
+    "int8": "*i8",
+    "uint8": "*u8",
+    "bool": "*i1",
+    "fp64": "*fp64",
+    "fp32": "*fp32",
+    "bf16": "*bf16",
+    "fp16": "*fp16",
+}
 _CREATION_FUNCTIONS = (
-    "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "arange", "to",
-    "float", "tensor",
-)  # fmt: skip
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_empty",
+    "new_zeros",
+    "arange",
+    "to",
+    "float",
+    "tensor",
+)
 
 
 def find_fixed_dtypes(function: Any) -> dict[str, str]:
     """Pointer parameter -> `*fp32`, where a launch in the kernel's own file fixes the dtype."""
-    tree = _parse_source(function)
     fixed = dict[str, str]()
-    for scope in ast.walk(tree) if tree is not None else ():
+    tree = _parse_source(function)
+    if tree is None:
+        return fixed
+    for scope in ast.walk(tree):
         if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         local_dtypes = _created_dtypes(scope)
@@ -52,13 +74,16 @@ def find_fixed_dtypes(function: Any) -> dict[str, str]:
                 and isinstance(call.func, ast.Subscript)
                 and _is_name(call.func.value, function.__name__)
             ):
-                starred = any(isinstance(a, ast.Starred) for a in call.args)
-                arguments = dict(zip(function.arg_names, () if starred else call.args))
-                arguments |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names}
+                arguments: dict[str, ast.expr] = {}
+                if not any(isinstance(argument, ast.Starred) for argument in call.args):
+                    arguments |= zip(function.arg_names, call.args)
+                for keyword in call.keywords:
+                    if keyword.arg is not None and keyword.arg in function.arg_names:
+                        arguments[keyword.arg] = keyword.value
                 for name, value in arguments.items():
-                    type_name = (
-                        local_dtypes.get(value.id) if isinstance(value, ast.Name) else None
-                    ) or _created_dtype(value)
+                    type_name = _created_dtype(value)
+                    if isinstance(value, ast.Name) and local_dtypes.get(value.id):
+                        type_name = local_dtypes[value.id]
                     if type_name is not None:
                         fixed.setdefault(name, type_name)
     return fixed
@@ -104,9 +129,9 @@ def _created_dtype(value: ast.AST) -> str | None:
         return None
     if value.func.attr == "float" and not value.args:
         return "*fp32"
-    candidates = [k.value for k in value.keywords if k.arg == "dtype"] + (
-        list(value.args) if value.func.attr == "to" else []
-    )
+    candidates = [k.value for k in value.keywords if k.arg == "dtype"]
+    if value.func.attr == "to":
+        candidates += value.args
     for candidate in candidates:
         if isinstance(candidate, ast.Attribute) and _is_name(candidate.value, "torch"):
             try:
@@ -242,16 +267,13 @@ class _UseReader(ast.NodeVisitor):
         for child in ast.walk(node):
             if call_name(child) == "load":
                 assert isinstance(child, ast.Call)
-                pointers |= {
-                    b for b in (self.base_parameter(child.args[0] if child.args else None),) if b
-                }
+                address = child.args[0] if child.args else None
+                if pointer := self.base_parameter(address):
+                    pointers.add(pointer)
             elif isinstance(child, ast.Name) and depth < 4:
                 for value in self.values.get(child.id, []):
-                    pointers |= (
-                        self.find_loaded_pointers(value, depth + 1)
-                        if not _is_float_cast(value)
-                        else set()
-                    )
+                    if not _is_float_cast(value):
+                        pointers |= self.find_loaded_pointers(value, depth + 1)
         return pointers
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -274,10 +296,8 @@ class _UseReader(ast.NodeVisitor):
             if name == "arange":
                 self.use.sizes |= {p for a in node.args for p in self.find_parameters(a)}
         elif name in _DTYPE_METHODS:
-            for value in [
-                *(node.args[-1:] if node.args else []),
-                *(k.value for k in node.keywords if k.arg == "dtype"),
-            ]:
+            dtypes = [k.value for k in node.keywords if k.arg == "dtype"]
+            for value in [*node.args[-1:], *dtypes]:
                 if isinstance(value, ast.Name) and value.id in self.parameters:
                     self.use.dtypes.add(value.id)
             if name in ("zeros", "full") and node.args:

@@ -448,11 +448,13 @@ def _call_origin(frame: Frame, node: ast.Call, last_line: int | None, depth: int
         return Origin("cast", f"cast by `{text}`", line, text)
     if name in ("zeros", "full"):
         return Origin("cast", f"made as {result} by `{text}`", line, text)
-    for argument in [*node.args, *(k.value for k in node.keywords)] if name != "dot" else ():
-        if frame.dtypes.get(argument) == result and (
-            argument_origin := find_origin(frame, argument, last_line=last_line, _depth=depth + 1)
-        ):
-            return argument_origin
+    if name != "dot":
+        for argument in [*node.args, *(k.value for k in node.keywords)]:
+            if frame.dtypes.get(argument) != result:
+                continue
+            origin = find_origin(frame, argument, last_line=last_line, _depth=depth + 1)
+            if origin is not None:
+                return origin
     return Origin("call", f"the result of `{text}`", line, text)
 
 

@@ -38,10 +38,28 @@ def _is_cuda(value: Any) -> bool:
 
 
 _CREATION_FUNCTIONS = (
-    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor",
-    "scalar_tensor", "randperm",
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided",
-)  # fmt: skip
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "linspace",
+    "eye",
+    "tensor",
+    "as_tensor",
+    "scalar_tensor",
+    "randperm",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "empty_strided",
+)
 _TENSOR_METHODS = (
     "to",
     "cuda",
@@ -159,8 +177,15 @@ def _pretend_driver(target: Any) -> SimpleNamespace:
 
 
 _WITHOUT_EFFECT = (
-    "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect", "_lazy_init",
-)  # fmt: skip
+    "set_device",
+    "synchronize",
+    "empty_cache",
+    "reset_peak_memory_stats",
+    "manual_seed",
+    "manual_seed_all",
+    "ipc_collect",
+    "_lazy_init",
+)
 
 
 def _cuda_answers(target: Any) -> dict[str, Any]:

@@ -60,7 +60,8 @@ def parse_target(text: str | int) -> GPUTarget:
             )
         return GPUTarget("cuda", arch, 32)
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
-        return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+        warp_size = 64 if name.startswith("gfx9") else 32
+        return GPUTarget("hip", name, warp_size)
     raise UsageError(
         f"architecture {text!r}: expected something like sm_80, sm_90, sm_100 or gfx942"
     )
@@ -74,11 +75,9 @@ def target_name(target: GPUTarget) -> str:
 
 def shared_bytes(target: GPUTarget) -> int:
     """Shared memory that one program (block) may use."""
-    return 1024 * (
-        _NVIDIA_SHARED_KIB.get(int(target.arch), 99)
-        if target.backend == "cuda"
-        else _AMD_SHARED_KIB.get(str(target.arch), 64)
-    )
+    if target.backend == "cuda":
+        return 1024 * _NVIDIA_SHARED_KIB.get(int(target.arch), 99)
+    return 1024 * _AMD_SHARED_KIB.get(str(target.arch), 64)
 
 
 def require_triton() -> str:

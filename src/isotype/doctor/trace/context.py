@@ -173,14 +173,12 @@ class Context:
         """
         node = torch._C._current_autograd_node()
         site = innermost_site()
-        if node is not None:
-            module, forward = self.forward_sites.get(node._sequence_nr(), (None, None))
-            return (
-                forward or site,
-                self.names.module_path(module) if module is not None else "",
-                node.name(),
-            )
-        return site, self.names.module_path(self.stack[-1].module) if self.stack else "", ""
+        if node is None:
+            path = self.names.module_path(self.stack[-1].module) if self.stack else ""
+            return site, path, ""
+        module, forward_site = self.forward_sites.get(node._sequence_nr(), (None, None))
+        path = self.names.module_path(module) if module is not None else ""
+        return forward_site or site, path, node.name()
 
     def call_name(self) -> str:
         if self.current_call is not None:
@@ -236,11 +234,9 @@ class Context:
                 "parameter",
                 self.names.parameter_name(tensor) or f"of {shape}, in no module seen so far",
             )
-        return Origin(
-            tensor.dtype,
-            "input",
-            f"{UNWATCHED_NOTE}, {shape}" if self.pace.forward_unwatched else shape,
-        )
+        if self.pace.forward_unwatched:
+            return Origin(tensor.dtype, "input", f"{UNWATCHED_NOTE}, {shape}")
+        return Origin(tensor.dtype, "input", shape)
 
     def on_dtype_change(self) -> None:
         self._census = None
@@ -249,7 +245,8 @@ class Context:
     def census(self) -> Counter[torch.dtype]:
         """Parameter elements by dtype of the model that is running."""
         if self._census is None:
-            self._census = self.names.census(self.stack[0].module if self.stack else None)
+            root = self.stack[0].module if self.stack else None
+            self._census = self.names.census(root)
         return self._census
 
     def failure_census(self) -> Counter[torch.dtype]:
@@ -259,7 +256,9 @@ class Context:
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
             running = self.last_root() if self.last_root is not None else None
-        return self.names.census(self.names.find_root(running) if running is not None else None)
+        if running is None:
+            return self.names.census()
+        return self.names.census(self.names.find_root(running))
 
 
 BeforeHook = Callable[[Operator, tuple, dict], Any]

@@ -40,8 +40,17 @@ MENTIONS_DTYPE = re.compile(
 )
 # ops that write one operand into another: the first is the destination, and its dtype rules
 _WRITING_OPS = {
-    "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy", "index_add", "masked_scatter", "copy", "index_fill", "setitem",
-}  # fmt: skip
+    "index_put",
+    "_index_put_impl",
+    "scatter",
+    "scatter_add",
+    "index_copy",
+    "index_add",
+    "masked_scatter",
+    "copy",
+    "index_fill",
+    "setitem",
+}
 _MAX_OPERANDS = 8  # operands shown in full
 # on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
 _FINDING_ATTRIBUTE = "_isotype_finding"
@@ -126,10 +135,12 @@ def describe_cause(
     decider = odd_operand.origin.decider()
     location = decider.location()
     decided_dtype = dtype_name(decider.dtype)
-    decision = _DECISION_TEMPLATES.get(decider.kind, "{what} returned {word}").format(
-        what=decider.maker, word=decided_dtype, a="an" if decided_dtype[0] in "aeiof" else "a"
-    )
-    parts = [decision + (f" ({location})" if location else "")]
+    article = "an" if decided_dtype[0] in "aeiof" else "a"
+    template = _DECISION_TEMPLATES.get(decider.kind, "{what} returned {word}")
+    decision = template.format(what=decider.maker, word=decided_dtype, a=article)
+    if location:
+        decision += f" ({location})"
+    parts = [decision]
     for step in odd_operand.origin.chain():
         if step is decider:
             break
@@ -272,10 +283,8 @@ class Failures:
         if name in ("backward", "grad"):
             return  # what failed is inside: an op has explained it, or the program's end will
         labels = _parameter_names(func)
-        labelled = [
-            (labels[i] if i < len(labels) else f"argument {i}", value)
-            for i, value in enumerate(args)
-        ]
+        labels += [f"argument {index}" for index in range(len(labels), len(args))]
+        labelled = list(zip(labels, args, strict=False))
         self._explain(error, name, list(iterate_floating(labelled + list(kwargs.items()))))
 
     def rerun_forward(
@@ -394,35 +403,27 @@ class Failures:
                 odd_operand, operands, name, device=device, autocast_call=autocast_call
             )
             cause += self._describe_earlier_cast(operands)
-        details = (
-            site_detail("called at", user_site)
-            if (user_site := innermost_user_site(stack)) != site
-            else ()
-        )
-        details += (("phase", f"backward of {node}" if node else "forward"), ("autocast", state))
-        details += tuple(operand.describe_chain() for operand in operands[:_MAX_OPERANDS])
+        details: list[tuple[str, str]] = []
+        user_site = innermost_user_site(stack)
+        if user_site != site:
+            details += site_detail("called at", user_site)
+        phase = f"backward of {node}" if node else "forward"
+        details += [("phase", phase), ("autocast", state)]
+        details += [operand.describe_chain() for operand in operands[:_MAX_OPERANDS]]
         if further := Counter(operand.dtype_name for operand in operands[_MAX_OPERANDS:]):
-            details += (
-                (
-                    "further",
-                    (
-                        f"{further.total()} operands:"
-                        f" {', '.join(f'{count} {name}' for name, count in further.items())}"
-                    ),
-                ),
-            )
+            counts = ", ".join(f"{count} {dtype}" for dtype, count in further.items())
+            details.append(("further", f"{further.total()} operands: {counts}"))
+        verb = "got" if mixed else "refused"
+        dtypes = " and ".join(dict.fromkeys(operand.dtype_name for operand in operands))
         return Finding(
             code="TR001",
             severity=Severity.ERROR,
-            message=(
-                f"{title} {'got' if mixed else 'refused'}"
-                f" {' and '.join(dict.fromkeys(operand.dtype_name for operand in operands))}"
-            ),
+            message=f"{title} {verb} {dtypes}",
             place=site_place(site, module),
             cause=cause,
             fix=fix,
             observed=_first_line(error),
-            details=details,
+            details=tuple(details),
         )
 
     def _describe_earlier_cast(self, operands: Sequence[Operand]) -> str:
@@ -681,16 +682,11 @@ def _explain_by_tensors(
         re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE)
         is not None
     )
-    odd_operand = next(
-        (
-            o
-            for o in operands
-            if (
-                o.dtype not in NARROW_FLOATS if only_low else usual is not None and o.dtype != usual
-            )
-        ),
-        operands[0],
-    )
+    if only_low:
+        strays = [operand for operand in operands if operand.dtype not in NARROW_FLOATS]
+    else:
+        strays = [operand for operand in operands if usual not in (None, operand.dtype)]
+    odd_operand = strays[0] if strays else operands[0]
     name = evidence.stack[0].function
     autocast_call = "" if context.autocast.describe_state()[0].startswith("on") else None
     cause = describe_cause(odd_operand, name, census, "")

@@ -132,12 +132,12 @@ class Origin:
         """The first five of the chain as lines: what, where, and the source text."""
         lines = []
         for number, origin in enumerate(islice(self.chain(), 5)):
-            location = origin.location()
-            lines.append(
-                ("<- " if number else "")
-                + origin.describe()
-                + (f"   {location}" if location else "")
-            )
+            line = origin.describe()
+            if number:
+                line = f"<- {line}"
+            if location := origin.location():
+                line += f"   {location}"
+            lines.append(line)
             if origin.site is not None and origin.site.text:
                 lines.append(f"     {origin.site.text}")
         return lines
@@ -217,15 +217,10 @@ class Provenance:
             mark = inputs[0].__dict__.get(MARK)
             if mark is not None and mark[0].dtype == out.dtype:
                 out.__dict__[MARK] = mark
+            elif inputs[0].dtype == out.dtype:
+                out.__dict__[MARK] = (self.get(inputs[0]), None)
             else:
-                out.__dict__[MARK] = (
-                    (
-                        self.get(inputs[0])
-                        if inputs[0].dtype == out.dtype
-                        else self._new_origin(op, inputs, out)
-                    ),
-                    None,
-                )
+                out.__dict__[MARK] = (self._new_origin(op, inputs, out), None)
             return
         module = context.names.module_path(context.stack[-1].module) if context.stack else ""
         dtype = out.dtype
@@ -257,7 +252,8 @@ class Provenance:
         if not inputs:
             maker = f"torch.{call_name}" if call_name else op.name
             if op.cast or not op.factory:
-                maker = f"{f'.{call_name}()' if call_name else op.name} of whole numbers"
+                maker = f".{call_name}()" if call_name else op.name
+                maker += " of whole numbers"
             elif context.uses_default_dtype(site, out.dtype, op):
                 maker += (
                     " without dtype= (the default dtype is"
@@ -265,11 +261,9 @@ class Provenance:
                 )
             return Origin(out.dtype, "created", maker, **fields)
         source = widest if widest is not None and len(inputs) > 1 else inputs[0]
-        fields["upstream"], fields["writer"], maker = (
-            self.get(source),
-            self.last_writer(source),
-            call_name or op.name,
-        )
+        fields["upstream"] = self.get(source)
+        fields["writer"] = self.last_writer(source)
+        maker = call_name or op.name
         if source is widest and len(inputs) > 1:
             origin = Origin(out.dtype, "promotion", maker, **fields)
             context.on_promotion(

@@ -285,9 +285,9 @@ def _build_finding(fault: Fault) -> Finding:
     caller = down.evaluation_site or next(
         (site for site in down.stack if not site.file.startswith(TORCH_FOLDER)), down.site
     )
-    details = site_detail("called at", down.site) + (
-        site_detail("cast by", caller) if caller != down.site else ()
-    )
+    details = site_detail("called at", down.site)
+    if caller != down.site:
+        details += site_detail("cast by", caller)
     return say(
         "TR011",
         site_place(down.site),

@@ -135,14 +135,13 @@ class DefaultDtype(Watcher):
 
 def _build_finding(change: DefaultDtypeChange, *, leaked: bool) -> Finding:
     setter = change.setter
+    details: tuple[tuple[str, str], ...] = ()
+    if not leaked:
+        details = tuple(("created at", f"{site}: {site.text}") for site in change.late_sites)
     return say(
         "TR017",
         site_place(setter),
-        (
-            tuple(("created at", f"{site}: {site.text}") for site in change.late_sites)
-            if not leaked
-            else ()
-        ),
+        details,
         leaked=leaked,
         library=is_library_file(setter.file),
         setter=setter.function,
@@ -271,9 +270,9 @@ class Autocast(Watcher):
         )
         if torch.is_autocast_enabled(device) or self._context.autocast_around:
             return f"on, {dtype_name(torch.get_autocast_dtype(device))}", ran_with_autocast
-        return "off here" + (
-            ", on when this module ran before" if ran_with_autocast else ""
-        ), ran_with_autocast
+        if ran_with_autocast:
+            return "off here, on when this module ran before", True
+        return "off here", False
 
     def recomputation_finding(self, error: str = "") -> Finding | None:
         """Autocast differed between a module's forward and its recomputation, which ended in this
@@ -282,11 +281,12 @@ class Autocast(Watcher):
         if not self._differing:
             return None
         module, (site, forward_state, recompute_state) = next(iter(self._differing.items()))
+        location = module
+        symbol = module
         if site is not None:
             location = f"{site.function}, {short_path(site.file)}:{site.line}"
-        else:
-            location = module
-        finding_place = site_place(site, f"{site.function} ({module})" if site else module)
+            symbol = f"{site.function} ({module})"
+        finding_place = site_place(site, symbol)
         return say(
             "TR003",
             finding_place,

@@ -5,6 +5,7 @@ gradients that autograd casts.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,13 +95,12 @@ class Promotions(Watcher):
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         if self._context.stack or output is None:
             return
-        for item in (
-            output
-            if isinstance(output, (tuple, list))
-            else output.values()
-            if isinstance(output, dict)
-            else (output,)
-        ):
+        items: Iterable[Any] = (output,)
+        if isinstance(output, (tuple, list)):
+            items = output
+        elif isinstance(output, dict):
+            items = output.values()
+        for item in items:
             self.record_spread(item, f"the output of {type(module).__name__}")
 
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -138,7 +138,9 @@ def _build_finding(group: list[Promotion]) -> Finding:
         decider.kind == "cast" and first.is_full_size and origin.writer.startswith("_to_copy")
     )
     spread = list(dict.fromkeys(destination for p in group for destination in p.spread))
-    location = decider.location()
+    decision = decider.describe()
+    if location := decider.location():
+        decision += f" ({location})"
     return say(
         "TR010",
         site_place(origin.site, origin.module),
@@ -147,7 +149,7 @@ def _build_finding(group: list[Promotion]) -> Finding:
         wide=wide,
         narrow=narrow,
         decider=decider.maker,
-        decision=decider.describe() + (f" ({location})" if location else ""),
+        decision=decision,
         place=origin.location(),
         spread=spread[0],
         more=len(spread) - 1,

@@ -70,9 +70,8 @@ class Positions(Watcher):
             if dtype in _MAX_EXACT and source.numel() > 1 and (is_integer or may_hold_integers):
                 self._check_integers(source, dtype)
         elif op.name == "arange":
-            dtype = dtype or (
-                torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None
-            )
+            if dtype is None and any(isinstance(argument, float) for argument in args):
+                dtype = torch.get_default_dtype()
             largest = (
                 max((abs(float(a)) for a in args if isinstance(a, (int, float))), default=0.0) - 1
             )
@@ -104,11 +103,8 @@ class Positions(Watcher):
             if bool((values.to(dtype).to(values.dtype) == values).all()):
                 return
             self._casts[key] = (dtype, largest)
-            steps = values.diff(dim=-1) if fractional else None
-            if steps is not None and not bool(
-                (steps.abs() <= 1).all() if source.ndim == 1 else (steps == 1).all()
-            ):
-                return  # whole numbers, but no positions: a float tensor needs to look like a range
+            if fractional and not _is_range(values):
+                return  # whole numbers, but no positions
         self._record("whole numbers", dtype, largest, source)
 
     def _check_angle(self, angle: torch.Tensor) -> None:
@@ -124,14 +120,10 @@ class Positions(Watcher):
             return
         largest = float(angle.detach().abs().max())
         if largest * eps(dtype_name(low)) / 2 > _MAX_ANGLE_ERROR and largest < float("inf"):
-            self._record(
-                "angles of cos and sin"
-                if angle.dtype in _MAX_EXACT
-                else "frequencies of cos and sin",
-                low,
-                largest,
-                angle,
-            )
+            quantity = "frequencies of cos and sin"
+            if angle.dtype in _MAX_EXACT:
+                quantity = "angles of cos and sin"
+            self._record(quantity, low, largest, angle)
 
     def _check_earlier_rounding(self, angle: torch.Tensor) -> None:
         """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's
@@ -196,6 +188,14 @@ class Positions(Watcher):
         return [_build_finding(rounded) for rounded in by_site.values()]
 
 
+def _is_range(values: torch.Tensor) -> bool:
+    """Whether the numbers of a float tensor go up in ones, as positions do."""
+    steps = values.diff(dim=-1)
+    if values.ndim == 1:
+        return bool((steps.abs() <= 1).all())
+    return bool((steps == 1).all())
+
+
 def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether each of the last rows of angles is one position times the table, the table perhaps
     twice, side by side or interleaved.
@@ -208,7 +208,8 @@ def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
         rows = angle.detach().reshape(-1, width)[-4:].double()
         frequencies = table.detach().double()
         nonzero = frequencies != 0
-        for part in (rows[:, :count], rows[:, ::2]) if width > count else (rows,):
+        parts = (rows[:, :count], rows[:, ::2]) if width > count else (rows,)
+        for part in parts:
             positions = part[:, nonzero] / frequencies[nonzero]
             if positions.numel() and bool(
                 (positions - positions[:, :1]).abs().le(0.02 * positions[:, :1].abs() + 1e-6).all()
@@ -221,6 +222,9 @@ def _build_finding(rounded: Rounded) -> Finding:
     low_name = dtype_name(rounded.dtype)
     decider = rounded.origin.decider()
     location = decider.location()
+    decision = decider.describe()
+    if location:
+        decision += f" ({location})"
     chain = (("chain", "\n".join(rounded.origin.explain())),)
     return say(
         "TR015",
@@ -236,7 +240,7 @@ def _build_finding(rounded: Rounded) -> Finding:
         kind=decider.kind,
         decider=decider.maker,
         where=str(decider.site) if decider.site is not None else location or "its place",
-        decision=decider.describe() + (f" ({location})" if location else ""),
+        decision=decision,
     )
 
 

@@ -422,15 +422,11 @@ class Tracer(Context):
             return
         inputs = floating_operands(args)
         if op.product:
+            product = op.name
+            if self.stack:
+                product = f"{op.name} in {self.names.module_path(self.stack[-1].module)}"
             for tensor in inputs:
-                self.promotions.record_spread(
-                    tensor,
-                    (
-                        f"{op.name} in {self.names.module_path(self.stack[-1].module)}"
-                        if self.stack
-                        else op.name
-                    ),
-                )
+                self.promotions.record_spread(tensor, product)
         if self.autocast.stale and not op.view:
             self.autocast.on_use(inputs)
 

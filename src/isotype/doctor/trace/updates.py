@@ -433,7 +433,9 @@ class Sums(Watcher):
             and running_sum.additions & (running_sum.additions - 1) == 0
         ):
             self._measure(running_sum, target)
-        factor = kwargs.get("alpha", 1) * (-1 if op.name == "sub_" else 1)
+        factor = kwargs.get("alpha", 1)
+        if op.name == "sub_":
+            factor = -factor
         running_sum.fp32.add_(_sum_sample(addend.detach().expand_as(target)).float(), alpha=factor)
         running_sum.additions += 1
         running_sum.version += 1
@@ -511,9 +513,8 @@ class Sums(Watcher):
             and not running_sum.is_compensation
             and len(running_sum.forwards) >= _MIN_FORWARDS - 1
         ):
-            reported = self._reported.setdefault(
-                (running_sum.is_gradient, None if running_sum.is_gradient else running_sum.site), []
-            )
+            site = None if running_sum.is_gradient else running_sum.site
+            reported = self._reported.setdefault((running_sum.is_gradient, site), [])
             if len(reported) < 64:
                 reported.append(running_sum)
 

@@ -65,6 +65,9 @@ def both_halves(r: Record) -> Iterator[Finding]:
         ),
     ]:
         if bf16 and fp16:
+            effect = "the trainer refuses to start, or takes whichever it looks at first"
+            if "pure" in bf16.key:
+                effect = "there is no error: bf16 weights run under fp16 autocast with a GradScaler"
             yield error(
                 f"{fp16.key} and {bf16.key} are both on",
                 fp16,
@@ -74,11 +77,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
                     f"keep only one: {bf16.key}: true with {fp16.key}: false where the GPU has"
                     " bf16, else the reverse"
                 ),
-                current_effect=(
-                    "there is no error: bf16 weights run under fp16 autocast with a GradScaler"
-                    if "pure" in bf16.key
-                    else "the trainer refuses to start, or takes whichever it looks at first"
-                ),
+                current_effect=effect,
             )
     bf16 = deepspeed_setting(f, "bf16.enabled")
     fp16 = deepspeed_setting(f, "fp16.enabled")
@@ -157,31 +156,42 @@ def unresolvable_dtype_name(r: Record) -> Iterator[Finding]:
                 or (is_storage_dtype and dtype_name in _NOT_FOR_STORAGE)
             ):
                 reported.add((last, setting.line))
-                yield error(
-                    (
-                        f"{last} does not take {dtype_name!r}"
-                        if is_storage_dtype
-                        else f"{last}: {dtype_name!r} is not a name in torch"
-                    ),
-                    setting,
-                    cause=(
-                        "the string must be one of float16, bfloat16, float32, float64, int8 and"
-                        " uint8"
-                        if is_storage_dtype
-                        else (
+                dtype = parse_dtype(dtype_name) or dtype_name.removeprefix("torch.")
+                fix = f'{last}: "{torch_dtype_name(dtype)}"'
+                if is_storage_dtype:
+                    yield error(
+                        f"{last} does not take {dtype_name!r}",
+                        setting,
+                        cause=(
+                            "the string must be one of float16, bfloat16, float32, float64, int8"
+                            " and uint8"
+                        ),
+                        fix=fix,
+                        current_effect="loading stops with a ValueError",
+                    )
+                else:
+                    yield error(
+                        f"{last}: {dtype_name!r} is not a name in torch",
+                        setting,
+                        cause=(
                             "the string is looked up as an attribute of torch, and must be torch's"
                             " own word without prefix"
-                        )
-                    ),
-                    fix=f'{last}: "{torch_dtype_name(parse_dtype(dtype_name) or dtype_name.removeprefix("torch."))}"',
-                    current_effect=f"loading stops with {'a ValueError' if is_storage_dtype else 'an AttributeError'}",
-                )
+                        ),
+                        fix=fix,
+                        current_effect="loading stops with an AttributeError",
+                    )
 
 
 _FP16_ONLY = {
-    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "auto_cast",
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+    "consecutive_hysteresis",
+    "auto_cast",
     "fp16_master_weights_and_grads",
-}  # fmt: skip
+}
 
 
 @rule("CF055")
